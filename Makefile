@@ -1,0 +1,47 @@
+# Everything runs in .venv, which the first target that needs it makes.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup train test test-fast lint bench clean
+
+help:
+	@echo "make setup      create .venv and install Bireme with its development tools"
+	@echo "make train      train a small language model over a pipeline on this machine"
+	@echo "make test       all tests          make test-fast   the fast core (under 90 s)"
+	@echo "make lint       ruff, mypy --strict, import contracts"
+	@echo "make bench      the benchmarks of docs/benchmarks.md"
+	@echo "make clean      remove .venv and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Bireme needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: setup
+	@echo "make train: not built yet. 'bireme schedule' and 'bireme simulate' are: see README.md."; exit 1
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: setup
+	$(BIN)/python benchmarks/simulator.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

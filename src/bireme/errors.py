@@ -1,0 +1,23 @@
+"""The one base error. What a user can cause is a `BiremeError`; anything else that escapes is a bug.
+
+The command line turns a `BiremeError` into one paragraph and exit status 2. So its text is written for
+the person who has to act on it: what went wrong, the values, why it matters, what to do next.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["BiremeError", "closest"]
+
+
+class BiremeError(Exception):
+    """Something the user can put right: a wrong file, flag, model, cluster, checkpoint."""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """A hint that names the known word nearest to `name`, or all of them when none is near."""
+    words = sorted(known)
+    near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
+    if near:
+        return f"Did you mean {near[0]!r}?"
+    return f"Known are: {', '.join(words)}."

@@ -1,0 +1,1 @@
+"""A schedule as data: instructions, the programs made of them, and what can be proved about them."""

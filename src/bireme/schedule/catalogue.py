@@ -1,0 +1,96 @@
+"""All schedules by name, and the one way to make a program of them."""
+
+from collections.abc import Iterable
+
+from bireme.errors import BiremeError, closest
+from bireme.schedule.folding import fold
+from bireme.schedule.generators.gpipe import GPIPE
+from bireme.schedule.generators.interleaved import INTERLEAVED
+from bireme.schedule.generators.one_f_one_b import ONE_F_ONE_B
+from bireme.schedule.generators.pipedream import PIPEDREAM
+from bireme.schedule.generators.sequential import SEQUENTIAL
+from bireme.schedule.generators.shape import Schedule, Shape
+from bireme.schedule.generators.sliced import SLICED
+from bireme.schedule.generators.two_buffer import TWO_BUFFER
+from bireme.schedule.generators.two_buffer_fresh import TWO_BUFFER_FRESH
+from bireme.schedule.generators.zero_bubble import ZERO_BUBBLE_H1
+from bireme.schedule.generators.zero_bubble_v import ZERO_BUBBLE_V
+from bireme.schedule.lowering import lower
+from bireme.schedule.program import Program
+from bireme.schedule.weave import weave
+
+__all__ = ["SCHEDULES", "generate", "schedule_named"]
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        SEQUENTIAL,
+        GPIPE,
+        ONE_F_ONE_B,
+        SLICED,
+        TWO_BUFFER,
+        TWO_BUFFER_FRESH,
+        PIPEDREAM,
+        INTERLEAVED,
+        ZERO_BUBBLE_H1,
+        ZERO_BUBBLE_V,
+    )
+}
+
+
+def schedule_named(name: str) -> Schedule:
+    """The schedule of that name."""
+    if name not in SCHEDULES:
+        raise BiremeError(f"There is no schedule {name!r}. {closest(name, SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def generate(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_batches: int = 1,
+    stages_per_rank: int | None = None,
+    num_sliced: int | None = None,
+    recompute: Iterable[int] = (),
+    first_batch: int = 0,
+    lowered: bool = True,
+) -> Program:
+    """A program of the schedule `name`; long windows come as loops.
+
+    `num_sliced` is for `1f1b-sliced`; left out, it is the least that is best for equal stages whose
+    backward takes twice the forward. `recompute` names the stages that keep only their inputs.
+    """
+    schedule = schedule_named(name)
+    per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
+    if per_rank != 1 and schedule.stages_per_rank == 1:
+        raise BiremeError(
+            f"{name} puts one stage on each rank, not {per_rank}. Use interleaved or zbv for several."
+        )
+    if num_sliced is not None and not schedule.slices:
+        raise BiremeError(f"{name} slices no micro-batches. Use 1f1b-sliced for that.")
+    if num_sliced is None and schedule.slices:
+        num_sliced = min(max(1, -(-(num_stages - 1) // 4)), num_stages, num_microbatches)
+    shape = Shape(num_stages, num_microbatches, num_batches, per_rank, num_sliced or 0)
+    schedule.check(shape)
+    stages = frozenset(recompute)
+    if not stages <= set(range(num_stages)):
+        wrong = min(stages - set(range(num_stages)))
+        raise BiremeError(f"Stage {wrong} cannot be recomputed: the stages are 0 to {num_stages - 1}.")
+
+    def make(batches: int) -> Program:
+        window = Shape(num_stages, num_microbatches, batches, per_rank, num_sliced or 0)
+        program = weave(
+            name,
+            schedule.rule,
+            schedule.placement(window),
+            schedule.orders(window),
+            num_microbatches=num_microbatches,
+            num_batches=batches,
+            first_batch=first_batch,
+            recompute=stages,
+        )
+        return lower(program) if lowered else program
+
+    return fold(make, num_batches)

@@ -1,0 +1,40 @@
+"""1F1B (PipeDream-Flush): after a warm-up each stage alternates one forward and one backward.
+
+Stage s of d runs d−1−s forwards ahead, so it keeps at most d−s micro-batches however many there are. The
+pipeline drains before each update: the bubble is (d−1)/(m+d−1) of the time.
+"""
+
+from bireme.schedule.generators.shape import Schedule, Shape, backward, forward
+from bireme.schedule.instruction import Instruction
+from bireme.schedule.rule import Rule
+from bireme.schedule.weave import Orders, every_batch
+
+__all__ = ["ONE_F_ONE_B", "alternate"]
+
+PICTURE = """
+"""
+
+
+def alternate(shape: Shape, stage: int, num_microbatches: int) -> list[Instruction]:
+    """One stage's 1F1B order over a run of micro-batches that may span batches."""
+    m = shape.num_microbatches
+    ahead = min(shape.num_stages - 1 - stage, num_microbatches)
+    order = [forward(stage, k % m, k // m) for k in range(ahead)]
+    for k in range(num_microbatches):
+        if k + ahead < num_microbatches:
+            order.append(forward(stage, (k + ahead) % m, (k + ahead) // m))
+        order.append(backward(stage, k % m, k // m))
+    return order
+
+
+def _orders(shape: Shape) -> Orders:
+    one_batch = [alternate(shape, stage, shape.num_microbatches) for stage in range(shape.num_stages)]
+    return every_batch(one_batch, shape.num_batches)
+
+
+ONE_F_ONE_B = Schedule(
+    name="1f1b",
+    summary="PipeDream-Flush: one forward, one backward; drains before each update",
+    rule=Rule.SYNCHRONOUS,
+    orders=_orders,
+)

@@ -1,0 +1,29 @@
+"""No pipelining: one micro-batch is in the machine at a time, one stage works while the others wait.
+
+The yardstick of every other schedule, and the way to run a model that is merely too large.
+"""
+
+from bireme.schedule.generators.shape import Schedule, Shape, backward, forward
+from bireme.schedule.rule import Rule
+from bireme.schedule.weave import Orders, every_batch
+
+__all__ = ["SEQUENTIAL"]
+
+PICTURE = """
+"""
+
+
+def _orders(shape: Shape) -> Orders:
+    one_batch = [
+        [step for k in range(shape.num_microbatches) for step in (forward(stage, k), backward(stage, k))]
+        for stage in range(shape.num_stages)
+    ]
+    return every_batch(one_batch, shape.num_batches)
+
+
+SEQUENTIAL = Schedule(
+    name="sequential",
+    summary="no pipelining: one micro-batch in the machine at a time",
+    rule=Rule.SYNCHRONOUS,
+    orders=_orders,
+)

@@ -1,0 +1,84 @@
+"""What a generator is given, and what it is: the two small types all generators share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bireme.errors import BiremeError
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.rule import Rule
+from bireme.schedule.weave import Orders
+
+__all__ = ["Schedule", "Shape", "backward", "forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers a schedule is made for.
+
+    `stages_per_rank` matters to schedules that give a rank several stages, `num_sliced` to those that slice
+    micro-batches.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_batches: int
+    stages_per_rank: int = 1
+    num_sliced: int = 0
+
+    def __post_init__(self) -> None:
+        for count, what in (
+            (self.num_stages, "stage"),
+            (self.num_microbatches, "micro-batch"),
+            (self.num_batches, "batch"),
+            (self.stages_per_rank, "stage per rank"),
+        ):
+            if count < 1:
+                raise BiremeError(f"A schedule needs at least one {what}, not {count}.")
+        if self.num_stages % self.stages_per_rank:
+            raise BiremeError(
+                f"{self.num_stages} stages cannot be dealt out evenly, {self.stages_per_rank} to a rank. "
+                f"Use a number of stages that {self.stages_per_rank} divides."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the stages are dealt out to."""
+        return self.num_stages // self.stages_per_rank
+
+
+def _one_each(shape: Shape) -> tuple[int, ...]:
+    return tuple(range(shape.num_stages))
+
+
+def _anything(_shape: Shape) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule's name and how to make its order.
+
+    `orders` gives each rank's forwards and backwards over the whole window, batches counted from 0.
+    `check` raises where the schedule is not legal for a shape.
+    """
+
+    name: str
+    summary: str
+    rule: Rule
+    orders: Callable[[Shape], Orders]
+    placement: Callable[[Shape], tuple[int, ...]] = _one_each
+    check: Callable[[Shape], None] = _anything
+    stages_per_rank: int = 1
+    """How many stages a rank has unless the user says otherwise."""
+    splits_backward: bool = False
+    slices: bool = False
+
+
+def forward(stage: int, microbatch: int, batch: int = 0, half: int | None = None) -> Instruction:
+    """A forward that has no version yet."""
+    return Instruction(Kind.FORWARD, stage, batch, microbatch, half=half)
+
+
+def backward(stage: int, microbatch: int, batch: int = 0, kind: Kind = Kind.BACKWARD) -> Instruction:
+    """A backward, or a part of one, that has no version yet."""
+    return Instruction(kind, stage, batch, microbatch)

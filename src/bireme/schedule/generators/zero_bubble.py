@@ -1,0 +1,45 @@
+"""ZB-H1: 1F1B with the backward in two parts, the second of which fills the bubble.
+
+Only the gradient of the input (I) is waited for by the stage before; the gradient of the weights (W) can
+wait. Stage s keeps s weight parts back and runs them while the pipeline drains. With f = i = w the bubble
+is a third of 1F1B's, and no stage keeps more than d micro-batches.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+"""
+
+from bireme.schedule.generators.shape import Schedule, Shape, backward, forward
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.rule import Rule
+from bireme.schedule.weave import Orders, every_batch
+
+__all__ = ["ZERO_BUBBLE_H1"]
+
+PICTURE = """
+"""
+
+
+def _order(shape: Shape, stage: int) -> list[Instruction]:
+    m = shape.num_microbatches
+    ahead = min(shape.num_stages - 1 - stage, m)
+    order = [forward(stage, k) for k in range(ahead)]
+    for k in range(m + stage):
+        if k + ahead < m:
+            order.append(forward(stage, k + ahead))
+        if k < m:
+            order.append(backward(stage, k, kind=Kind.BACKWARD_INPUT))
+        if 0 <= k - stage < m:
+            order.append(backward(stage, k - stage, kind=Kind.BACKWARD_WEIGHT))
+    return order
+
+
+def _orders(shape: Shape) -> Orders:
+    return every_batch([_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
+
+
+ZERO_BUBBLE_H1 = Schedule(
+    name="zb-h1",
+    summary="zero-bubble H1: split backward fills two thirds of 1F1B's bubble",
+    rule=Rule.SYNCHRONOUS,
+    orders=_orders,
+    splits_backward=True,
+)

@@ -1,0 +1,96 @@
+"""ZB-V: two stages per rank laid out as a V, backwards in two parts, and no bubble at f = i = w.
+
+Rank r of p runs stage r on the way down and stage 2p−1−r on the way up, so the first and the last stage
+share rank 0 and a micro-batch's backward can start where its forward ended. Weight parts wait only for the
+drain. No rank keeps more than 2p half-depth stashes, the memory of 1F1B.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024.
+"""
+
+from bireme.errors import BiremeError
+from bireme.schedule.generators.shape import Schedule, Shape
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.rule import Rule
+from bireme.schedule.weave import Orders, every_batch
+
+__all__ = ["ZERO_BUBBLE_V"]
+
+PICTURE = """
+"""
+
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+
+class _Rank:
+    """The order of one rank while it is written: each part of each stage in micro-batch order."""
+
+    def __init__(self, shape: Shape, rank: int) -> None:
+        self.stages = {"down": rank, "up": shape.num_stages - 1 - rank}
+        self.num_microbatches = shape.num_microbatches
+        self.done = {(way, kind): 0 for way in self.stages for kind in (F, I, W)}
+        self.order: list[Instruction] = []
+
+    def run(self, way: str, *kinds: Kind) -> None:
+        """The next micro-batch of each kind, where there is one left whose earlier parts are done."""
+        for kind in kinds:
+            k = self.done[way, kind]
+            earlier = {F: self.num_microbatches, I: self.done[way, F], W: self.done[way, I]}
+            if k < earlier[kind]:
+                self.order.append(Instruction(kind, self.stages[way], 0, k))
+                self.done[way, kind] += 1
+
+    def left(self, kind: Kind) -> bool:
+        return any(self.done[way, kind] < self.num_microbatches for way in self.stages)
+
+
+def _order(shape: Shape, rank: int) -> list[Instruction]:
+    p = shape.num_ranks
+    me = _Rank(shape, rank)
+    for _ in range(2 * (p - rank) - 1):
+        me.run("down", F)
+    for _ in range(rank):
+        me.run("up", F)
+        me.run("down", F)
+    for _ in range(p - rank):
+        me.run("up", F, I, W)
+    while me.left(F):
+        me.run("down", F, I, W)
+        me.run("up", F, I, W)
+    while me.left(I):
+        if me.done["up", I] < shape.num_microbatches:
+            me.run("down", I)
+            me.run("up", I)
+        else:
+            me.run("down", I, W)
+    while me.left(W):
+        me.run("up", W)
+        me.run("down", W)
+    return me.order
+
+
+def _orders(shape: Shape) -> Orders:
+    return every_batch([_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches)
+
+
+def _placement(shape: Shape) -> tuple[int, ...]:
+    return tuple(min(stage, shape.num_stages - 1 - stage) for stage in range(shape.num_stages))
+
+
+def _check(shape: Shape) -> None:
+    if shape.stages_per_rank != 2:
+        raise BiremeError(
+            f"zbv lays two stages on each rank, one on the way down and one on the way up, not "
+            f"{shape.stages_per_rank}. Use interleaved for other numbers."
+        )
+
+
+ZERO_BUBBLE_V = Schedule(
+    name="zbv",
+    summary="zero-bubble V: two stages per rank, first and last on rank 0, no bubble at f = i = w",
+    rule=Rule.SYNCHRONOUS,
+    orders=_orders,
+    placement=_placement,
+    check=_check,
+    stages_per_rank=2,
+    splits_backward=True,
+)

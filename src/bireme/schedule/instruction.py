@@ -1,0 +1,127 @@
+"""The word of the language: one instruction of one rank.
+
+An instruction says what to do and to what: never how long it takes or how it is done. It must stay small,
+frozen and free of meaning that only one interpreter knows.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+__all__ = ["BACKWARDS", "COMPUTE", "RECEIVES", "SENDS", "Instruction", "Kind", "Message"]
+
+
+class Kind(StrEnum):
+    """What an instruction does. The values are the tokens of torch's schedule files where torch has one."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of inputs and of parameters in one go."""
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "RECOMPUTE"
+    """Run the forward again, on the same version, to have its activations for the backward."""
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    """Post the receive. It does not wait: the instruction that uses the message does."""
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    REDUCE = "REDUCE"
+    """Start to sum a batch's gradients over the replicas of the stage."""
+    UPDATE = "UPDATE"
+    """Finish that sum, step the optimiser, and so make a weight version."""
+    TRIAL = "TRIAL"
+    """Make the weights of a batch by a trial step with the gradients accumulated so far."""
+
+
+COMPUTE = frozenset(
+    {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE}
+)
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""The kinds that take a gradient from the next stage and give one to the stage before."""
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+
+HALF_LETTERS = "ab"
+
+
+class Message(NamedTuple):
+    """What crosses the border into `to_stage`; the same for the send, the receive and the use of it."""
+
+    forward: bool
+    to_stage: int
+    batch: int
+    microbatch: int | None
+    half: int | None
+
+    def __str__(self) -> str:
+        """Such as `activation of micro-batch 3b of batch 1 into stage 2`."""
+        what = "activation" if self.forward else "gradient"
+        half = "" if self.half is None else HALF_LETTERS[self.half]
+        return f"{what} of micro-batch {self.microbatch}{half} of batch {self.batch} into stage {self.to_stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a rank.
+
+    `version` is the weight version that a compute instruction runs on, and the one that UPDATE and TRIAL
+    make; communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for
+    TRIAL, how many micro-batches of the batch before have their gradient in the accumulator.
+    """
+
+    kind: Kind
+    stage: int
+    batch: int
+    microbatch: int | None = None
+    version: int | None = None
+    half: int | None = None
+    seen: int | None = None
+
+    def shifted(self, batches: int, versions: int) -> "Instruction":
+        """The same instruction so many batches and versions later."""
+        version = None if self.version is None else self.version + versions
+        return Instruction(
+            self.kind, self.stage, self.batch + batches, self.microbatch, version, self.half, self.seen
+        )
+
+    def needs(self, num_stages: int) -> Message | None:
+        """The message from a neighbouring stage that this compute instruction cannot start without."""
+        if self.kind is Kind.FORWARD and self.stage > 0:
+            return Message(True, self.stage, self.batch, self.microbatch, self.half)
+        if self.kind in BACKWARDS and self.stage < num_stages - 1:
+            return Message(False, self.stage, self.batch, self.microbatch, None)
+        return None
+
+    def makes(self, num_stages: int) -> Message | None:
+        """The message to a neighbouring stage that this compute instruction has ready when it ends."""
+        if self.kind is Kind.FORWARD and self.stage < num_stages - 1:
+            return Message(True, self.stage + 1, self.batch, self.microbatch, self.half)
+        if self.kind in BACKWARDS and self.stage > 0:
+            return Message(False, self.stage - 1, self.batch, self.microbatch, None)
+        return None
+
+    def carries(self) -> Message:
+        """The message that this send or receive moves."""
+        match self.kind:
+            case Kind.SEND_FORWARD:
+                return Message(True, self.stage + 1, self.batch, self.microbatch, self.half)
+            case Kind.SEND_BACKWARD:
+                return Message(False, self.stage - 1, self.batch, self.microbatch, self.half)
+            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
+                forward = self.kind is Kind.RECV_FORWARD
+                return Message(forward, self.stage, self.batch, self.microbatch, self.half)
+        raise ValueError(f"{self} moves no message")
+
+    def __str__(self) -> str:
+        """The token of torch's files with what torch lacks behind it, such as `2F3b of batch 1 on version 0`."""
+        where = "" if self.microbatch is None else str(self.microbatch)
+        half = "" if self.half is None else HALF_LETTERS[self.half]
+        text = f"{self.stage}{self.kind.value}{where}{half} of batch {self.batch}"
+        if self.kind in (Kind.UPDATE, Kind.TRIAL):
+            text += f" making version {self.version}"
+        elif self.version is not None:
+            text += f" on version {self.version}"
+        if self.seen is not None:
+            text += f" having seen {self.seen} micro-batches"
+        return text

@@ -1,0 +1,144 @@
+"""The noun of this room: a `Program`, what every rank does and in which order.
+
+A program covers a window of batches, from a first forward to the last update, and holds nothing but
+instructions: interpreters bring time, bytes and processes. It is made by a generator, by `lower` or from a
+file, and never changed.
+
+A long program is a loop. Each rank's `Track` is a head, a body that repeats once a batch, and a tail, so a
+thousand batches take the memory of a few.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
+from bireme.schedule.rule import Rule
+
+__all__ = ["Block", "Program", "Track"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of a track: `instructions`, each to be read `batches` batches and `versions` versions later."""
+
+    instructions: tuple[Instruction, ...]
+    batches: int
+    versions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Track(Sequence[Instruction]):
+    """One rank's instruction list, compressed: `head`, then `body` `repeats` times, then `tail`.
+
+    Repetition i of the body is the body shifted by i batches, and by i · `versions_per_batch` versions;
+    head and tail stand as they are.
+    """
+
+    head: tuple[Instruction, ...]
+    body: tuple[Instruction, ...] = ()
+    repeats: int = 0
+    tail: tuple[Instruction, ...] = ()
+    versions_per_batch: int = 1
+
+    def blocks(self) -> Iterator[Block]:
+        """The track as runs with their shifts, for interpreters that need no object per instruction."""
+        yield Block(self.head, 0, 0)
+        for i in range(self.repeats):
+            yield Block(self.body, i, i * self.versions_per_batch)
+        yield Block(self.tail, 0, 0)
+
+    def written(self) -> Iterator[Instruction]:
+        """Every instruction that is written down: each one of the body once."""
+        yield from self.head
+        if self.repeats:
+            yield from self.body
+        yield from self.tail
+
+    def __len__(self) -> int:
+        return len(self.head) + len(self.body) * self.repeats + len(self.tail)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        for block in self.blocks():
+            if block.batches == 0:
+                yield from block.instructions
+            else:
+                for instruction in block.instructions:
+                    yield instruction.shifted(block.batches, block.versions)
+
+    @overload
+    def __getitem__(self, index: int) -> Instruction: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Instruction]: ...
+    def __getitem__(self, index: int | slice) -> Instruction | list[Instruction]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(index)
+        if position < len(self.head):
+            return self.head[position]
+        position -= len(self.head)
+        if position < len(self.body) * self.repeats:
+            i, within = divmod(position, len(self.body))
+            return self.body[within].shifted(i, i * self.versions_per_batch)
+        return self.tail[position - len(self.body) * self.repeats]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What each rank does in a window of batches, and what an interpreter must know to do it.
+
+    `rank_of_stage` may give a rank any number of stages, neighbours or not. `banks` is how many weight
+    versions each stage may keep: version v lives in bank v mod `banks[stage]`, so making version v
+    destroys version v − banks.
+    """
+
+    name: str
+    rule: Rule
+    rank_of_stage: tuple[int, ...]
+    num_microbatches: int
+    num_batches: int
+    banks: tuple[int, ...]
+    tracks: tuple[Track, ...]
+    first_batch: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.rank_of_stage)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes run it."""
+        return len(self.tracks)
+
+    @property
+    def num_instructions(self) -> int:
+        """Over all ranks, communication included."""
+        return sum(len(track) for track in self.tracks)
+
+    @property
+    def batches(self) -> range:
+        """The batches of the window."""
+        return range(self.first_batch, self.first_batch + self.num_batches)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether communication has been put in."""
+        kinds = SENDS | RECEIVES
+        return any(instruction.kind in kinds for track in self.tracks for instruction in track.written())
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that keep only their inputs and run their forward again before the backward."""
+        return frozenset(
+            instruction.stage
+            for track in self.tracks
+            for instruction in track.written()
+            if instruction.kind is Kind.RECOMPUTE
+        )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, in the model's order."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
