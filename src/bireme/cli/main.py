@@ -1,1 +1,57 @@
-def main() -> None: ...
+"""The command `bireme`. Verbs live in files of their own and import what they need when they run."""
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from bireme import __version__
+from bireme.cli import schedule, simulate
+from bireme.errors import BiremeError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="bireme",
+    help="Train neural networks that do not fit on one device, over few, unequal, slowly joined machines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="schedule")(schedule.schedule)
+app.command(name="simulate")(simulate.simulate)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bireme {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Run the command line: status 0 done, 2 the user's input was wrong, 1 anything else."""
+    try:
+        app()
+    except BiremeError as error:
+        typer.echo(f"bireme: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Whoever read our output has had enough; leave nothing behind for the interpreter to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception:
+        traceback.print_exc()
+        typer.echo("This is a bug in Bireme: please report it with the lines above.", err=True)
+        sys.exit(1)

@@ -34,9 +34,7 @@ class Kind(StrEnum):
     """Make the weights of a batch by a trial step with the gradients accumulated so far."""
 
 
-COMPUTE = frozenset(
-    {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE}
-)
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """The kinds that take a gradient from the next stage and give one to the stage before."""
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
@@ -58,7 +56,8 @@ class Message(NamedTuple):
         """Such as `activation of micro-batch 3b of batch 1 into stage 2`."""
         what = "activation" if self.forward else "gradient"
         half = "" if self.half is None else HALF_LETTERS[self.half]
-        return f"{what} of micro-batch {self.microbatch}{half} of batch {self.batch} into stage {self.to_stage}"
+        which = f"micro-batch {self.microbatch}{half} of batch {self.batch}"
+        return f"{what} of {which} into stage {self.to_stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class Instruction:
         raise ValueError(f"{self} moves no message")
 
     def __str__(self) -> str:
-        """The token of torch's files with what torch lacks behind it, such as `2F3b of batch 1 on version 0`."""
+        """The token of torch's files and what torch lacks, such as `2F3b of batch 1 on version 0`."""
         where = "" if self.microbatch is None else str(self.microbatch)
         half = "" if self.half is None else HALF_LETTERS[self.half]
         text = f"{self.stage}{self.kind.value}{where}{half} of batch {self.batch}"

@@ -23,7 +23,14 @@ class Rule(StrEnum):
 
 
 def version_used(
-    rule: Rule, *, stage: int, num_stages: int, batch: int, microbatch: int, num_microbatches: int, first_batch: int
+    rule: Rule,
+    *,
+    stage: int,
+    num_stages: int,
+    batch: int,
+    microbatch: int,
+    num_microbatches: int,
+    first_batch: int,
 ) -> int:
     """The version that both passes of a micro-batch run on.
 

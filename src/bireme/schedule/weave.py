@@ -9,7 +9,7 @@ of what they make allows. Late, because the time between is where a slow network
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from bireme.schedule.instruction import BACKWARDS, Instruction, Kind
+from bireme.schedule.instruction import BACKWARDS, SENDS, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule, banks_needed, updates_per_batch, version_used
 
@@ -56,11 +56,17 @@ def weave(
     )
     tracks = []
     for rank, order in enumerate(orders):
-        stages = {stage: _StageWeaver(program, stage, stage in recomputed) for stage in program.stages_of(rank)}
+        stages = {
+            stage: _StageWeaver(program, stage, recompute=stage in recomputed)
+            for stage in program.stages_of(rank)
+        }
         woven: list[Instruction] = []
         for step in order:
             moved = step.shifted(first_batch, 0) if first_batch else step
-            if moved.stage in stages:
+            if moved.kind in SENDS and woven and woven[-1].kind is Kind.REDUCE:
+                # Another rank waits for the message, and nobody for the sum.
+                woven.insert(-1, moved)
+            elif moved.stage in stages:
                 woven.extend(stages[moved.stage].weave(moved))
             else:
                 woven.append(moved)
@@ -74,7 +80,7 @@ def weave(
 class _StageWeaver:
     """Walks through one stage's part of an order and says what belongs before and after each step."""
 
-    def __init__(self, program: Program, stage: int, recompute: bool) -> None:
+    def __init__(self, program: Program, stage: int, *, recompute: bool) -> None:
         self.program = program
         self.stage = stage
         self.recompute = recompute

@@ -7,6 +7,8 @@ other way round. The bubble shrinks to (p−1)/(v·m) of the work, for v times t
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021.
 """
 
+import itertools
+
 from bireme.schedule.generators.shape import Schedule, Shape, backward, forward
 from bireme.schedule.instruction import Instruction
 from bireme.schedule.rule import Rule
@@ -25,7 +27,7 @@ def _groups(shape: Shape) -> list[range]:
     bounds = [0]
     for i in range(count):
         bounds.append(bounds[-1] + size + (i < longer))
-    return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def _order(shape: Shape, rank: int) -> list[Instruction]:

@@ -18,7 +18,7 @@ __all__ = ["ZERO_BUBBLE_V"]
 PICTURE = """
 """
 
-F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 class _Rank:
@@ -27,14 +27,18 @@ class _Rank:
     def __init__(self, shape: Shape, rank: int) -> None:
         self.stages = {"down": rank, "up": shape.num_stages - 1 - rank}
         self.num_microbatches = shape.num_microbatches
-        self.done = {(way, kind): 0 for way in self.stages for kind in (F, I, W)}
+        self.done = {(way, kind): 0 for way in self.stages for kind in (FORWARD, INPUT, WEIGHT)}
         self.order: list[Instruction] = []
 
     def run(self, way: str, *kinds: Kind) -> None:
         """The next micro-batch of each kind, where there is one left whose earlier parts are done."""
         for kind in kinds:
             k = self.done[way, kind]
-            earlier = {F: self.num_microbatches, I: self.done[way, F], W: self.done[way, I]}
+            earlier = {
+                FORWARD: self.num_microbatches,
+                INPUT: self.done[way, FORWARD],
+                WEIGHT: self.done[way, INPUT],
+            }
             if k < earlier[kind]:
                 self.order.append(Instruction(kind, self.stages[way], 0, k))
                 self.done[way, kind] += 1
@@ -47,24 +51,24 @@ def _order(shape: Shape, rank: int) -> list[Instruction]:
     p = shape.num_ranks
     me = _Rank(shape, rank)
     for _ in range(2 * (p - rank) - 1):
-        me.run("down", F)
+        me.run("down", FORWARD)
     for _ in range(rank):
-        me.run("up", F)
-        me.run("down", F)
+        me.run("up", FORWARD)
+        me.run("down", FORWARD)
     for _ in range(p - rank):
-        me.run("up", F, I, W)
-    while me.left(F):
-        me.run("down", F, I, W)
-        me.run("up", F, I, W)
-    while me.left(I):
-        if me.done["up", I] < shape.num_microbatches:
-            me.run("down", I)
-            me.run("up", I)
+        me.run("up", FORWARD, INPUT, WEIGHT)
+    while me.left(FORWARD):
+        me.run("down", FORWARD, INPUT, WEIGHT)
+        me.run("up", FORWARD, INPUT, WEIGHT)
+    while me.left(INPUT):
+        if me.done["up", INPUT] < shape.num_microbatches:
+            me.run("down", INPUT)
+            me.run("up", INPUT)
         else:
-            me.run("down", I, W)
-    while me.left(W):
-        me.run("up", W)
-        me.run("down", W)
+            me.run("down", INPUT, WEIGHT)
+    while me.left(WEIGHT):
+        me.run("up", WEIGHT)
+        me.run("down", WEIGHT)
     return me.order
 
 

@@ -1,0 +1,86 @@
+"""The options that several verbs share, and what they make of them."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from bireme.schedule.program import Program
+
+__all__ = [
+    "Batches",
+    "From",
+    "Json",
+    "Microbatches",
+    "Recompute",
+    "Slices",
+    "Stages",
+    "StagesPerRank",
+    "build_program",
+    "print_json",
+]
+
+Stages = Annotated[int, typer.Option("--stages", "-d", help="Stages the model is cut into.")]
+Microbatches = Annotated[
+    int | None,
+    typer.Option("--microbatches", "-m", help="Micro-batches in a batch; as many as stages if left out."),
+]
+Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Batches in the window.")]
+StagesPerRank = Annotated[
+    int | None,
+    typer.Option(help="Stages on each rank: 2 for interleaved and zbv, else 1.", show_default=False),
+]
+Slices = Annotated[
+    int | None,
+    typer.Option(help="How many micro-batches 1f1b-sliced slices; solved if left out.", show_default=False),
+]
+Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Keep only inputs; run forwards again before backwards.")
+]
+From = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE.csv", help="Read the schedule from a file in torch's format."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def build_program(
+    name: str | None,
+    source: Path | None,
+    *,
+    stages: int,
+    microbatches: int | None,
+    batches: int,
+    stages_per_rank: int | None,
+    slices: int | None,
+    recompute: bool,
+) -> "Program":
+    """The program that a verb's options ask for, by name or from a file."""
+    from bireme.schedule.catalogue import generate
+    from bireme.schedule.torch_csv import load
+
+    if (name is None) == (source is None):
+        raise BiremeError(
+            "Name one schedule, or give a file with --from FILE.csv. `bireme schedule` lists the names."
+        )
+    if source is not None:
+        return load(source, num_batches=batches)
+    assert name is not None
+    return generate(
+        name,
+        num_stages=stages,
+        num_microbatches=stages if microbatches is None else microbatches,
+        num_batches=batches,
+        stages_per_rank=stages_per_rank,
+        num_sliced=slices,
+        recompute=range(stages) if recompute else (),
+    )
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The one document on standard output."""
+    typer.echo(json.dumps(document, ensure_ascii=False, allow_nan=False))

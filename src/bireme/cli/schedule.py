@@ -1,0 +1,196 @@
+"""`bireme schedule`: draw a schedule, check it, take it to and from torch's format."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bireme.cli.options import (
+    Batches,
+    From,
+    Json,
+    Microbatches,
+    Recompute,
+    Slices,
+    Stages,
+    StagesPerRank,
+    build_program,
+    print_json,
+)
+from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bireme.schedule.checker import Report
+    from bireme.schedule.program import Program
+
+__all__ = ["schedule"]
+
+
+def schedule(
+    name: Annotated[str | None, typer.Argument(help="The schedule; all are listed if left out.")] = None,
+    stages: Stages = 4,
+    microbatches: Microbatches = None,
+    batches: Batches = None,
+    stages_per_rank: StagesPerRank = None,
+    slices: Slices = None,
+    recompute: Recompute = False,
+    source: From = None,
+    check: Annotated[bool, typer.Option("--check", help="Prove it right, or say what is wrong.")] = False,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one batch in torch's format.")
+    ] = None,
+    comms: Annotated[
+        bool, typer.Option("--comms", help="Write sends and receives into that file too.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw a schedule as a grid: ranks down, time across.
+
+    [dim]bireme schedule 2bw --stages 4 --microbatches 4 --batches 3 --check[/dim]
+    """
+    if name is None and source is None:
+        _list(as_json=as_json)
+        return
+    program = build_program(
+        name,
+        source,
+        stages=stages,
+        microbatches=microbatches,
+        batches=_window(name) if batches is None else batches,
+        stages_per_rank=stages_per_rank,
+        slices=slices,
+        recompute=recompute,
+    )
+    report = None
+    if check:
+        from bireme.schedule.checker import check as check_program
+
+        report = check_program(program)
+    if csv is not None:
+        from bireme.schedule.torch_csv import save
+
+        save(program, csv, comms=comms)
+    if as_json:
+        print_json(_document(program, report))
+    else:
+        _print(program, report, csv)
+    if report is not None and not report.ok:
+        raise BiremeError(report.verdict(program.name))
+
+
+def _window(name: str | None) -> int:
+    """How many batches show what is special about a schedule."""
+    from bireme.schedule.catalogue import SCHEDULES
+    from bireme.schedule.rule import Rule
+
+    known = SCHEDULES.get(name or "")
+    return 1 if known is None or known.rule is Rule.SYNCHRONOUS else 3
+
+
+def _list(*, as_json: bool) -> None:
+    from bireme.schedule.catalogue import SCHEDULES
+
+    if as_json:
+        print_json(
+            {
+                "schedules": [
+                    {"name": s.name, "summary": s.summary, "rule": s.rule} for s in SCHEDULES.values()
+                ]
+            }
+        )
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("schedule", style="bold")
+    table.add_column("what it does")
+    for known in SCHEDULES.values():
+        table.add_row(known.name, known.summary)
+    console = Console()
+    console.print(table)
+    console.print("\nDraw one: bireme schedule NAME --stages D --microbatches M --batches N", style="dim")
+
+
+def _document(program: "Program", report: "Report | None") -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": program.name,
+        "rule": program.rule,
+        "num_stages": program.num_stages,
+        "num_ranks": program.num_ranks,
+        "num_microbatches": program.num_microbatches,
+        "num_batches": program.num_batches,
+        "rank_of_stage": program.rank_of_stage,
+        "num_instructions": program.num_instructions,
+        "ranks": [
+            {
+                "rank": rank,
+                "stages": program.stages_of(rank),
+                "head": [str(instruction) for instruction in track.head],
+                "body": [str(instruction) for instruction in track.body],
+                "repeats": track.repeats,
+                "tail": [str(instruction) for instruction in track.tail],
+            }
+            for rank, track in enumerate(program.tracks)
+        ],
+    }
+    if report is not None:
+        document |= {
+            "ok": report.ok,
+            "problems": report.problems,
+            "deadlock": report.deadlock,
+            "deadlock_if_buffered": report.deadlock_if_buffered,
+        }
+        for rank, kept in zip(document["ranks"], report.ranks, strict=True):
+            rank["weight_versions"] = kept.weight_versions
+            rank["peak_stashed_microbatches"] = kept.peak_stashed_microbatches
+            rank["receive_buffers"] = kept.receive_buffers
+    return document
+
+
+def _print(program: "Program", report: "Report | None", csv: Path | None) -> None:
+    from rich.console import Console
+
+    from bireme.report.grid import print_program
+
+    console = Console()
+    if report is None or report.ok:
+        print_program(program, console)
+    if report is not None:
+        _print_report(program, report, console)
+    if csv is not None:
+        console.print(f"Wrote one batch in torch's format to {csv}.")
+
+
+def _print_report(program: "Program", report: "Report", console: "Console") -> None:
+    from rich.table import Table
+
+    for problem in report.problems:
+        console.print(f"[red]✗[/red] {problem}", highlight=False)
+    if report.deadlock is not None:
+        console.print("[red]✗[/red] Deadlock; each rank waits for the next:", highlight=False)
+        for wait in report.deadlock:
+            console.print(f"    {wait}", highlight=False)
+        if not report.deadlock_if_buffered:
+            console.print("    It would run where sends complete before they are received.", style="dim")
+    if not report.ok:
+        return
+    console.print(
+        f"[green]✓[/green] {program.num_instructions:,} instructions: every pass once, on the right "
+        "version; every message matched; no deadlock.",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rank", "stages", "weight versions", "stashed micro-batches", "receive buffers"):
+        table.add_column(heading, justify="right")
+    for kept in report.ranks:
+        table.add_row(
+            str(kept.rank),
+            ", ".join(map(str, program.stages_of(kept.rank))),
+            str(kept.weight_versions),
+            str(kept.peak_stashed_microbatches),
+            str(kept.receive_buffers),
+        )
+    console.print(table)

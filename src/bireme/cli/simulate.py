@@ -1,0 +1,244 @@
+"""`bireme simulate`: what a schedule would take on given devices and links, in seconds and bytes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bireme.cli.options import (
+    Batches,
+    From,
+    Json,
+    Microbatches,
+    Recompute,
+    Slices,
+    Stages,
+    StagesPerRank,
+    build_program,
+    print_json,
+)
+from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from bireme.schedule.program import Program
+    from bireme.simulate.comparison import Contender
+    from bireme.simulate.costs import Costs
+    from bireme.timeline.timeline import Timeline
+
+__all__ = ["simulate"]
+
+WINDOW = 10
+"""Batches that show start-up, steady state and drain."""
+
+TIMES = "Times of one micro-batch"
+LINKS = "Links"
+MEMORY = "Memory"
+OUTPUT = "Output"
+
+
+def simulate(
+    name: Annotated[
+        str | None,
+        typer.Option("--schedule", "-s", metavar="NAME", help="The schedule; see `bireme schedule`."),
+    ] = None,
+    source: From = None,
+    stages: Stages = 4,
+    microbatches: Microbatches = None,
+    batches: Batches = None,
+    stages_per_rank: StagesPerRank = None,
+    slices: Slices = None,
+    recompute: Recompute = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="All schedules on as many devices as stages.")
+    ] = False,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Seconds and bytes per stage, instead of the options below."),
+    ] = None,
+    forward_s: Annotated[
+        float | None, typer.Option(help="Forward of a stage; 1 if left out.", rich_help_panel=TIMES)
+    ] = None,
+    backward_s: Annotated[
+        float | None,
+        typer.Option(help="Backward of a stage; twice the forward if left out.", rich_help_panel=TIMES),
+    ] = None,
+    update_s: Annotated[float, typer.Option(help="Optimiser step of a stage.", rich_help_panel=TIMES)] = 0.0,
+    reduce_s: Annotated[
+        float, typer.Option(help="Gradient sync of a stage's replicas, per batch.", rich_help_panel=TIMES)
+    ] = 0.0,
+    overlap_reduce: Annotated[
+        bool, typer.Option(help="Let the gradient sync run beside the next work.", rich_help_panel=TIMES)
+    ] = True,
+    message_bytes: Annotated[
+        float, typer.Option(help="Bytes across a border, each way.", rich_help_panel=LINKS)
+    ] = 0.0,
+    link_bytes_per_s: Annotated[
+        float | None, typer.Option(help="Bandwidth of a link; boundless if left out.", rich_help_panel=LINKS)
+    ] = None,
+    link_latency_s: Annotated[float, typer.Option(help="Latency of a link.", rich_help_panel=LINKS)] = 0.0,
+    half_duplex: Annotated[
+        bool,
+        typer.Option("--half-duplex", help="Links carry one direction at a time.", rich_help_panel=LINKS),
+    ] = False,
+    ranks_per_server: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks to a server, whose one network card is then the link; inside, messages are free.",
+            rich_help_panel=LINKS,
+        ),
+    ] = None,
+    overlap: Annotated[
+        bool, typer.Option(help="Let messages cross while ranks compute.", rich_help_panel=LINKS)
+    ] = True,
+    weight_bytes: Annotated[
+        float,
+        typer.Option(help="One weight version of a stage; its gradient is as large.", rich_help_panel=MEMORY),
+    ] = 0.0,
+    optimizer_bytes: Annotated[
+        float, typer.Option(help="Optimiser state of a stage.", rich_help_panel=MEMORY)
+    ] = 0.0,
+    stash_bytes: Annotated[
+        float, typer.Option(help="Kept of a micro-batch until its backward.", rich_help_panel=MEMORY)
+    ] = 0.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev.", rich_help_panel=OUTPUT),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg|FILE.png", help="Draw the timeline.", rich_help_panel=OUTPUT),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the time and memory of a schedule before anything runs.
+
+    [dim]bireme simulate --schedule 2bw --stages 8 --microbatches 8 --forward-s 0.01 --backward-s 0.02[/dim]
+    """
+    given = {
+        "forward_s": 1.0 if forward_s is None else forward_s,
+        "backward_s": (2.0 if forward_s is None else 2 * forward_s) if backward_s is None else backward_s,
+        "update_s": update_s,
+        "reduce_s": reduce_s,
+        "message_bytes": message_bytes,
+        "weight_bytes": weight_bytes,
+        "optimizer_bytes": optimizer_bytes,
+        "stash_bytes": stash_bytes,
+    }
+    if costs is not None and (forward_s is not None or backward_s is not None):
+        raise BiremeError("--costs brings its own times: leave out --forward-s and --backward-s.")
+    from bireme.simulate.links import Links
+
+    window = WINDOW if batches is None else batches
+    bandwidth = float("inf") if link_bytes_per_s is None else link_bytes_per_s
+    links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server)
+
+    def stage_costs(num_stages: int) -> "Costs":
+        return _costs(costs, given, num_stages)
+
+    if compare:
+        if name is not None or source is not None or trace is not None or picture is not None:
+            raise BiremeError(
+                "--compare shows all schedules: leave out --schedule, --from, --trace, --picture."
+            )
+        from bireme.simulate.comparison import compare as compare_all
+
+        contenders = compare_all(
+            stage_costs(_positive(stages)),
+            num_microbatches=stages if microbatches is None else microbatches,
+            num_batches=window,
+            network=links.network,
+            recompute=recompute,
+            overlap=overlap,
+            overlap_reduce=overlap_reduce,
+        )
+        _show_comparison(list(contenders), as_json=as_json)
+        return
+    if name == "1f1b-sliced" and slices is None:
+        from bireme.simulate.slicing import solve_slices
+
+        slices = solve_slices(
+            stage_costs(_positive(stages)), stages if microbatches is None else microbatches, links.network
+        )
+    program = build_program(
+        name,
+        source,
+        stages=stages,
+        microbatches=microbatches,
+        batches=window,
+        stages_per_rank=stages_per_rank,
+        slices=slices,
+        recompute=recompute,
+    )
+    if source is not None:
+        _refuse_unsound(program)
+    from bireme.simulate.simulator import simulate as run
+
+    timeline = run(
+        program,
+        stage_costs(program.num_stages),
+        links.network(program),
+        overlap=overlap,
+        overlap_reduce=overlap_reduce,
+        memory_series=trace is not None,
+    )
+    if trace is not None:
+        from bireme.report.trace import write_trace
+
+        write_trace(timeline, trace)
+    if picture is not None:
+        from bireme.report.picture import write_picture
+
+        write_picture(timeline, picture)
+    _show(timeline, [path for path in (trace, picture) if path is not None], as_json=as_json)
+
+
+def _positive(stages: int) -> int:
+    if stages < 1:
+        raise BiremeError(f"A schedule needs at least one stage, not {stages}.")
+    return stages
+
+
+def _costs(path: Path | None, given: dict[str, float], num_stages: int) -> "Costs":
+    from bireme.documents import validated
+    from bireme.simulate.costs_file import CostsFile, load_costs
+
+    if path is not None:
+        return load_costs(path, num_stages)
+    return validated(given, CostsFile, source="command line").costs(num_stages)
+
+
+def _refuse_unsound(program: "Program") -> None:
+    from bireme.schedule.checker import check
+
+    report = check(program)
+    if not report.ok:
+        raise BiremeError(report.verdict(program.name))
+
+
+def _show(timeline: "Timeline", written: list[Path], *, as_json: bool) -> None:
+    if as_json:
+        from bireme.report.document import timeline_document
+
+        print_json(timeline_document(timeline))
+        return
+    from rich.console import Console
+
+    from bireme.report.terminal import print_timeline
+
+    console = Console()
+    print_timeline(timeline, console)
+    for path in written:
+        console.print(f"Wrote {path}.", highlight=False)
+
+
+def _show_comparison(contenders: "list[Contender]", *, as_json: bool) -> None:
+    if as_json:
+        from bireme.report.document import comparison_document
+
+        print_json(comparison_document(contenders))
+        return
+    from rich.console import Console
+
+    from bireme.report.terminal import print_comparison
+
+    print_comparison(contenders, Console())

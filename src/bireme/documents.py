@@ -1,0 +1,68 @@
+"""Reading the data files that are contracts: checked at the edge, and refused in one sentence.
+
+A file's layout is a pydantic model with `extra="forbid"`. What does not fit it becomes one `BiremeError`
+that names the file, the place, the value and the remedy.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from bireme.errors import BiremeError, closest
+
+__all__ = ["read_json", "validated"]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_json(path: Path, model: type[Model]) -> Model:
+    """The JSON file at `path` as a `model`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BiremeError(f"There is no file {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BiremeError(f"{path} cannot be read: {error}.") from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BiremeError(
+            f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}."
+        ) from None
+    if not isinstance(data, dict):
+        raise BiremeError(f"{path} must hold one JSON object, not {_shown(data)}.")
+    return validated(data, model, source=str(path))
+
+
+def validated(data: Mapping[str, Any], model: type[Model], *, source: str) -> Model:
+    """`data` as a `model`; `source` is what to call it in an error."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        # A misspelt key is also a missing one: the unknown word is what the reader can find.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        raise BiremeError(_sentence(first, model, source)) from None
+
+
+def _sentence(error: ErrorDetails, model: type[BaseModel], source: str) -> str:
+    # Tags of unions appear in the path in their own words; a reader of the file knows only keys and places.
+    path = [part for part in error["loc"] if isinstance(part, int) or not part.startswith("<")]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    match error["type"]:
+        case "missing":
+            field = model.model_fields.get(place)
+            meaning = f" ({field.description})" if field is not None and field.description else ""
+            return f"{source} lacks {place}{meaning}."
+        case "extra_forbidden":
+            return f"{source} has an unknown key {place!r}. {closest(place, model.model_fields)}"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{source}: {place} is {_shown(error['input'])}; it must be {message}."
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."

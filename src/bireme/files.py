@@ -1,0 +1,49 @@
+"""Writing files so that nobody ever sees half of one."""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+from bireme.errors import BiremeError
+
+__all__ = ["write_text_atomically"]
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Put `text` at `path`, in UTF-8: whole, or not at all, whatever happens meanwhile.
+
+    It is written under another name in the same folder and renamed once it is on the disk. A file that
+    was there before keeps its permissions.
+    """
+    draft = path.parent / f".bireme-{secrets.token_hex(8)}.tmp"
+    try:
+        if not path.parent.is_dir():
+            raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+        if path.is_dir():
+            raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
+        with draft.open("x", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            draft.chmod(path.stat().st_mode & 0o777)
+        draft.replace(path)
+    except OSError as error:
+        raise BiremeError(
+            f"{path} cannot be written: {error.strerror or error}. What was there before is untouched."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename last through a power cut, where the system lets a folder be synced."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Timelines as JSON documents, for programs that read what the command line found."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from bireme.simulate.comparison import Contender
+from bireme.timeline.pace import pace
+from bireme.timeline.timeline import Timeline
+
+__all__ = ["comparison_document", "timeline_document"]
+
+
+def timeline_document(timeline: Timeline) -> dict[str, Any]:
+    """A timeline in numbers: the window, the ranks, the links, and what set the pace."""
+    program = timeline.program
+    return {
+        "schedule": program.name,
+        "rule": program.rule,
+        "num_stages": program.num_stages,
+        "num_microbatches": program.num_microbatches,
+        "num_batches": program.num_batches,
+        "num_instructions": program.num_instructions,
+        **_window(timeline),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stages": program.stages_of(rank.rank),
+                "busy_s": rank.busy_s,
+                "peak_bytes": kept.peak_bytes,
+                "at_peak_bytes": kept.at_peak,
+                "peak_stashed_microbatches": kept.peak_stashed_microbatches,
+                "weight_versions": kept.weight_versions,
+                "receive_buffers": kept.receive_buffers,
+            }
+            for rank, kept in zip(timeline.ranks, timeline.memory, strict=True)
+        ],
+        "links": [
+            {
+                "source": transfers.source,
+                "destination": transfers.destination,
+                "num_messages": len(transfers.start_s),
+                "num_bytes": sum(transfers.num_bytes),
+            }
+            for transfers in timeline.transfers
+            if not transfers.is_sync
+        ],
+        "pace": [
+            {"stage": part.stage, "kind": part.kind, "seconds": part.seconds, "share": part.share}
+            for part in pace(timeline)
+        ],
+    }
+
+
+def comparison_document(contenders: Iterable[Contender]) -> dict[str, Any]:
+    """All schedules beside each other; one that cannot run in this shape says why."""
+    rows: list[dict[str, Any]] = []
+    for contender in contenders:
+        row: dict[str, Any] = {
+            "schedule": contender.schedule.name,
+            "rule": contender.schedule.rule,
+            "refused": contender.refused,
+        }
+        if contender.timeline is not None:
+            memory = contender.timeline.memory
+            row |= _window(contender.timeline) | {
+                "peak_bytes": max(kept.peak_bytes for kept in memory),
+                "peak_stashed_microbatches": max(kept.peak_stashed_microbatches for kept in memory),
+                "weight_versions": max(kept.weight_versions for kept in memory),
+                "receive_buffers": max(kept.receive_buffers for kept in memory),
+            }
+        rows.append(row)
+    return {"comparison": rows}
+
+
+def _window(timeline: Timeline) -> dict[str, float]:
+    return {
+        "makespan_s": timeline.makespan_s,
+        "steady_batch_s": timeline.steady_batch_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "steady_bubble_fraction": timeline.steady_bubble_fraction,
+    }

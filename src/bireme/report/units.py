@@ -1,0 +1,21 @@
+"""Numbers for people: seconds and bytes in the unit that fits."""
+
+__all__ = ["bytes_text", "seconds_text"]
+
+
+def seconds_text(seconds: float) -> str:
+    """Such as `240 ms` or `1.92 s`: four digits are more than anyone compares."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.4g} ns"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Such as `1.50 GiB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,1 @@
+"""The engine: programs interpreted on torch.distributed."""

@@ -1,0 +1,70 @@
+"""The checker: what can be proved about a program before anything runs it.
+
+`check` takes any lowered program, a generator's or a file's, and finds what would make it wrong, lose a
+gradient, read a weight version that is not there, or wait for ever. It also counts what the program keeps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from bireme.schedule.program import Program
+from bireme.schedule.proofs.deadlock import run_to_end
+from bireme.schedule.proofs.messages import message_problems
+from bireme.schedule.proofs.stages import stage_problems
+from bireme.schedule.residency import Residency, resident
+
+__all__ = ["Report", "check"]
+
+MOST_PROBLEMS = 20
+"""One mistake can have many consequences; the first ones tell enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the checker found.
+
+    `deadlock` is the circle of waiting instructions under rendezvous semantics, or None;
+    `deadlock_if_buffered` says whether it remains where sends complete at once.
+    """
+
+    problems: tuple[str, ...]
+    deadlock: tuple[str, ...] | None
+    deadlock_if_buffered: bool
+    ranks: tuple[Residency, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program is proved right."""
+        return not self.problems and self.deadlock is None
+
+    def verdict(self, name: str) -> str:
+        """In one sentence, what is wrong with the program of that name."""
+        if self.problems:
+            more = len(self.problems) - 1
+            others = f" There are {more} more problems; `bireme schedule --check` lists them." if more else ""
+            return f"{name} is not a right program. {self.problems[0]}{others}"
+        return f"{name} deadlocks: {'; '.join(self.deadlock or ())}."
+
+
+def check(program: Program) -> Report:
+    """Everything that is wrong with a program, and what each rank keeps."""
+    problems = list(islice(_problems(program), MOST_PROBLEMS))
+    stuck = run_to_end(program, rendezvous=True)
+    buffered = None if stuck is None else run_to_end(program, rendezvous=False)
+    deadlock = None
+    if stuck is not None and stuck.cycle:
+        deadlock = tuple(stuck.waits[rank] for rank in stuck.cycle)
+    elif stuck is not None and not problems:
+        problems.extend(f"{wait[0].upper()}{wait[1:]}, for ever." for wait in stuck.waits.values())
+    return Report(
+        problems=tuple(problems),
+        deadlock=deadlock,
+        deadlock_if_buffered=buffered is not None and bool(buffered.cycle),
+        ranks=tuple(resident(program, rank) for rank in range(program.num_ranks)),
+    )
+
+
+def _problems(program: Program) -> Iterator[str]:
+    yield from stage_problems(program)
+    yield from message_problems(program)

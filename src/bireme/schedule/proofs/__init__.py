@@ -1,0 +1,1 @@
+"""What the checker proves, one file per kind of claim."""

@@ -1,0 +1,134 @@
+"""Proof that a program ends, or the circle of ranks that wait for each other.
+
+Two semantics. *Rendezvous*: a send completes only when its receive has been posted, so the sending rank
+stands still until then; what is free of deadlock so is free of it everywhere. *Buffered*: a send completes
+at once. In both a receive only posts, and the instruction that uses the message waits for it.
+
+Waiting never helps: a rank that can go on still can later. So it is enough to let each rank run as far as
+it gets, in any order, and to look at what stands still in the end.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Message
+from bireme.schedule.program import Program
+from bireme.schedule.proofs.messages import channel_of
+
+__all__ = ["Standstill", "run_to_end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """Ranks that wait for ever: in a circle, or for what nobody does."""
+
+    waits: dict[int, str]
+    """For each rank that stands still, where and for what."""
+    cycle: tuple[int, ...]
+    """Ranks that each wait for the next and the last for the first; empty where there is no circle."""
+
+
+def run_to_end(program: Program, *, rendezvous: bool) -> Standstill | None:
+    """None where the program ends, else what stands still."""
+    ranks = [_Rank(program, rank) for rank in range(program.num_ranks)]
+    channels: dict[tuple[int, int], _Channel] = {}
+    runnable = list(range(program.num_ranks))
+    while runnable:
+        runnable.extend(ranks[runnable.pop()].run(channels, rendezvous=rendezvous))
+    stuck = {rank.number: rank for rank in ranks if rank.waits_for is not None}
+    if not stuck:
+        return None
+    return Standstill(
+        {number: rank.describe() for number, rank in stuck.items()},
+        _cycle({number: rank.waits_for for number, rank in stuck.items() if rank.waits_for is not None}),
+    )
+
+
+class _Channel:
+    """How many sends and receives have been reached on a channel."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        self.num_posted = 0
+
+
+class _Rank:
+    """One rank and how far it has got."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        self.program = program
+        self.number = number
+        self.rest: Iterator[Instruction] = iter(program.tracks[number])
+        self.current: Instruction | None = next(self.rest, None)
+        self.expected: dict[Message, tuple[tuple[int, int], int]] = {}
+        """The messages whose receive is posted, each with its place in its channel."""
+        self.waits_for: int | None = None
+        """The rank that must do something before this one can go on."""
+
+    def run(self, channels: dict[tuple[int, int], _Channel], *, rendezvous: bool) -> list[int]:
+        """Go as far as possible; return the ranks that may go on now."""
+        freed: list[int] = []
+        self.waits_for = None
+        while self.current is not None and self.waits_for is None:
+            step = self.current
+            if step.kind in COMPUTE:
+                self._compute(step, channels)
+            elif step.kind in SENDS or step.kind in RECEIVES:
+                self._communicate(step, channels, freed, rendezvous=rendezvous)
+            if self.waits_for is None:
+                self.current = next(self.rest, None)
+        return freed
+
+    def _compute(self, step: Instruction, channels: dict[tuple[int, int], _Channel]) -> None:
+        message = step.needs(self.program.num_stages)
+        posted = None if message is None else self.expected.get(message)
+        if message is None or posted is None:
+            return
+        channel, place = posted
+        if channels[channel].num_sent <= place:
+            self.waits_for = channel[0]
+        else:
+            del self.expected[message]
+
+    def _communicate(
+        self,
+        step: Instruction,
+        channels: dict[tuple[int, int], _Channel],
+        freed: list[int],
+        *,
+        rendezvous: bool,
+    ) -> None:
+        ends = channel_of(self.program, step)
+        if ends is None or ends[0] == ends[1]:
+            return
+        channel = channels.setdefault(ends, _Channel())
+        if step.kind in RECEIVES:
+            self.expected[step.carries()] = ends, channel.num_posted
+            channel.num_posted += 1
+            freed.append(ends[0])
+        elif rendezvous and channel.num_posted <= channel.num_sent:
+            self.waits_for = ends[1]
+        else:
+            channel.num_sent += 1
+            freed.append(ends[1])
+
+    def describe(self) -> str:
+        step, other = self.current, self.waits_for
+        if step is None:
+            return f"rank {self.number} has ended"
+        if step.kind in SENDS:
+            return f"rank {self.number} waits at {step} for rank {other} to post the receive"
+        message = step.needs(self.program.num_stages)
+        return f"rank {self.number} waits at {step} for rank {other} to send the {message}"
+
+
+def _cycle(waits_for: dict[int, int]) -> tuple[int, ...]:
+    for start in sorted(waits_for):
+        path: list[int] = []
+        rank = start
+        while rank in waits_for and rank not in path:
+            path.append(rank)
+            rank = waits_for[rank]
+        if rank in path:
+            return tuple(path[path.index(rank) :])
+    return ()

@@ -1,0 +1,269 @@
+"""Proofs about single stages: every pass once and in order, and always on the right weights.
+
+Each stage is walked through on its own, in the order of its rank. What is proved: every micro-batch has one
+forward and one whole backward; both run on the version that the update rule asks for; that version has been
+made and not been overwritten; gradients are complete when their batch is reduced, reduced when it is
+updated; trial steps see just the micro-batches they claim to see.
+"""
+
+from collections.abc import Iterator
+
+from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule, version_used
+
+__all__ = ["StageProof", "stage_problems"]
+
+WHOLE = frozenset({0, 1})
+
+
+def stage_problems(program: Program) -> Iterator[str]:
+    """What is wrong with the passes and versions of any stage."""
+    proofs = [StageProof(program, stage) for stage in range(program.num_stages)]
+    for rank, track in enumerate(program.tracks):
+        for instruction in track:
+            stage = instruction.stage
+            if not 0 <= stage < program.num_stages or program.rank_of_stage[stage] != rank:
+                yield f"Rank {rank} holds {instruction}, but that stage is not on it."
+            elif (problem := _out_of_range(program, instruction)) is not None:
+                yield f"Rank {rank} holds {instruction}, but {problem}."
+            else:
+                yield from proofs[stage].step(instruction)
+    for proof in proofs:
+        yield from proof.finish()
+
+
+def _out_of_range(program: Program, instruction: Instruction) -> str | None:
+    batches = program.batches
+    if instruction.batch not in batches:
+        return f"the window's batches are {batches.start} to {batches.stop - 1}"
+    k = instruction.microbatch
+    per_microbatch = instruction.kind not in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL) or (
+        program.rule is Rule.STASHED and instruction.kind is not Kind.TRIAL
+    )
+    if per_microbatch != (k is not None):
+        return "it must name a micro-batch" if per_microbatch else "it must name no micro-batch"
+    if k is not None and not 0 <= k < program.num_microbatches:
+        return f"the micro-batches are 0 to {program.num_microbatches - 1}"
+    if instruction.half not in (None, 0, 1):
+        return "a micro-batch has halves 0 and 1"
+    if instruction.half is not None and instruction.kind in COMPUTE - {Kind.FORWARD}:
+        return "only forwards are sliced"
+    return None
+
+
+class StageProof:
+    """One stage's state while its instructions go by."""
+
+    def __init__(self, program: Program, stage: int) -> None:
+        self.program = program
+        self.stage = stage
+        self.recompute = stage in program.recomputed
+        self.banks = program.banks[stage]
+        per_batch = program.num_microbatches if program.rule is Rule.STASHED else 1
+        self.newest = program.first_batch * per_batch
+        self.newest_trial = program.first_batch
+        self.oldest = max(self.newest - self.banks + 1, 0)
+        self.halves: dict[tuple[int, int], frozenset[int]] = {}
+        """Micro-batches under way, with the halves that have gone forward."""
+        self.past: dict[tuple[int, int], set[Kind]] = {}
+        """What else has been done to them: RECOMPUTE, BACKWARD_INPUT."""
+        self.in_use: dict[int, int] = {}
+        """For each version the micro-batches between their forward and the end of their backward."""
+        self.finished: dict[int, set[int]] = {}
+        """For each batch that is not updated yet, the micro-batches whose gradient is accumulated."""
+        self.reduced: set[tuple[int, int | None]] = set()
+        self.updated: set[tuple[int, int | None]] = set()
+
+    def step(self, instruction: Instruction) -> Iterator[str]:
+        """Take one instruction in; say what is wrong with it."""
+        match instruction.kind:
+            case Kind.FORWARD:
+                yield from self._forward(instruction)
+            case Kind.RECOMPUTE:
+                yield from self._recompute(instruction)
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                yield from self._backward(instruction)
+            case Kind.BACKWARD_WEIGHT:
+                yield from self._backward_weight(instruction)
+            case Kind.REDUCE:
+                yield from self._reduce(instruction)
+            case Kind.UPDATE:
+                yield from self._update(instruction)
+            case Kind.TRIAL:
+                yield from self._trial(instruction)
+
+    def finish(self) -> Iterator[str]:
+        """What is missing at the end of the window."""
+        m = self.program.num_microbatches
+        stashed = self.program.rule is Rule.STASHED
+        for batch in self.program.batches:
+            for k in range(m) if stashed else (None,):
+                if (batch, k) not in self.updated:
+                    where = f"batch {batch}" if k is None else f"micro-batch {k} of batch {batch}"
+                    yield from self._missing(batch, where)
+
+    def _missing(self, batch: int, where: str) -> Iterator[str]:
+        m = self.program.num_microbatches
+        finished = self.finished.get(batch, set())
+        begun = {k for b, k in self.halves if b == batch}
+        never = sorted(set(range(m)) - finished - begun)
+        if never:
+            yield f"Stage {self.stage} never runs the forward of micro-batch {never[0]} of batch {batch}."
+        for k in sorted(begun):
+            yield f"Stage {self.stage} never finishes the backward of micro-batch {k} of batch {batch}."
+        if not never and not begun:
+            yield f"Stage {self.stage} never makes the update of {where}."
+
+    def _forward(self, step: Instruction) -> Iterator[str]:
+        key = _key(step)
+        done = self.halves.get(key, frozenset())
+        adds = WHOLE if step.half is None else frozenset({step.half})
+        if done & adds or key[1] in self.finished.get(key[0], ()) or self._is_updated(key):
+            yield f"{step} runs a second time."
+            return
+        yield from self._wrong_version(step)
+        yield from self._not_there(step)
+        if not done and step.version is not None:
+            self.in_use[step.version] = self.in_use.get(step.version, 0) + 1
+        self.halves[key] = done | adds
+        self.past.setdefault(key, set())
+
+    def _recompute(self, step: Instruction) -> Iterator[str]:
+        key = _key(step)
+        yield from self._wrong_version(step)
+        if self.halves.get(key) != WHOLE:
+            yield f"{step} comes before the forward that it repeats, or after the backward that needs it."
+        elif Kind.RECOMPUTE in self.past[key] or Kind.BACKWARD_INPUT in self.past[key]:
+            yield f"{step} runs a second time, or after the backward that needs it."
+        else:
+            self.past[key].add(Kind.RECOMPUTE)
+
+    def _backward(self, step: Instruction) -> Iterator[str]:
+        key = _key(step)
+        yield from self._wrong_version(step)
+        if self.halves.get(key) != WHOLE:
+            yield f"{step} comes before its forward, or a second time."
+        elif Kind.BACKWARD_INPUT in self.past[key]:
+            yield f"{step} runs a second time."
+        elif self.recompute and Kind.RECOMPUTE not in self.past[key]:
+            yield f"{step} comes before the recomputation of its forward."
+        elif step.kind is Kind.BACKWARD_INPUT:
+            self.past[key].add(Kind.BACKWARD_INPUT)
+        else:
+            yield from self._gradient(step)
+
+    def _backward_weight(self, step: Instruction) -> Iterator[str]:
+        yield from self._wrong_version(step)
+        if Kind.BACKWARD_INPUT not in self.past.get(_key(step), ()):
+            yield f"{step} comes before its input part, or a second time."
+        else:
+            yield from self._gradient(step)
+
+    def _gradient(self, step: Instruction) -> Iterator[str]:
+        key = _key(step)
+        del self.halves[key], self.past[key]
+        version = self._rule_version(step)
+        if self.in_use.get(version, 0) > 1:
+            self.in_use[version] -= 1
+        else:
+            self.in_use.pop(version, None)
+        self.finished.setdefault(step.batch, set()).add(key[1])
+        if (step.batch, None) in self.reduced:
+            yield f"{step} comes after its batch has been reduced: its gradient would be lost."
+
+    def _reduce(self, step: Instruction) -> Iterator[str]:
+        key = (step.batch, step.microbatch)
+        finished = self.finished.get(step.batch, set())
+        if key in self.reduced or key in self.updated:
+            yield f"{step} runs a second time."
+        elif step.microbatch is None and len(finished) < self.program.num_microbatches:
+            yield (
+                f"{step} comes when {len(finished)} of {self.program.num_microbatches} micro-batches "
+                "have their gradient."
+            )
+        elif step.microbatch is not None and step.microbatch not in finished:
+            yield f"{step} comes before the gradient that it reduces."
+        self.reduced.add(key)
+
+    def _update(self, step: Instruction) -> Iterator[str]:
+        key = (step.batch, step.microbatch)
+        if key in self.updated:
+            yield f"{step} runs a second time."
+            return
+        if key not in self.reduced:
+            yield f"{step} comes before its gradients have been reduced."
+        made = self._made_by(step)
+        if step.version != made:
+            yield f"{step} is labelled wrongly: that update makes version {made}."
+        elif made != self.newest + 1:
+            yield f"{step} steps from version {self.newest}, not {made - 1}: updates are out of order."
+        elif self.program.rule is not Rule.FRESH:
+            yield from self._overwrite(step, made - self.banks)
+        self.newest = max(self.newest, made)
+        self.reduced.discard(key)
+        self.updated.add(key)
+        if step.microbatch is None:
+            self.finished.pop(step.batch, None)
+
+    def _trial(self, step: Instruction) -> Iterator[str]:
+        before = step.batch - 1
+        if self.program.rule is not Rule.FRESH:
+            yield f"{step} has no place under the {self.program.rule} rule."
+            return
+        if step.version != step.batch:
+            yield f"{step} is labelled wrongly: it makes version {step.batch}."
+        if self.newest_trial != before:
+            yield f"{step} follows the trial of batch {self.newest_trial}, not that of batch {before}."
+        if self.newest != before:
+            yield f"{step} steps from W({self.newest}), not from W({before})."
+        seen = len(self.finished.get(before, ()))
+        if step.seen != seen:
+            yield f"{step}, but at that point {seen} micro-batches of batch {before} have their gradient."
+        yield from self._overwrite(step, step.batch - self.banks)
+        self.newest_trial = max(self.newest_trial, step.batch)
+
+    def _overwrite(self, step: Instruction, version: int) -> Iterator[str]:
+        if self.in_use.get(version, 0):
+            yield (
+                f"{step} overwrites version {version}, which {self.in_use[version]} micro-batches that have "
+                "gone forward still need for their backward."
+            )
+        self.oldest = max(self.oldest, version + 1)
+
+    def _wrong_version(self, step: Instruction) -> Iterator[str]:
+        version = self._rule_version(step)
+        if step.version != version:
+            yield f"{step} runs on the wrong version: the {self.program.rule} rule asks for {version}."
+
+    def _not_there(self, step: Instruction) -> Iterator[str]:
+        version = self._rule_version(step)
+        newest = self.newest_trial if self.program.rule is Rule.FRESH else self.newest
+        if version > newest:
+            yield f"{step} comes before version {version} has been made."
+        elif version < self.oldest:
+            yield f"{step} comes after version {version} has been overwritten."
+
+    def _rule_version(self, step: Instruction) -> int:
+        program = self.program
+        return version_used(
+            program.rule,
+            stage=self.stage,
+            num_stages=program.num_stages,
+            batch=step.batch,
+            microbatch=step.microbatch or 0,
+            num_microbatches=program.num_microbatches,
+            first_batch=program.first_batch,
+        )
+
+    def _made_by(self, step: Instruction) -> int:
+        if step.microbatch is None:
+            return step.batch + 1
+        return step.batch * self.program.num_microbatches + step.microbatch + 1
+
+    def _is_updated(self, key: tuple[int, int]) -> bool:
+        return (key[0], None) in self.updated or key in self.updated
+
+
+def _key(step: Instruction) -> tuple[int, int]:
+    return step.batch, step.microbatch or 0

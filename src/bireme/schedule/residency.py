@@ -1,0 +1,221 @@
+"""What a rank keeps while it runs its track: weight versions, gradients, stashed micro-batches, buffers.
+
+All of it follows from the order of the instructions alone, so it is counted here once, without a clock, for
+the checker (in pieces) and for the simulator (in bytes). An instruction takes what it needs when it starts
+and gives back when it ends; peaks are therefore found at starts.
+
+A message under way is part of what its sender has stashed, and is not counted again.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+
+from bireme.schedule.instruction import BACKWARDS, COMPUTE, RECEIVES, Instruction, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
+
+__all__ = ["Residency", "Sizes", "resident"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of what each stage keeps.
+
+    `stash` and `inputs` are for one micro-batch: all activations kept for the backward, and the stage's
+    input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
+    messages that come into the stage from before and from behind. Where `master` is set, the newest
+    weights live in the optimiser's own master copy, counted in `optimizer`.
+    """
+
+    version: tuple[float, ...]
+    gradient: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    stash: tuple[float, ...]
+    inputs: tuple[float, ...]
+    activation: tuple[float, ...]
+    gradient_message: tuple[float, ...]
+    master: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """The peaks of one rank. Counts are over all its stages, except versions: those of its greediest stage.
+
+    `at_peak` says what the peak consists of; `series`, where asked for, holds the bytes kept while each
+    instruction runs.
+    """
+
+    rank: int
+    weight_versions: int
+    peak_stashed_microbatches: int
+    receive_buffers: int
+    peak_bytes: float = 0.0
+    peak_index: int = 0
+    at_peak: dict[str, float] = field(default_factory=dict)
+    series: "array[float] | None" = None
+
+
+WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "buffers")
+
+
+def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series: bool = False) -> Residency:
+    """Count what a rank keeps, instruction by instruction."""
+    ledger = _Ledger(program, rank, sizes or _weightless(program.num_stages), series=series)
+    index = 0
+    entries: dict[tuple[Kind, int, int | None], _Entry] = {}
+    for block in program.tracks[rank].blocks():
+        for instruction in block.instructions:
+            what = instruction.kind, instruction.stage, instruction.half
+            entry = entries.get(what)
+            if entry is None:
+                entry = entries[what] = ledger.entry(instruction)
+            ledger.book(index, entry, instruction.batch + block.batches)
+            index += 1
+    return ledger.result()
+
+
+def _weightless(num_stages: int) -> Sizes:
+    nothing = (0.0,) * num_stages
+    return Sizes(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What an instruction takes at its start and gives back at its end."""
+
+    kind: Kind
+    stage: int
+    takes: tuple[tuple[int, float], ...] = ()
+    gives: tuple[tuple[int, float], ...] = ()
+    stashes: int = 0
+    unstashes: int = 0
+    posts: int = 0
+    uses: int = 0
+    accumulates: bool = False
+
+
+class _Ledger:
+    """The running account of one rank."""
+
+    def __init__(self, program: Program, rank: int, sizes: Sizes, *, series: bool) -> None:
+        self.program = program
+        self.rank = rank
+        self.sizes = sizes
+        self.recomputed = program.recomputed
+        stages = program.stages_of(rank)
+        self.kept = [0.0] * len(WHAT)
+        self.kept[0] = sum(sizes.version[stage] for stage in stages)
+        self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
+        self.bytes = sum(self.kept)
+        self.versions = dict.fromkeys(stages, 1)
+        self.most_versions = {stage: self._most_versions(stage) for stage in stages}
+        self.accumulating: set[tuple[int, int]] = set()
+        self.stashed = self.buffers = 0
+        self.peak_stashed = self.peak_buffers = 0
+        self.peak_bytes = self.bytes
+        self.peak_index = 0
+        self.at_peak = list(self.kept)
+        self.series: array[float] | None = array("d") if series else None
+
+    def _most_versions(self, stage: int) -> int:
+        """The banks, and under FRESH the newest weights beside the trial versions."""
+        beside = self.program.rule is Rule.FRESH and not self.sizes.master
+        return self.program.banks[stage] + beside
+
+    def entry(self, step: Instruction) -> _Entry:
+        """What booking such an instruction does, whatever its batch."""
+        entry = _Entry(step.kind, step.stage)
+        takes: list[tuple[int, float]] = []
+        gives: list[tuple[int, float]] = []
+        share = 1.0 if step.half is None else 0.5
+        stash, inputs = self.sizes.stash[step.stage], self.sizes.inputs[step.stage]
+        recomputed = step.stage in self.recomputed
+        if step.kind in RECEIVES:
+            takes.append((5, share * self._message_bytes(step.kind is Kind.RECV_FORWARD, step.stage)))
+            entry.posts = 1
+        if step.kind in COMPUTE and self._comes_from_afar(step):
+            gives.append((5, share * self._message_bytes(step.kind is Kind.FORWARD, step.stage)))
+            entry.uses = 1
+        if step.kind is Kind.FORWARD:
+            takes.append((4, share * inputs) if recomputed else (3, share * stash))
+            entry.stashes = int(step.half != 1)
+        elif step.kind is Kind.RECOMPUTE:
+            takes.append((3, stash))
+        elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            gives.append((3, stash))
+            if recomputed:
+                gives.append((4, inputs))
+            entry.unstashes = 1
+        entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        entry.takes, entry.gives = tuple(takes), tuple(gives)
+        return entry
+
+    def book(self, index: int, entry: _Entry, batch: int) -> None:
+        """Let one instruction start and end."""
+        for what, amount in entry.takes:
+            self.kept[what] += amount
+            self.bytes += amount
+        self.stashed += entry.stashes
+        self.buffers += entry.posts
+        if entry.accumulates:
+            self._open_gradient(entry.stage, batch)
+        elif entry.kind is Kind.UPDATE or entry.kind is Kind.TRIAL:
+            self._open_version(entry)
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_index, self.at_peak = self.bytes, index, list(self.kept)
+        self.peak_stashed = max(self.peak_stashed, self.stashed)
+        self.peak_buffers = max(self.peak_buffers, self.buffers)
+        if self.series is not None:
+            self.series.append(self.bytes)
+        for what, amount in entry.gives:
+            self.kept[what] -= amount
+            self.bytes -= amount
+        self.stashed -= entry.unstashes
+        self.buffers -= entry.uses
+        if entry.kind is Kind.UPDATE:
+            self._close_gradient(entry.stage, batch)
+
+    def _open_gradient(self, stage: int, batch: int) -> None:
+        if (stage, batch) not in self.accumulating:
+            self.accumulating.add((stage, batch))
+            self.kept[1] += self.sizes.gradient[stage]
+            self.bytes += self.sizes.gradient[stage]
+
+    def _close_gradient(self, stage: int, batch: int) -> None:
+        if (stage, batch) in self.accumulating:
+            self.accumulating.discard((stage, batch))
+            self.kept[1] -= self.sizes.gradient[stage]
+            self.bytes -= self.sizes.gradient[stage]
+
+    def _open_version(self, entry: _Entry) -> None:
+        """A version made takes a bank of its own until all banks are in use."""
+        in_place = self.program.rule is Rule.FRESH and entry.kind is Kind.UPDATE
+        if not in_place and self.versions[entry.stage] < self.most_versions[entry.stage]:
+            self.versions[entry.stage] += 1
+            self.kept[0] += self.sizes.version[entry.stage]
+            self.bytes += self.sizes.version[entry.stage]
+
+    def _comes_from_afar(self, step: Instruction) -> bool:
+        if step.kind is Kind.FORWARD:
+            neighbour = step.stage - 1
+        elif step.kind in BACKWARDS:
+            neighbour = step.stage + 1
+        else:
+            return False
+        ranks = self.program.rank_of_stage
+        return 0 <= neighbour < len(ranks) and ranks[neighbour] != self.rank
+
+    def _message_bytes(self, forward: bool, stage: int) -> float:
+        return (self.sizes.activation if forward else self.sizes.gradient_message)[stage]
+
+    def result(self) -> Residency:
+        return Residency(
+            rank=self.rank,
+            weight_versions=max(self.versions.values(), default=0),
+            peak_stashed_microbatches=self.peak_stashed,
+            receive_buffers=self.peak_buffers,
+            peak_bytes=self.peak_bytes,
+            peak_index=self.peak_index,
+            at_peak=dict(zip(WHAT, self.at_peak, strict=True)),
+            series=self.series,
+        )

@@ -1,0 +1,99 @@
+"""All schedules on the same devices, with the same work: which is fastest, and what does it keep?
+
+Every device gets one stage's work. Schedules that want several stages on a device get each stage cut into
+equal parts, so that the work per device stays what it is while the messages multiply.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bireme.errors import BiremeError
+from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.generators.shape import Schedule
+from bireme.schedule.program import Program
+from bireme.simulate.costs import Costs
+from bireme.simulate.network import Network
+from bireme.simulate.simulator import simulate
+from bireme.simulate.slicing import solve_slices
+from bireme.timeline.timeline import Timeline
+
+__all__ = ["Contender", "compare", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One schedule's outcome, or why it cannot run in this shape."""
+
+    schedule: Schedule
+    timeline: Timeline | None
+    refused: str | None
+
+
+def compare(
+    costs: Costs,
+    *,
+    num_microbatches: int,
+    num_batches: int,
+    network: Callable[[Program], Network],
+    recompute: bool = False,
+    overlap: bool = True,
+    overlap_reduce: bool = True,
+) -> Iterator[Contender]:
+    """Each schedule in turn, on as many devices as the costs have stages; `network` joins its ranks."""
+    for schedule in SCHEDULES.values():
+        parts = cut(costs, schedule.stages_per_rank)
+        slices = solve_slices(costs, num_microbatches, network) if schedule.slices else None
+        try:
+            program = generate(
+                schedule.name,
+                num_stages=parts.num_stages,
+                num_microbatches=num_microbatches,
+                num_batches=num_batches,
+                num_sliced=slices,
+                recompute=range(parts.num_stages) if recompute else (),
+            )
+        except BiremeError as error:
+            yield Contender(schedule, None, str(error))
+            continue
+        timeline = simulate(program, parts, network(program), overlap=overlap, overlap_reduce=overlap_reduce)
+        yield Contender(schedule, timeline, None)
+
+
+def cut(costs: Costs, parts: int) -> Costs:
+    """The costs of the same work with every stage cut into so many equal parts.
+
+    What a part sends is as large as what the whole stage sends; a part's input too.
+    """
+    if parts == 1:
+        return costs
+
+    def spread(values: tuple[float, ...], factor: float) -> tuple[float, ...]:
+        return tuple(value * factor for value in values for _ in range(parts))
+
+    def share(values: tuple[float, ...]) -> tuple[float, ...]:
+        return spread(values, 1 / parts)
+
+    inside = tuple(
+        own if part == 0 else sent
+        for own, sent in zip(costs.input_bytes, costs.message_bytes, strict=True)
+        for part in range(parts)
+    )
+    return replace(
+        costs,
+        forward_s=share(costs.forward_s),
+        backward_s=share(costs.backward_s),
+        backward_input_s=share(costs.backward_input_s),
+        backward_weight_s=share(costs.backward_weight_s),
+        half_forward_s=share(costs.half_forward_s),
+        recompute_s=share(costs.recompute_s),
+        update_s=share(costs.update_s),
+        trial_s=share(costs.trial_s),
+        reduce_s=share(costs.reduce_s),
+        reduce_bytes=share(costs.reduce_bytes),
+        message_bytes=spread(costs.message_bytes, 1.0),
+        weight_bytes=share(costs.weight_bytes),
+        gradient_bytes=share(costs.gradient_bytes),
+        optimizer_bytes=share(costs.optimizer_bytes),
+        stash_bytes=share(costs.stash_bytes),
+        input_bytes=inside,
+    )

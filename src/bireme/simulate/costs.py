@@ -1,0 +1,164 @@
+"""What each instruction costs: the numbers that turn a program into a timeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bireme.errors import BiremeError
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.residency import Sizes
+
+__all__ = ["Costs", "PerStage"]
+
+PerStage = float | Sequence[float]
+"""One number for every stage, or one for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds and bytes per stage, for one micro-batch where that matters.
+
+    `message_bytes[s]` crosses the border between stage s and s+1, in either direction. `reduce_s` is the
+    gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
+    besides. `rank_speed[r]` divides the seconds of rank r: 0.5 is half as fast. Make one with `per_stage`.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+    half_forward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    trial_s: tuple[float, ...]
+    reduce_s: tuple[float, ...]
+    reduce_bytes: tuple[float, ...]
+    message_bytes: tuple[float, ...]
+    weight_bytes: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+    optimizer_bytes: tuple[float, ...]
+    stash_bytes: tuple[float, ...]
+    input_bytes: tuple[float, ...]
+    rank_speed: tuple[float, ...] = ()
+    master_weights: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the costs are for."""
+        return len(self.forward_s)
+
+    @staticmethod
+    def per_stage(
+        num_stages: int,
+        *,
+        forward_s: PerStage,
+        backward_s: PerStage,
+        backward_input_s: PerStage | None = None,
+        backward_weight_s: PerStage | None = None,
+        half_forward_s: PerStage | None = None,
+        recompute_s: PerStage | None = None,
+        update_s: PerStage = 0.0,
+        trial_s: PerStage | None = None,
+        reduce_s: PerStage = 0.0,
+        reduce_bytes: PerStage = 0.0,
+        message_bytes: PerStage = 0.0,
+        weight_bytes: PerStage = 0.0,
+        gradient_bytes: PerStage | None = None,
+        optimizer_bytes: PerStage = 0.0,
+        stash_bytes: PerStage = 0.0,
+        input_bytes: PerStage | None = None,
+        rank_speed: Sequence[float] = (),
+        master_weights: bool = False,
+    ) -> "Costs":
+        """Costs with what is left out filled in.
+
+        Both parts of a split backward take half of it unless one is given; half a micro-batch takes half
+        the forward, recomputing takes the forward, a trial step what an update takes; gradients are as
+        large as weights, a stage's input as large as the message that brings it.
+        """
+
+        def spread(name: str, value: PerStage) -> tuple[float, ...]:
+            values = (
+                (float(value),) * num_stages if isinstance(value, int | float) else tuple(map(float, value))
+            )
+            if len(values) != num_stages:
+                raise BiremeError(
+                    f"{name} has {len(values)} values for {num_stages} stages; give one each, or one for all."
+                )
+            return values
+
+        forward, backward = spread("forward_s", forward_s), spread("backward_s", backward_s)
+        if backward_input_s is None and backward_weight_s is None:
+            inputs = weights = tuple(b / 2 for b in backward)
+        elif backward_input_s is not None:
+            inputs = spread("backward_input_s", backward_input_s)
+            rest = tuple(max(b - i, 0.0) for b, i in zip(backward, inputs, strict=True))
+            weights = rest if backward_weight_s is None else spread("backward_weight_s", backward_weight_s)
+        else:
+            weights = spread("backward_weight_s", backward_weight_s if backward_weight_s is not None else 0.0)
+            inputs = tuple(max(b - w, 0.0) for b, w in zip(backward, weights, strict=True))
+        messages = spread("message_bytes", message_bytes)
+        update = spread("update_s", update_s)
+        weight = spread("weight_bytes", weight_bytes)
+        return Costs(
+            forward_s=forward,
+            backward_s=backward,
+            backward_input_s=inputs,
+            backward_weight_s=weights,
+            half_forward_s=tuple(f / 2 for f in forward)
+            if half_forward_s is None
+            else spread("half_forward_s", half_forward_s),
+            recompute_s=forward if recompute_s is None else spread("recompute_s", recompute_s),
+            update_s=update,
+            trial_s=update if trial_s is None else spread("trial_s", trial_s),
+            reduce_s=spread("reduce_s", reduce_s),
+            reduce_bytes=spread("reduce_bytes", reduce_bytes),
+            message_bytes=messages,
+            weight_bytes=weight,
+            gradient_bytes=weight if gradient_bytes is None else spread("gradient_bytes", gradient_bytes),
+            optimizer_bytes=spread("optimizer_bytes", optimizer_bytes),
+            stash_bytes=spread("stash_bytes", stash_bytes),
+            input_bytes=(0.0, *messages[:-1]) if input_bytes is None else spread("input_bytes", input_bytes),
+            rank_speed=tuple(map(float, rank_speed)),
+            master_weights=master_weights,
+        )
+
+    def seconds(self, step: Instruction, rank: int) -> float:
+        """How long an instruction keeps its rank busy; communication and the start of a sync do not."""
+        speed = self.rank_speed[rank] if self.rank_speed else 1.0
+        match step.kind:
+            case Kind.FORWARD:
+                table = self.forward_s if step.half is None else self.half_forward_s
+            case Kind.BACKWARD:
+                table = self.backward_s
+            case Kind.BACKWARD_INPUT:
+                table = self.backward_input_s
+            case Kind.BACKWARD_WEIGHT:
+                table = self.backward_weight_s
+            case Kind.RECOMPUTE:
+                table = self.recompute_s
+            case Kind.UPDATE:
+                table = self.update_s
+            case Kind.TRIAL:
+                table = self.trial_s
+            case _:
+                return 0.0
+        return table[step.stage] / speed
+
+    def border_bytes(self, step: Instruction) -> float:
+        """The bytes a send moves."""
+        stage = step.stage if step.kind is Kind.SEND_FORWARD else step.stage - 1
+        return self.message_bytes[stage] * (1.0 if step.half is None else 0.5)
+
+    def sizes(self) -> Sizes:
+        """What each stage keeps, for the account of memory."""
+        into = (0.0, *self.message_bytes[:-1])
+        return Sizes(
+            version=self.weight_bytes,
+            gradient=self.gradient_bytes,
+            optimizer=self.optimizer_bytes,
+            stash=self.stash_bytes,
+            inputs=self.input_bytes,
+            activation=into,
+            gradient_message=self.message_bytes,
+            master=self.master_weights,
+        )

@@ -1,0 +1,187 @@
+"""Links: who shares what on the way from one rank to another, and how fast that makes each message.
+
+A `Network` is a set of wires, each with so many bytes a second, and a path over them for every pair of
+ranks that talks. A cable that works both ways at once is two wires, one that does not is one; a network
+card that serves all ranks of a server is a wire on all their paths.
+
+Messages of one pair of ranks go one after the other. Messages of different pairs that meet on a wire share
+it fairly: rates are max-min fair, worked out anew whenever a message begins or ends.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Network", "Path", "Traffic", "Wire"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Something that carries so many bytes a second, shared by all that pass."""
+
+    name: str
+    bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The wires a message passes, by their number, and the seconds it is late on top."""
+
+    wires: tuple[int, ...]
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Wires, and the paths over them: between ranks, and of each rank's gradient sync."""
+
+    wires: tuple[Wire, ...]
+    paths: Mapping[tuple[int, int], Path]
+    sync_paths: Mapping[int, Path] = field(default_factory=dict)
+
+    @staticmethod
+    def dedicated(
+        pairs: Iterable[tuple[int, int]],
+        *,
+        bytes_per_s: float = math.inf,
+        latency_s: float = 0.0,
+        full_duplex: bool = True,
+    ) -> "Network":
+        """A cable of its own for each two ranks that talk."""
+        wires: list[Wire] = []
+        number: dict[tuple[int, int], int] = {}
+        paths = {}
+        for source, destination in sorted(set(pairs)):
+            one_way = full_duplex or source < destination
+            cable = (source, destination) if one_way else (destination, source)
+            if cable not in number:
+                number[cable] = len(wires)
+                arrow = "→" if full_duplex else "↔"
+                wires.append(Wire(f"{cable[0]} {arrow} {cable[1]}", bytes_per_s))
+            paths[source, destination] = Path((number[cable],), latency_s)
+        return Network(tuple(wires), paths)
+
+    @staticmethod
+    def servers(
+        server_of_rank: Sequence[int],
+        pairs: Iterable[tuple[int, int]],
+        *,
+        inside_bytes_per_s: float = math.inf,
+        inside_latency_s: float = 0.0,
+        card_bytes_per_s: float = math.inf,
+        card_latency_s: float = 0.0,
+        full_duplex: bool = True,
+    ) -> "Network":
+        """Servers with one network card each: ranks of a server share it to talk to other servers.
+
+        Inside a server every pair has a cable of its own.
+        """
+        pairs = sorted(set(pairs))
+        inside = [(a, b) for a, b in pairs if server_of_rank[a] == server_of_rank[b]]
+        local = Network.dedicated(
+            inside, bytes_per_s=inside_bytes_per_s, latency_s=inside_latency_s, full_duplex=full_duplex
+        )
+        wires, paths = list(local.wires), dict(local.paths)
+        out, into = {}, {}
+        for server in sorted(set(server_of_rank)):
+            out[server] = into[server] = len(wires)
+            wires.append(Wire(f"card of server {server}" + (" out" if full_duplex else ""), card_bytes_per_s))
+            if full_duplex:
+                into[server] = len(wires)
+                wires.append(Wire(f"card of server {server} in", card_bytes_per_s))
+        for a, b in pairs:
+            if (a, b) not in paths:
+                route = dict.fromkeys((out[server_of_rank[a]], into[server_of_rank[b]]))
+                paths[a, b] = Path(tuple(route), card_latency_s)
+        return Network(tuple(wires), paths)
+
+    def seconds(self, path: Path, num_bytes: float) -> float:
+        """How long so many bytes keep the path's slowest wire busy when nobody shares it."""
+        slowest = min((self.wires[wire].bytes_per_s for wire in path.wires), default=math.inf)
+        return num_bytes / slowest
+
+    def is_shared(self) -> bool:
+        """Whether any wire lies on more than one path."""
+        seen: set[int] = set()
+        for path in (*self.paths.values(), *self.sync_paths.values()):
+            for wire in path.wires:
+                if wire in seen:
+                    return True
+                seen.add(wire)
+        return False
+
+
+@dataclass(slots=True)
+class _Flow:
+    path: Path
+    left_bytes: float
+    rate: float = 0.0
+    since_s: float = 0.0
+
+
+class Traffic:
+    """The messages on a shared network at a moment, and when each will be through as things stand."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.flows: dict[int, _Flow] = {}
+        self.on_wire: list[set[int]] = [set() for _ in network.wires]
+
+    def begin(self, flow: int, path: Path, num_bytes: float, now_s: float) -> dict[int, float]:
+        """A message sets out; returns the new ends of all messages whose end changes, its own included."""
+        self.flows[flow] = _Flow(path, num_bytes, since_s=now_s)
+        for wire in path.wires:
+            self.on_wire[wire].add(flow)
+        return self._share(self._neighbours({flow}), now_s)
+
+    def end(self, flow: int, now_s: float) -> dict[int, float]:
+        """A message is through; returns the new ends of those it made way for."""
+        touched = self._neighbours({flow})
+        touched.discard(flow)
+        for wire in self.flows.pop(flow).path.wires:
+            self.on_wire[wire].discard(flow)
+        return self._share(touched, now_s)
+
+    def _neighbours(self, flows: set[int]) -> set[int]:
+        """All messages that share wires with these, directly or through others."""
+        found, todo = set(flows), list(flows)
+        while todo:
+            for wire in self.flows[todo.pop()].path.wires:
+                new = self.on_wire[wire] - found
+                found |= new
+                todo.extend(new)
+        return found
+
+    def _share(self, flows: set[int], now_s: float) -> dict[int, float]:
+        """Fill the wires fairly: the scarcest wire settles the rate of those on it, then the next."""
+        for number in flows:
+            flow = self.flows[number]
+            flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
+            flow.since_s = now_s
+        unsettled = set(flows)
+        room = {
+            wire: self.network.wires[wire].bytes_per_s
+            for number in flows
+            for wire in self.flows[number].path.wires
+        }
+        while unsettled:
+            waiting = {wire: len(self.on_wire[wire] & unsettled) for wire in room}
+            shares = {wire: room[wire] / count for wire, count in waiting.items() if count}
+            if not shares:
+                for number in unsettled:
+                    self.flows[number].rate = math.inf
+                break
+            scarcest = min(shares, key=lambda wire: (shares[wire], wire))
+            rate = shares[scarcest]
+            for number in self.on_wire[scarcest] & unsettled:
+                self.flows[number].rate = rate
+                unsettled.discard(number)
+                for wire in self.flows[number].path.wires:
+                    room[wire] = max(room[wire] - rate, 0.0) if rate < math.inf else math.inf
+        return {number: self._end_s(self.flows[number], now_s) for number in sorted(flows)}
+
+    @staticmethod
+    def _end_s(flow: _Flow, now_s: float) -> float:
+        if flow.left_bytes == 0.0 or flow.rate == math.inf:
+            return now_s
+        return now_s + flow.left_bytes / flow.rate

@@ -1,0 +1,1 @@
+"""What happened, or would happen: the noun both interpreters of a program make."""
