@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-__all__ = ["torch_schedule"]
+__all__ = ["torch_dry_run", "torch_schedule"]
 
 MODULE = "torch.distributed.pipelining.schedules"
 USED = {
     "PipelineScheduleMulti.__init__": ("stages", "n_microbatches", "loss_fn", "scale_grads"),
     "_PipelineScheduleRuntime._prepare_schedule_with_comms": ("actions", "format"),
     "_Action.from_str": ("action_string",),
+    "_add_send_recv": ("compute_actions", "stage_to_rank", "num_stages"),
+    "_simulate_comms_compute": ("pipeline_order", "stage_to_rank", "num_stages"),
 }
 """What is used of that module: the callables and their parameters."""
 
@@ -47,7 +49,6 @@ def torch_schedule(
     """
     private = _private_torch()
     _check_stages(program, stages)
-    rows = [row.split(",") for row in to_csv(program, comms=comms).splitlines()]
     runtime: _PipelineScheduleRuntime = private._PipelineScheduleRuntime(
         stages=sorted(stages, key=lambda stage: stage.stage_index),
         n_microbatches=program.num_microbatches,
@@ -55,10 +56,30 @@ def torch_schedule(
         scale_grads=scale_grads,
     )
     runtime._prepare_schedule_with_comms(
-        {rank: [private._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)},
+        _actions(private, program, comms=comms),
         format="compute_comms" if comms else "compute_only",
     )
     return runtime
+
+
+def torch_dry_run(program: Program) -> int:
+    """The unit steps that torch's own dry run finds for one batch, with torch's own communication."""
+    private = _private_torch()
+    ranks, num_stages = program.rank_of_stage, program.num_stages
+    lowered = private._add_send_recv(
+        _actions(private, program), stage_to_rank=lambda stage: ranks[stage], num_stages=num_stages
+    )
+    steps = private._simulate_comms_compute(
+        lowered, stage_to_rank=lambda stage: ranks[stage], num_stages=num_stages
+    )
+    return max(len(row) for row in steps.values())
+
+
+def _actions(private: Any, program: Program, *, comms: bool = False) -> dict[int, list[Any]]:
+    rows = to_csv(program, comms=comms).splitlines()
+    return {
+        rank: [private._Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)
+    }
 
 
 def _private_torch() -> Any:

@@ -1,1 +1,21 @@
 """A schedule as data: instructions, the programs made of them, and what can be proved about them."""
+
+from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.checker import Report, check
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.lowering import lower
+from bireme.schedule.program import Program, Track
+from bireme.schedule.rule import Rule
+
+__all__ = [
+    "SCHEDULES",
+    "Instruction",
+    "Kind",
+    "Program",
+    "Report",
+    "Rule",
+    "Track",
+    "check",
+    "generate",
+    "lower",
+]

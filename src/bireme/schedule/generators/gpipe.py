@@ -10,7 +10,13 @@ from bireme.schedule.weave import Orders, every_batch
 __all__ = ["GPIPE"]
 
 PICTURE = """
+rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0=== B1=== B2=== B3===|
+rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B0=== B1=== B2=== B3===|.  .
+rank 2: .  .  F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===|.  .  .  .
+rank 3: .  .  .  F0 F1 F2 F3 B0=== B1=== B2=== B3===|.  .  .  .  .  .
+F forward   B backward   . idle   | update
 """
+"""4 stages, 4 micro-batches, 1 batch."""
 
 
 def _orders(shape: Shape) -> Orders:
@@ -26,5 +32,6 @@ GPIPE = Schedule(
     name="gpipe",
     summary="all forwards, then all backwards; stashes every micro-batch",
     rule=Rule.SYNCHRONOUS,
+    picture=PICTURE,
     orders=_orders,
 )

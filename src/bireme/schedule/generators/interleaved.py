@@ -17,7 +17,13 @@ from bireme.schedule.weave import Orders, every_batch
 __all__ = ["INTERLEAVED"]
 
 PICTURE = """
+rank 0: F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|
+rank 1: .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .
+rank 2: .  .  F0 F1 F2 F3 f0 f1 f2 .  b0=== f3 b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .  .  .
+rank 3: .  .  .  F0 F1 F2 F3 f0 b0=== f1 b1=== f2 b2=== f3 b3=== B0=== B1=== B2=== B3===|.  .  .  .  .  .
+F forward   B backward   small letters: second stage of the rank   . idle   | update
 """
+"""8 stages on 4 ranks, 4 micro-batches, 1 batch."""
 
 
 def _groups(shape: Shape) -> list[range]:
@@ -55,6 +61,7 @@ INTERLEAVED = Schedule(
     name="interleaved",
     summary="1F1B with several stages per rank: a smaller bubble for more messages",
     rule=Rule.SYNCHRONOUS,
+    picture=PICTURE,
     orders=_orders,
     placement=_placement,
     stages_per_rank=2,

@@ -12,7 +12,13 @@ from bireme.schedule.weave import Orders, every_batch
 __all__ = ["ONE_F_ONE_B", "alternate"]
 
 PICTURE = """
+rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0=== .  B1=== .  B2=== .  B3===|
+rank 1: .  F0 F1 F2 .  .  .  .  B0=== F3 B1=== .  B2=== .  B3===|.  .
+rank 2: .  .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===|.  .  .  .
+rank 3: .  .  .  F0 B0=== F1 B1=== F2 B2=== F3 B3===|.  .  .  .  .  .
+F forward   B backward   . idle   | update
 """
+"""4 stages, 4 micro-batches, 1 batch."""
 
 
 def alternate(shape: Shape, stage: int, num_microbatches: int) -> list[Instruction]:
@@ -36,5 +42,6 @@ ONE_F_ONE_B = Schedule(
     name="1f1b",
     summary="PipeDream-Flush: one forward, one backward; drains before each update",
     rule=Rule.SYNCHRONOUS,
+    picture=PICTURE,
     orders=_orders,
 )

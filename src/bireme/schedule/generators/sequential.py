@@ -10,7 +10,13 @@ from bireme.schedule.weave import Orders, every_batch
 __all__ = ["SEQUENTIAL"]
 
 PICTURE = """
+rank 0: F0 . . . . . . . . . B0=F1 . . . . . . . . . B1=F2 . . . . . . . . . B2=F3 . . . . . . . . . B3=|
+rank 1:  .F0 . . . . . . B0= . . .F1 . . . . . . B1= . . .F2 . . . . . . B2= . . .F3 . . . . . . B3=|. .
+rank 2:  . .F0 . . . B0= . . . . . .F1 . . . B1= . . . . . .F2 . . . B2= . . . . . .F3 . . . B3=|. . . .
+rank 3:  . . .F0 B0= . . . . . . . . .F1 B1= . . . . . . . . .F2 B2= . . . . . . . . .F3 B3=|. . . . . .
+F forward   B backward   . idle   | update
 """
+"""4 stages, 4 micro-batches, 1 batch."""
 
 
 def _orders(shape: Shape) -> Orders:
@@ -25,5 +31,6 @@ SEQUENTIAL = Schedule(
     name="sequential",
     summary="no pipelining: one micro-batch in the machine at a time",
     rule=Rule.SYNCHRONOUS,
+    picture=PICTURE,
     orders=_orders,
 )

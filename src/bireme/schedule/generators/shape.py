@@ -59,12 +59,14 @@ class Schedule:
     """A schedule's name and how to make its order.
 
     `orders` gives each rank's forwards and backwards over the whole window, batches counted from 0.
-    `check` raises where the schedule is not legal for a shape.
+    `check` raises where the schedule is not legal for a shape. `picture` shows it for four ranks, as drawn
+    by `ascii_picture`.
     """
 
     name: str
     summary: str
     rule: Rule
+    picture: str
     orders: Callable[[Shape], Orders]
     placement: Callable[[Shape], tuple[int, ...]] = _one_each
     check: Callable[[Shape], None] = _anything

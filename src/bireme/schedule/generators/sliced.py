@@ -19,7 +19,13 @@ from bireme.schedule.weave import Orders, every_batch
 __all__ = ["SLICED"]
 
 PICTURE = """
+rank 0: 0a0b1a1b F2= F3= . . . . . . . . . B0===== . . B1===== . . B2===== . . B3=====|
+rank 1:  .0a0b1a1b . F2= . . . . . B0===== F3= B1===== . . B2===== . . B3=====|. . . .
+rank 2:  . .0a0b1a1b . . . B0===== F2= B1===== F3= B2===== . . B3=====|. . . . . . . .
+rank 3:  . . .0a0b B0===== F1= B1===== F2= B2===== F3= B3=====|. . . . . . . . . . . .
+F forward   B backward   0a 0b halves of a forward   . idle   | update
 """
+"""4 stages, 4 micro-batches, two of them sliced, 1 batch."""
 
 
 def _order(shape: Shape, stage: int) -> list[Instruction]:
@@ -51,6 +57,7 @@ SLICED = Schedule(
     name="1f1b-sliced",
     summary="AutoPipe's 1F1B: the first micro-batches in halves, half the start-up",
     rule=Rule.SYNCHRONOUS,
+    picture=PICTURE,
     orders=_orders,
     check=_check,
     slices=True,

@@ -13,12 +13,24 @@ from bireme.schedule.rule import Rule
 __all__ = ["TWO_BUFFER_FRESH"]
 
 PICTURE = """
+rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0====='F4  B1===== F5  B2===== F6  B3===== F7  B4=
+rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1====='F4  B2===== F5  B3===== F6  B4===== F7
+rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2====='F4  B3===== F5  B4===== F6  B5=====
+rank 3: .   .   .   F0  B0===== F1  B1===== F2  B2===== F3  B3====='F4  B4===== F5  B5===== F6  B6=
+
+rank 0:====!F8  B5===== F9  B6===== F10 B7===== F11 B8===== .   B9===== .   B10==== .   B11====|
+rank 1: B5=====!F8  B6===== F9  B7===== F10 B8===== F11 B9===== .   B10==== .   B11====|.   .
+rank 2: F7  B6=====!F8  B7===== F9  B8===== F10 B9===== F11 B10==== .   B11====|.   .   .   .
+rank 3:==== F7  B7=====!F8  B8===== F9  B9===== F10 B10==== F11 B11====|.   .   .   .   .   .
+F forward   B backward   . idle   | update   ' trial step   ! update and trial step
 """
+"""4 stages, 4 micro-batches, 3 batches."""
 
 TWO_BUFFER_FRESH = Schedule(
     name="2bw-fresh",
     summary="2BW with each batch on a trial step from the gradients already there",
     rule=Rule.FRESH,
+    picture=PICTURE,
     orders=never_drain,
     check=refuse_short_batches,
 )

@@ -15,7 +15,13 @@ from bireme.schedule.weave import Orders, every_batch
 __all__ = ["ZERO_BUBBLE_H1"]
 
 PICTURE = """
+rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3|
+rank 1: .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3|
+rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3|
+rank 3: .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3|
+F forward   I backward for the inputs   W backward for the weights   . idle   | update
 """
+"""4 stages, 4 micro-batches, 1 batch."""
 
 
 def _order(shape: Shape, stage: int) -> list[Instruction]:
@@ -40,6 +46,7 @@ ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     summary="zero-bubble H1: split backward fills two thirds of 1F1B's bubble",
     rule=Rule.SYNCHRONOUS,
+    picture=PICTURE,
     orders=_orders,
     splits_backward=True,
 )

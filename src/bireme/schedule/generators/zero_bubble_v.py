@@ -16,7 +16,14 @@ from bireme.schedule.weave import Orders, every_batch
 __all__ = ["ZERO_BUBBLE_V"]
 
 PICTURE = """
+rank 0: F0 F1 F2 F3 .  .  .  f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3|.  .
+rank 1: .  F0 F1 F2 F3 .  f0 .  f1 i0 w0 f2 i1 w1 f3 i2 w2 I0 i3 I1 W0 I2 W1 I3 W2 w3 W3|.  .
+rank 2: .  .  F0 F1 F2 f0 F3 f1 .  f2 i0 w0 f3 i1 w1 I0 i2 I1 .  i3 I2 W0 I3 W1 w2 W2 w3 W3|.
+rank 3: .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 I0 i1 I1 .  i2 I2 .  i3 I3 W0 w1 W1 w2 W2 w3 W3|
+F forward   I backward for the inputs   W backward for the weights   small letters: second stage of the rank
+. idle   | update
 """
+"""8 stages on 4 ranks, 4 micro-batches, 1 batch."""
 
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
@@ -92,6 +99,7 @@ ZERO_BUBBLE_V = Schedule(
     name="zbv",
     summary="zero-bubble V: two stages per rank, first and last on rank 0, no bubble at f = i = w",
     rule=Rule.SYNCHRONOUS,
+    picture=PICTURE,
     orders=_orders,
     placement=_placement,
     check=_check,

@@ -4,9 +4,11 @@ A channel is all messages from one rank to another, whichever stages they belong
 tags delivers them in the order they are sent.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import zip_longest
 
-from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Message
+from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program
 
 __all__ = ["channel_of", "message_problems"]
@@ -22,87 +24,118 @@ def channel_of(program: Program, instruction: Instruction) -> tuple[int, int] | 
 
 
 def message_problems(program: Program) -> Iterator[str]:
-    """What is wrong with the messages of a lowered program."""
+    """What is wrong with the messages of a lowered program.
+
+    All ranks are walked through side by side, so that both ends of a channel can be compared as they come.
+    """
     channels: dict[tuple[int, int], _Channel] = {}
-    for rank in range(program.num_ranks):
-        yield from _rank_problems(program, rank, channels)
-    for (source, destination), channel in sorted(channels.items()):
-        yield from channel.problems(source, destination)
+    walks = [_Walk(program, rank, channels) for rank in range(program.num_ranks)]
+    for steps in zip_longest(*program.tracks):
+        for walk, step in zip(walks, steps, strict=True):
+            if step is not None:
+                yield from walk.step(step)
+    for walk in walks:
+        yield from walk.finish()
+    for channel in channels.values():
+        yield from channel.finish()
 
 
 class _Channel:
-    """The two ends of a channel, compared as they come: only what differs so far is kept."""
+    """The two ends of a channel: what one has sent or received that the other has not come to yet."""
 
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-        self.received: list[Message] = []
+    def __init__(self, source: int, destination: int) -> None:
+        self.source = source
+        self.destination = destination
+        self.sent: deque[Message] = deque()
+        self.received: deque[Message] = deque()
+        self.number = 0
+        self.out_of_order: str | None = None
 
-    def problems(self, source: int, destination: int) -> Iterator[str]:
-        for number, (sent, received) in enumerate(zip(self.sent, self.received, strict=False)):
-            if sent != received:
-                yield (
-                    f"From rank {source} to rank {destination}, message {number} is sent as the {sent} but "
-                    f"received as the {received}: both ranks must have them in one order."
+    def match(self) -> None:
+        """Compare what both ends have come to."""
+        while self.sent and self.received:
+            sent, received = self.sent.popleft(), self.received.popleft()
+            if sent != received and self.out_of_order is None:
+                self.out_of_order = (
+                    f"From rank {self.source} to rank {self.destination}, message {self.number} is sent as "
+                    f"the {sent} but received as the {received}: both ranks must have them in one order."
                 )
-                return
-        for sent in self.sent[len(self.received) :]:
-            yield f"Rank {source} sends the {sent}, but rank {destination} never posts a receive for it."
-        for received in self.received[len(self.sent) :]:
-            yield f"Rank {destination} receives the {received}, but rank {source} never sends it."
+            self.number += 1
+
+    def finish(self) -> Iterator[str]:
+        if self.out_of_order is not None:
+            yield self.out_of_order
+            return
+        for sent in self.sent:
+            yield f"Rank {self.source} sends the {sent}, but rank {self.destination} posts no receive for it."
+        for received in self.received:
+            yield f"Rank {self.destination} receives the {received}, but rank {self.source} never sends it."
 
 
-def _rank_problems(program: Program, rank: int, channels: dict[tuple[int, int], _Channel]) -> Iterator[str]:
-    """Walk through one rank: what it sends must be there, what it uses must have been received."""
-    unsent = _Outbox()
-    posted: set[Message] = set()
-    for instruction in program.tracks[rank]:
+class _Walk:
+    """One rank's messages while its instructions go by: what is sent must be there, what is used received."""
+
+    def __init__(self, program: Program, rank: int, channels: dict[tuple[int, int], _Channel]) -> None:
+        self.program = program
+        self.rank = rank
+        self.channels = channels
+        self.posted: set[Message] = set()
+        self.unsent = _Outbox()
+
+    def step(self, instruction: Instruction) -> Iterator[str]:
         if instruction.kind in COMPUTE:
-            yield from _use(program, rank, instruction, posted, unsent)
-            unsent.put(instruction.makes(program.num_stages))
+            yield from self._use(instruction)
+            self.unsent.put(instruction.makes(self.program.num_stages))
         elif instruction.kind in SENDS or instruction.kind in RECEIVES:
-            channel = channel_of(program, instruction)
-            is_send = instruction.kind in SENDS
-            if channel is None:
-                yield f"Rank {rank} holds {instruction}, but there is no stage on the other side."
-                continue
-            if channel[0] == channel[1]:
-                yield f"Rank {rank} holds {instruction}, but both stages are on that rank."
-                continue
-            message = instruction.carries()
-            ends = channels.setdefault(channel, _Channel())
-            (ends.sent if is_send else ends.received).append(message)
-            if is_send and not unsent.take(message):
-                yield f"Rank {rank} sends the {message}, which it has not computed yet or already sent."
-            if not is_send and message in posted:
-                yield f"Rank {rank} posts {instruction} a second time."
-            if not is_send:
-                posted.add(message)
-    for message in sorted(posted, key=str):
-        yield f"Rank {rank} receives the {message} but does not use it afterwards."
-    for message in unsent.left():
-        to_rank = program.rank_of_stage[message.to_stage]
-        if to_rank != rank:
-            yield f"Rank {rank} computes the {message} but never sends it to rank {to_rank}."
+            yield from self._move(instruction)
 
+    def _move(self, instruction: Instruction) -> Iterator[str]:
+        ends = channel_of(self.program, instruction)
+        if ends is None:
+            yield f"Rank {self.rank} holds {instruction}, but there is no stage on the other side."
+            return
+        if ends[0] == ends[1]:
+            yield f"Rank {self.rank} holds {instruction}, but both stages are on that rank."
+            return
+        message = instruction.carries()
+        channel = self.channels.setdefault(ends, _Channel(*ends))
+        if instruction.kind in SENDS:
+            if not self.unsent.take(message):
+                yield f"Rank {self.rank} sends the {message}, which it has not computed yet or already sent."
+            channel.sent.append(message)
+        else:
+            if message in self.posted:
+                yield f"Rank {self.rank} posts {instruction} a second time."
+            self.posted.add(message)
+            channel.received.append(message)
+        channel.match()
 
-def _use(
-    program: Program, rank: int, instruction: Instruction, posted: set[Message], unsent: "_Outbox"
-) -> Iterator[str]:
-    message = instruction.needs(program.num_stages)
-    if message is None:
-        return
-    from_stage = message.to_stage - 1 if message.forward else message.to_stage + 1
-    from_rank = program.rank_of_stage[from_stage]
-    if from_rank == rank:
-        if not unsent.take(message):
-            yield f"Rank {rank} runs {instruction} before stage {from_stage} has made the {message}."
-    elif message in posted:
-        posted.discard(message)
-    else:
-        yield (
-            f"Rank {rank} runs {instruction} without a receive for the {message}: post "
-            f"{message.to_stage}{'RECV_F' if message.forward else 'RECV_B'}{message.microbatch} before it."
-        )
+    def _use(self, instruction: Instruction) -> Iterator[str]:
+        message = instruction.needs(self.program.num_stages)
+        if message is None:
+            return
+        from_stage = message.to_stage - 1 if message.forward else message.to_stage + 1
+        if self.program.rank_of_stage[from_stage] == self.rank:
+            if not self.unsent.take(message):
+                yield f"Rank {self.rank} runs {instruction} before stage {from_stage} has made the {message}."
+        elif message in self.posted:
+            self.posted.discard(message)
+        else:
+            receive = Kind.RECV_FORWARD if message.forward else Kind.RECV_BACKWARD
+            post = f"{message.to_stage}{receive.value}{message.microbatch}"
+            yield (
+                f"Rank {self.rank} runs {instruction} without a receive for the {message}: post {post} "
+                "before it."
+            )
+
+    def finish(self) -> Iterator[str]:
+        """What is left over at the end of the window."""
+        for message in sorted(self.posted, key=str):
+            yield f"Rank {self.rank} receives the {message} but does not use it afterwards."
+        for message in self.unsent.left():
+            to_rank = self.program.rank_of_stage[message.to_stage]
+            if to_rank != self.rank:
+                yield f"Rank {self.rank} computes the {message} but never sends it to rank {to_rank}."
 
 
 class _Outbox:

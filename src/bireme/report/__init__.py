@@ -1,0 +1,1 @@
+"""Programs and timelines for the eye: the terminal, pictures, traces, documents."""

@@ -1,0 +1,95 @@
+"""A program's grid in the terminal: batches by hue, passes by shade, idle time as dim dots.
+
+Without colour it is the ascii picture.
+"""
+
+from collections.abc import Iterable
+
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from bireme.report.palette import Colour, fill, on
+from bireme.schedule.grid import MARKS, Drawing, Piece, drawn, grid, opening
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
+
+__all__ = ["print_program"]
+
+MOST_BANDS = 4
+MOST_LINES = 48
+"""Longer programs are cut off: nobody reads a picture that does not fit the screen."""
+
+SIGNS = frozenset(sign for sign, _ in MARKS.values())
+DIM, BOLD = Style(dim=True), Style(bold=True)
+
+
+def print_program(program: Program, console: Console) -> None:
+    """Draw who does what in which order, each forward as long as every other."""
+    max_bands = min(max(MOST_LINES // program.num_ranks, 1), MOST_BANDS)
+    # A rank needs a column for every forward at least, so what is drawn lies in these batches.
+    enough = -(-console.width * max_bands // (2 * program.num_microbatches))
+    begin = opening(program, enough)
+    cells = grid(begin)
+    picture = drawn(cells, console.width, max_bands)
+    coloured = console.color_system is not None and not console.no_color
+    for number, band in enumerate(picture.bands):
+        if number:
+            console.print()
+        for line in band:
+            _print(console, (_styled(piece, begin.rule, coloured=coloured) for piece in line))
+    _print(console, [Text(picture.legend)])
+    if coloured:
+        _print(console, _colours(picture, begin.rule))
+    if picture.num_columns < cells.num_columns:
+        of = f" of {cells.num_columns}" if begin is program else ""
+        console.print(
+            f"The first {picture.num_columns}{of} columns are shown; use a wider terminal for more.",
+            style="yellow",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _print(console: Console, texts: Iterable[Text]) -> None:
+    console.print(Text.assemble(*texts), soft_wrap=True)
+
+
+def _styled(piece: Piece, rule: Rule, *, coloured: bool) -> Text:
+    if not coloured:
+        return Text(piece.text)
+    if piece.cell is None:
+        return Text(piece.text, BOLD if piece.text in SIGNS else DIM)
+    step = piece.cell.instruction
+    return Text(piece.text, DIM if step is None else _style(step, rule))
+
+
+def _style(step: Instruction, rule: Rule) -> Style:
+    underline = rule is not Rule.SYNCHRONOUS and (step.version or 0) % 2 == 1
+    return _on(fill(step.batch, step.kind), underline=underline)
+
+
+def _on(colour: Colour, *, underline: bool = False) -> Style:
+    return Style(
+        color=Color.from_rgb(*on(colour)), bgcolor=Color.from_rgb(*colour), underline=underline or None
+    )
+
+
+def _colours(picture: Drawing, rule: Rule) -> list[Text]:
+    """A legend of the batches that are seen, and of the underline."""
+    steps = [
+        piece.cell.instruction
+        for band in picture.bands
+        for line in band
+        for piece in line
+        if piece.cell is not None and piece.cell.instruction is not None
+    ]
+    legend: list[Text] = []
+    for batch in sorted({step.batch for step in steps}):
+        legend.append(Text(f" batch {batch} ", _on(fill(batch, Kind.FORWARD))))
+        legend.append(Text(" "))
+    if rule is not Rule.SYNCHRONOUS and any((step.version or 0) % 2 for step in steps):
+        legend += [Text(" "), Text("underlined", Style(underline=True)), Text(": on an odd weight version")]
+    return legend
