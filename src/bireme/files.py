@@ -3,18 +3,29 @@
 import contextlib
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 from bireme.errors import BiremeError
 
-__all__ = ["write_text_atomically"]
+__all__ = ["write_bytes_atomically", "write_chunks_atomically", "write_text_atomically"]
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Put `text` at `path`, in UTF-8: whole, or not at all, whatever happens meanwhile.
+    """Put `text` at `path`, in UTF-8: whole, or not at all, whatever happens meanwhile."""
+    write_chunks_atomically(path, (text.encode(),))
 
-    It is written under another name in the same folder and renamed once it is on the disk. A file that
-    was there before keeps its permissions.
+
+def write_bytes_atomically(path: Path, data: bytes) -> None:
+    """Put `data` at `path`: whole, or not at all, whatever happens meanwhile."""
+    write_chunks_atomically(path, (data,))
+
+
+def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    """Put the chunks at `path`, one behind the other: all, or nothing, whatever happens meanwhile.
+
+    They are written to a file of another name in the same folder, which is renamed once it is on the disk.
+    A file that was there before keeps its permissions.
     """
     draft = path.parent / f".bireme-{secrets.token_hex(8)}.tmp"
     try:
@@ -22,8 +33,8 @@ def write_text_atomically(path: Path, text: str) -> None:
             raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
         if path.is_dir():
             raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
-        with draft.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with draft.open("xb") as file:
+            file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from bireme.schedule.program import Program
 
 __all__ = [
+    "AheadBy",
     "Batches",
     "From",
     "Json",
@@ -38,6 +39,12 @@ Slices = Annotated[
     int | None,
     typer.Option(help="How many micro-batches 1f1b-sliced slices; solved if left out.", show_default=False),
 ]
+AheadBy = Annotated[
+    int,
+    typer.Option(
+        "--lookahead", help="Forwards that 1f1b, 2bw, 2bw-fresh run further ahead, to hide slow links."
+    ),
+]
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="Keep only inputs; run forwards again before backwards.")
 ]
@@ -57,6 +64,7 @@ def build_program(
     batches: int,
     stages_per_rank: int | None,
     slices: int | None,
+    lookahead: int,
     recompute: bool,
 ) -> "Program":
     """The program that a verb's options ask for, by name or from a file."""
@@ -77,6 +85,7 @@ def build_program(
         num_batches=batches,
         stages_per_rank=stages_per_rank,
         num_sliced=slices,
+        lookahead=lookahead,
         recompute=range(stages) if recompute else (),
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bireme.cli.options import (
+    AheadBy,
     Batches,
     From,
     Json,
@@ -35,6 +36,7 @@ def schedule(
     batches: Batches = None,
     stages_per_rank: StagesPerRank = None,
     slices: Slices = None,
+    lookahead: AheadBy = 0,
     recompute: Recompute = False,
     source: From = None,
     check: Annotated[bool, typer.Option("--check", help="Prove it right, or say what is wrong.")] = False,
@@ -61,6 +63,7 @@ def schedule(
         batches=_window(name) if batches is None else batches,
         stages_per_rank=stages_per_rank,
         slices=slices,
+        lookahead=lookahead,
         recompute=recompute,
     )
     report = None
@@ -143,7 +146,7 @@ def _document(program: "Program", report: "Report | None") -> dict[str, Any]:
             "deadlock": report.deadlock,
             "deadlock_if_buffered": report.deadlock_if_buffered,
         }
-        for rank, kept in zip(document["ranks"], report.ranks, strict=True):
+        for rank, kept in zip(document["ranks"], report.ranks, strict=False):
             rank["weight_versions"] = kept.weight_versions
             rank["peak_stashed_microbatches"] = kept.peak_stashed_microbatches
             rank["receive_buffers"] = kept.receive_buffers

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme.cli.options import (
+    AheadBy,
     Batches,
     From,
     Json,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from bireme.schedule.program import Program
     from bireme.simulate.comparison import Contender
     from bireme.simulate.costs import Costs
+    from bireme.simulate.links import Links
+    from bireme.simulate.lookahead import Lookahead
     from bireme.timeline.timeline import Timeline
 
 __all__ = ["simulate"]
@@ -47,6 +50,7 @@ def simulate(
     batches: Batches = None,
     stages_per_rank: StagesPerRank = None,
     slices: Slices = None,
+    lookahead: AheadBy = 0,
     recompute: Recompute = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="All schedules on as many devices as stages.")
@@ -167,6 +171,7 @@ def simulate(
         batches=window,
         stages_per_rank=stages_per_rank,
         slices=slices,
+        lookahead=lookahead,
         recompute=recompute,
     )
     if source is not None:
@@ -189,7 +194,10 @@ def simulate(
         from bireme.report.picture import write_picture
 
         write_picture(timeline, picture)
-    _show(timeline, [path for path in (trace, picture) if path is not None], as_json=as_json)
+    advice = None
+    if overlap and source is None and lookahead == 0:
+        advice = _advice(program, stage_costs(program.num_stages), links)
+    _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
 
 
 def _positive(stages: int) -> int:
@@ -215,18 +223,29 @@ def _refuse_unsound(program: "Program") -> None:
         raise BiremeError(report.verdict(program.name))
 
 
-def _show(timeline: "Timeline", written: list[Path], *, as_json: bool) -> None:
+def _advice(program: "Program", costs: "Costs", links: "Links") -> "Lookahead | None":
+    """What running further ahead would bring, for schedules that can and links that take time."""
+    from bireme.schedule.catalogue import schedule_named
+    from bireme.simulate.lookahead import solve_lookahead
+
+    takes_time = links.latency_s > 0 or (links.bytes_per_s < float("inf") and any(costs.message_bytes))
+    if not takes_time or schedule_named(program.name).most_lookahead is None:
+        return None
+    return solve_lookahead(program.name, costs, program.num_microbatches, links.network)
+
+
+def _show(timeline: "Timeline", advice: "Lookahead | None", written: list[Path], *, as_json: bool) -> None:
     if as_json:
         from bireme.report.document import timeline_document
 
-        print_json(timeline_document(timeline))
+        print_json(timeline_document(timeline, advice))
         return
     from rich.console import Console
 
     from bireme.report.terminal import print_timeline
 
     console = Console()
-    print_timeline(timeline, console)
+    print_timeline(timeline, console, advice)
     for path in written:
         console.print(f"Wrote {path}.", highlight=False)
 

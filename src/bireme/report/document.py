@@ -4,14 +4,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from bireme.simulate.comparison import Contender
+from bireme.simulate.lookahead import Lookahead
 from bireme.timeline.pace import pace
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["comparison_document", "timeline_document"]
 
 
-def timeline_document(timeline: Timeline) -> dict[str, Any]:
-    """A timeline in numbers: the window, the ranks, the links, and what set the pace."""
+def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> dict[str, Any]:
+    """A timeline in numbers: the window, the ranks, the links, what set the pace, what would help."""
     program = timeline.program
     return {
         "schedule": program.name,
@@ -48,6 +49,7 @@ def timeline_document(timeline: Timeline) -> dict[str, Any]:
             {"stage": part.stage, "kind": part.kind, "seconds": part.seconds, "share": part.share}
             for part in pace(timeline)
         ],
+        "advice": None if advice is None else _advice(advice),
     }
 
 
@@ -59,6 +61,7 @@ def comparison_document(contenders: Iterable[Contender]) -> dict[str, Any]:
             "schedule": contender.schedule.name,
             "rule": contender.schedule.rule,
             "refused": contender.refused,
+            "advice": None if contender.advice is None else _advice(contender.advice),
         }
         if contender.timeline is not None:
             memory = contender.timeline.memory
@@ -70,6 +73,10 @@ def comparison_document(contenders: Iterable[Contender]) -> dict[str, Any]:
             }
         rows.append(row)
     return {"comparison": rows}
+
+
+def _advice(advice: Lookahead) -> dict[str, float]:
+    return {"lookahead": advice.lookahead, "steady_batch_s": advice.steady_batch_s}
 
 
 def _window(timeline: Timeline) -> dict[str, float]:

@@ -6,7 +6,23 @@ vision; after six batches they begin again.
 
 from bireme.schedule.instruction import Kind
 
-__all__ = ["HUES", "Colour", "fill", "on"]
+__all__ = [
+    "AXIS",
+    "HUES",
+    "IDLE",
+    "IDLE_STRIPES",
+    "INK",
+    "LINK_BED",
+    "PALE_INK",
+    "SYNC",
+    "TRIAL",
+    "UPDATE",
+    "Colour",
+    "darker",
+    "fill",
+    "on",
+    "version_fill",
+]
 
 Colour = tuple[int, int, int]
 """Red, green and blue from 0 to 255."""
@@ -21,6 +37,17 @@ HUES: tuple[Colour, ...] = (
 )
 WHITE: Colour = (255, 255, 255)
 BLACK: Colour = (20, 24, 32)
+INK: Colour = (32, 36, 44)
+PALE_INK: Colour = (96, 102, 112)
+AXIS: Colour = (204, 208, 214)
+IDLE: Colour = (248, 246, 242)
+IDLE_STRIPES: Colour = (219, 211, 196)
+LINK_BED: Colour = (241, 242, 245)
+SYNC: Colour = (120, 126, 136)
+UPDATE: Colour = (20, 24, 32)
+TRIAL: Colour = (204, 24, 72)
+VERSIONS: tuple[Colour, ...] = ((74, 80, 92), (196, 200, 208))
+"""Even and odd weight versions."""
 
 SHADES = {
     Kind.RECOMPUTE: 0.78,
@@ -34,13 +61,26 @@ SHADES = {
 
 def fill(batch: int, kind: Kind) -> Colour:
     """The colour of a computation for a batch."""
-    hue, share = HUES[batch % len(HUES)], SHADES[kind]
-    other = WHITE if share > 0 else BLACK
-    red, green, blue = (round(a + (b - a) * abs(share)) for a, b in zip(hue, other, strict=True))
-    return red, green, blue
+    share = SHADES[kind]
+    return _mixed(HUES[batch % len(HUES)], WHITE if share > 0 else BLACK, abs(share))
+
+
+def darker(colour: Colour) -> Colour:
+    """The colour of a bar that is seen on a fill."""
+    return _mixed(colour, BLACK, 0.55)
+
+
+def version_fill(version: int) -> Colour:
+    """The shade of a weight version."""
+    return VERSIONS[version % len(VERSIONS)]
 
 
 def on(colour: Colour) -> Colour:
     """The colour of text that is legible on a fill."""
     red, green, blue = colour
     return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else WHITE
+
+
+def _mixed(colour: Colour, other: Colour, share: float) -> Colour:
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(colour, other, strict=True))
+    return red, green, blue

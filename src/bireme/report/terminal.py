@@ -1,5 +1,6 @@
 """Timelines as tables in the terminal."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -9,7 +10,8 @@ from bireme.report.units import bytes_text, seconds_text
 from bireme.schedule.instruction import Kind
 from bireme.schedule.rule import Rule
 from bireme.simulate.comparison import Contender
-from bireme.timeline.pace import Pace, pace
+from bireme.simulate.lookahead import Lookahead
+from bireme.timeline.pace import pace
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["print_comparison", "print_timeline"]
@@ -27,14 +29,14 @@ NAMES = {
 
 DELAYS = {
     Rule.SYNCHRONOUS: "none",
-    Rule.DELAYED: "one batch",
-    Rule.FRESH: "part of a batch",
-    Rule.STASHED: "differs by stage",
+    Rule.DELAYED: "1 batch",
+    Rule.FRESH: "partial",
+    Rule.STASHED: "by stage",
 }
 
 
-def print_timeline(timeline: Timeline, console: Console) -> None:
-    """What a window takes, rank by rank, and what sets its pace."""
+def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | None = None) -> None:
+    """What a window takes, rank by rank, what sets its pace, and what would help."""
     program = timeline.program
     console.print(
         f"[bold]{program.name}[/bold]  {program.num_stages} stages on {program.num_ranks} ranks, "
@@ -48,10 +50,13 @@ def print_timeline(timeline: Timeline, console: Console) -> None:
         highlight=False,
     )
     console.print(_ranks(timeline))
-    parts = pace(timeline)
-    if parts:
+    console.print(f"\n{_pace_sentence(timeline)}", highlight=False)
+    if advice is not None and advice.lookahead:
         console.print(
-            f"\nThe pace is set by {', '.join(_part(part) for part in parts[:3])}.", highlight=False
+            f"With --lookahead {advice.lookahead} messages hide behind work: "
+            f"{seconds_text(advice.steady_batch_s)} a batch, "
+            f"{1 - advice.steady_batch_s / advice.without_s:.0%} less.",
+            highlight=False,
         )
 
 
@@ -89,9 +94,21 @@ def _ranks(timeline: Timeline) -> Table:
     return table
 
 
-def _part(part: Pace) -> str:
-    where = f"on the way to stage {part.stage}" if part.kind is None else f"of stage {part.stage}"
-    return f"{NAMES[part.kind]} {where} ({part.share:.0%})"
+def _pace_sentence(timeline: Timeline) -> str:
+    """Whether one stage sets the pace, and if none does, what the critical path consists of."""
+    parts = pace(timeline)
+    by_stage: defaultdict[int, float] = defaultdict(float)
+    by_kind: defaultdict[Kind | None, float] = defaultdict(float)
+    for part in parts:
+        by_kind[part.kind] += part.share
+        if part.kind is not None:
+            by_stage[part.stage] += part.share
+    slowest, share = max(by_stage.items(), key=lambda item: item[1], default=(0, 0.0))
+    if share >= 0.5 and timeline.program.num_stages > 1:
+        return f"Stage {slowest} sets the pace: {share:.0%} of the critical path is its work."
+    kinds = sorted(by_kind.items(), key=lambda item: -item[1])
+    consists = ", ".join(f"{NAMES[kind]} {share:.0%}" for kind, share in kinds if share >= 0.005)
+    return f"The critical path is {consists}." if consists else "Nothing takes any time."
 
 
 def print_comparison(contenders: Sequence[Contender], console: Console) -> None:
@@ -102,14 +119,14 @@ def print_comparison(contenders: Sequence[Contender], console: Console) -> None:
     for heading in (
         "schedule",
         "a batch",
-        "against best",
+        "vs best",
         "idle",
         "peak memory",
         "versions",
         "stashed",
-        "update delay",
+        "delay",
     ):
-        table.add_column(heading, justify="left" if heading in ("schedule", "update delay") else "right")
+        table.add_column(heading, justify="left" if heading in ("schedule", "delay") else "right")
     for contender, timeline in ran:
         memory = timeline.memory
         table.add_row(
@@ -123,6 +140,14 @@ def print_comparison(contenders: Sequence[Contender], console: Console) -> None:
             DELAYS[contender.schedule.rule],
         )
     console.print(table)
+    ahead = [(c.schedule.name, c.advice) for c, _ in ran if c.advice is not None and c.advice.lookahead]
+    if ahead:
+        console.print("\nRunning further ahead would hide messages behind work:")
+    for name, advice in ahead:
+        console.print(
+            f"  {name} --lookahead {advice.lookahead} takes {seconds_text(advice.steady_batch_s)} a batch",
+            highlight=False,
+        )
     cut = [c.schedule.name for c, _ in ran if c.schedule.stages_per_rank > 1]
     if cut:
         console.print(f"\n{' and '.join(cut)} cut each stage in two, both on one device.", style="dim")

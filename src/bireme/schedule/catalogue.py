@@ -1,6 +1,7 @@
 """All schedules by name, and the one way to make a program of them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from bireme.errors import BiremeError, closest
 from bireme.schedule.folding import fold
@@ -53,6 +54,7 @@ def generate(
     num_batches: int = 1,
     stages_per_rank: int | None = None,
     num_sliced: int | None = None,
+    lookahead: int = 0,
     recompute: Iterable[int] = (),
     first_batch: int = 0,
     lowered: bool = True,
@@ -60,7 +62,8 @@ def generate(
     """A program of the schedule `name`; long windows come as loops.
 
     `num_sliced` is for `1f1b-sliced`; left out, it is the least that is best for equal stages whose
-    backward takes twice the forward. `recompute` names the stages that keep only their inputs.
+    backward takes twice the forward. `lookahead` lets 1f1b, 2bw and 2bw-fresh run further ahead where links
+    are slow. `recompute` names the stages that keep only their inputs.
     """
     schedule = schedule_named(name)
     per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
@@ -72,15 +75,16 @@ def generate(
         raise BiremeError(f"{name} slices no micro-batches. Use 1f1b-sliced for that.")
     if num_sliced is None and schedule.slices:
         num_sliced = min(max(1, -(-(num_stages - 1) // 4)), num_stages, num_microbatches)
-    shape = Shape(num_stages, num_microbatches, num_batches, per_rank, num_sliced or 0)
+    shape = Shape(num_stages, num_microbatches, num_batches, per_rank, num_sliced or 0, lookahead)
     schedule.check(shape)
+    _check_lookahead(schedule, shape)
     stages = frozenset(recompute)
     if not stages <= set(range(num_stages)):
         wrong = min(stages - set(range(num_stages)))
         raise BiremeError(f"Stage {wrong} cannot be recomputed: the stages are 0 to {num_stages - 1}.")
 
     def make(batches: int) -> Program:
-        window = Shape(num_stages, num_microbatches, batches, per_rank, num_sliced or 0)
+        window = replace(shape, num_batches=batches)
         program = weave(
             name,
             schedule.rule,
@@ -94,3 +98,18 @@ def generate(
         return lower(program) if lowered else program
 
     return fold(make, num_batches)
+
+
+def _check_lookahead(schedule: Schedule, shape: Shape) -> None:
+    if shape.lookahead == 0:
+        return
+    if schedule.most_lookahead is None:
+        able = ", ".join(known.name for known in SCHEDULES.values() if known.most_lookahead is not None)
+        raise BiremeError(f"{schedule.name} has no lookahead to set. These have: {able}.")
+    most = schedule.most_lookahead(shape)
+    if shape.lookahead > most:
+        raise BiremeError(
+            f"{schedule.name} allows a lookahead of {most} with {shape.num_stages} stages and "
+            f"{shape.num_microbatches} micro-batches, not {shape.lookahead}: further ahead it may start "
+            "nothing yet. Use more micro-batches in a batch, or a smaller lookahead."
+        )

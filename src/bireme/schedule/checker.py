@@ -4,13 +4,13 @@
 gradient, read a weight version that is not there, or wait for ever. It also counts what the program keeps.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.deadlock import run_to_end
 from bireme.schedule.proofs.messages import message_problems
+from bireme.schedule.proofs.places import misplaced
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Residency, resident
 
@@ -25,7 +25,8 @@ class Report:
     """What the checker found.
 
     `deadlock` is the circle of waiting instructions under rendezvous semantics, or None;
-    `deadlock_if_buffered` says whether it remains where sends complete at once.
+    `deadlock_if_buffered` says whether it remains where sends complete at once. `ranks` is empty where
+    instructions are out of place.
     """
 
     problems: tuple[str, ...]
@@ -49,7 +50,11 @@ class Report:
 
 def check(program: Program) -> Report:
     """Everything that is wrong with a program, and what each rank keeps."""
-    problems = list(islice(_problems(program), MOST_PROBLEMS))
+    problems = list(islice(misplaced(program), MOST_PROBLEMS))
+    if problems:
+        # What stands in a wrong place makes nonsense of every other proof.
+        return Report(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
+    problems = list(islice(chain(stage_problems(program), message_problems(program)), MOST_PROBLEMS))
     stuck = run_to_end(program, rendezvous=True)
     buffered = None if stuck is None else run_to_end(program, rendezvous=False)
     deadlock = None
@@ -63,8 +68,3 @@ def check(program: Program) -> Report:
         deadlock_if_buffered=buffered is not None and bool(buffered.cycle),
         ranks=tuple(resident(program, rank) for rank in range(program.num_ranks)),
     )
-
-
-def _problems(program: Program) -> Iterator[str]:
-    yield from stage_problems(program)
-    yield from message_problems(program)

@@ -31,7 +31,11 @@ class Kind(StrEnum):
     UPDATE = "UPDATE"
     """Finish that sum, step the optimiser, and so make a weight version."""
     TRIAL = "TRIAL"
-    """Make the weights of a batch by a trial step with the gradients accumulated so far."""
+    """Make the weights of a batch by a trial step with the gradients accumulated so far.
+
+    They are this replica's own sum, which the step must not change; on the last stage it comes right after
+    the REDUCE of that sum, which therefore must work on a copy.
+    """
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})

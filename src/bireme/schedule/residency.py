@@ -55,7 +55,7 @@ class Residency:
     series: "array[float] | None" = None
 
 
-WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "buffers")
+WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers")
 
 
 def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series: bool = False) -> Residency:

@@ -19,7 +19,8 @@ class Rule(StrEnum):
     FRESH = "fresh"
     """Batch t runs on a trial version t, made from W(t−1) and the gradients of batch t−1 seen so far."""
     STASHED = "stashed"
-    """An update after every micro-batch; micro-batch k runs on W(max(k−(d−1−s), 0)), stage by stage."""
+    """An update after every micro-batch; micro-batch k runs on W(k−(d−1−s)), stage by stage, or on the
+    window's first version."""
 
 
 def version_used(

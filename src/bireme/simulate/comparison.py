@@ -12,6 +12,7 @@ from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.generators.shape import Schedule
 from bireme.schedule.program import Program
 from bireme.simulate.costs import Costs
+from bireme.simulate.lookahead import Lookahead, solve_lookahead
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import simulate
 from bireme.simulate.slicing import solve_slices
@@ -22,11 +23,15 @@ __all__ = ["Contender", "compare", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One schedule's outcome, or why it cannot run in this shape."""
+    """One schedule's outcome, or why it cannot run in this shape.
+
+    `advice` says what a lookahead would bring, for schedules that have one.
+    """
 
     schedule: Schedule
-    timeline: Timeline | None
-    refused: str | None
+    timeline: Timeline | None = None
+    refused: str | None = None
+    advice: Lookahead | None = None
 
 
 def compare(
@@ -53,10 +58,13 @@ def compare(
                 recompute=range(parts.num_stages) if recompute else (),
             )
         except BiremeError as error:
-            yield Contender(schedule, None, str(error))
+            yield Contender(schedule, refused=str(error))
             continue
         timeline = simulate(program, parts, network(program), overlap=overlap, overlap_reduce=overlap_reduce)
-        yield Contender(schedule, timeline, None)
+        advice = None
+        if schedule.most_lookahead is not None and overlap:
+            advice = solve_lookahead(schedule.name, parts, num_microbatches, network)
+        yield Contender(schedule, timeline, advice=advice)
 
 
 def cut(costs: Costs, parts: int) -> Costs:

@@ -16,7 +16,7 @@ class Shape:
     """The numbers a schedule is made for.
 
     `stages_per_rank` matters to schedules that give a rank several stages, `num_sliced` to those that slice
-    micro-batches.
+    micro-batches, `lookahead` to those that can run further ahead than they must.
     """
 
     num_stages: int
@@ -24,6 +24,7 @@ class Shape:
     num_batches: int
     stages_per_rank: int = 1
     num_sliced: int = 0
+    lookahead: int = 0
 
     def __post_init__(self) -> None:
         for count, what in (
@@ -34,6 +35,8 @@ class Shape:
         ):
             if count < 1:
                 raise BiremeError(f"A schedule needs at least one {what}, not {count}.")
+        if self.lookahead < 0:
+            raise BiremeError(f"A lookahead of {self.lookahead} cannot be: it is 0 or more micro-batches.")
         if self.num_stages % self.stages_per_rank:
             raise BiremeError(
                 f"{self.num_stages} stages cannot be dealt out evenly, {self.stages_per_rank} to a rank. "
@@ -74,6 +77,8 @@ class Schedule:
     """How many stages a rank has unless the user says otherwise."""
     splits_backward: bool = False
     slices: bool = False
+    most_lookahead: Callable[[Shape], int] | None = None
+    """The greatest lookahead of a shape, for schedules that have one."""
 
 
 def forward(stage: int, microbatch: int, batch: int = 0, half: int | None = None) -> Instruction:

@@ -2,13 +2,14 @@
 
 Batch t runs on W(t−1) in both passes and on every stage, so W(t) can be made while batch t is under way.
 W(t+1) takes the place of W(t−1), which is dead once the stage has finished batch t: two versions are
-enough as long as a batch has at least as many micro-batches as the pipeline has stages.
+enough as long as a batch has at least as many micro-batches as the pipeline has stages. A lookahead (see
+1F1B) hides slow links without a third version, as long as no stage runs more than m forwards ahead.
 
 Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
 """
 
 from bireme.errors import BiremeError
-from bireme.schedule.generators.one_f_one_b import alternate
+from bireme.schedule.generators.one_f_one_b import alternate, within_a_batch
 from bireme.schedule.generators.shape import Schedule, Shape
 from bireme.schedule.rule import Rule
 from bireme.schedule.weave import Orders
@@ -53,4 +54,5 @@ TWO_BUFFER = Schedule(
     picture=PICTURE,
     orders=never_drain,
     check=refuse_short_batches,
+    most_lookahead=within_a_batch,
 )

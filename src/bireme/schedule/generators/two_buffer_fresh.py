@@ -3,10 +3,12 @@
 When stage s of d starts batch t it has already finished the backward of m−(d−1−s) of the m micro-batches of
 batch t−1. TRIAL steps W(t−1) by the gradient they have accumulated, without touching optimiser or
 accumulator, and batch t runs on the result. The real update is made from W(t−1) with the whole gradient. So
-instead of one whole batch, only the (d−1−s)/m of a batch that is still under way is missing.
+instead of one whole batch, only the (d−1−s)/m of a batch that is still under way is missing. A lookahead
+(see 1F1B) hides slow links but leaves as many more micro-batches unseen.
 """
 
-from bireme.schedule.generators.shape import Schedule
+from bireme.schedule.generators.one_f_one_b import within_a_batch
+from bireme.schedule.generators.shape import Schedule, Shape
 from bireme.schedule.generators.two_buffer import never_drain, refuse_short_batches
 from bireme.schedule.rule import Rule
 
@@ -26,6 +28,12 @@ F forward   B backward   . idle   | update   ' trial step   ! update and trial s
 """
 """4 stages, 4 micro-batches, 3 batches."""
 
+
+def _with_one_seen(shape: Shape) -> int:
+    """A trial step must see at least one micro-batch, on the first stage too."""
+    return max(within_a_batch(shape) - 1, 0)
+
+
 TWO_BUFFER_FRESH = Schedule(
     name="2bw-fresh",
     summary="2BW with each batch on a trial step from the gradients already there",
@@ -33,4 +41,5 @@ TWO_BUFFER_FRESH = Schedule(
     picture=PICTURE,
     orders=never_drain,
     check=refuse_short_batches,
+    most_lookahead=_with_one_seen,
 )

@@ -24,7 +24,7 @@ def channel_of(program: Program, instruction: Instruction) -> tuple[int, int] | 
 
 
 def message_problems(program: Program) -> Iterator[str]:
-    """What is wrong with the messages of a lowered program.
+    """What is wrong with the messages of a lowered program, whose instructions are all in their places.
 
     All ranks are walked through side by side, so that both ends of a channel can be compared as they come.
     """
@@ -92,10 +92,6 @@ class _Walk:
     def _move(self, instruction: Instruction) -> Iterator[str]:
         ends = channel_of(self.program, instruction)
         if ends is None:
-            yield f"Rank {self.rank} holds {instruction}, but there is no stage on the other side."
-            return
-        if ends[0] == ends[1]:
-            yield f"Rank {self.rank} holds {instruction}, but both stages are on that rank."
             return
         message = instruction.carries()
         channel = self.channels.setdefault(ends, _Channel(*ends))
@@ -142,23 +138,26 @@ class _Outbox:
     """The messages a rank has computed and not passed on yet, in halves where they were made so."""
 
     def __init__(self) -> None:
-        self.halves: dict[Message, set[int]] = {}
+        self.parts: dict[Message, set[int | None]] = {}
+        """For each whole message {None} where it was made whole, else the halves that are there."""
 
     def put(self, message: Message | None) -> None:
         if message is not None:
-            halves = self.halves.setdefault(message._replace(half=None), set())
-            halves.update((0, 1) if message.half is None else (message.half,))
+            self.parts.setdefault(message._replace(half=None), set()).add(message.half)
 
     def take(self, message: Message) -> bool:
+        """Pass a message on: a half that was made, the whole, or both halves as the whole."""
         whole = message._replace(half=None)
-        wanted = {0, 1} if message.half is None else {message.half}
-        there = self.halves.get(whole, set())
-        if not wanted <= there:
+        there = self.parts.get(whole, set())
+        if message.half in there:
+            there.discard(message.half)
+        elif message.half is None and there == {0, 1}:
+            there.clear()
+        else:
             return False
-        there -= wanted
         if not there:
-            del self.halves[whole]
+            del self.parts[whole]
         return True
 
     def left(self) -> list[Message]:
-        return sorted(self.halves, key=str)
+        return sorted(self.parts, key=str)

@@ -8,51 +8,26 @@ updated; trial steps see just the micro-batches they claim to see.
 
 from collections.abc import Iterator
 
-from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule, version_used
 
-__all__ = ["StageProof", "stage_problems"]
+__all__ = ["stage_problems"]
 
 WHOLE = frozenset({0, 1})
 
 
 def stage_problems(program: Program) -> Iterator[str]:
-    """What is wrong with the passes and versions of any stage."""
-    proofs = [StageProof(program, stage) for stage in range(program.num_stages)]
-    for rank, track in enumerate(program.tracks):
+    """What is wrong with the passes and versions of any stage. Every instruction must be in its place."""
+    proofs = [_StageProof(program, stage) for stage in range(program.num_stages)]
+    for track in program.tracks:
         for instruction in track:
-            stage = instruction.stage
-            if not 0 <= stage < program.num_stages or program.rank_of_stage[stage] != rank:
-                yield f"Rank {rank} holds {instruction}, but that stage is not on it."
-            elif (problem := _out_of_range(program, instruction)) is not None:
-                yield f"Rank {rank} holds {instruction}, but {problem}."
-            else:
-                yield from proofs[stage].step(instruction)
+            yield from proofs[instruction.stage].step(instruction)
     for proof in proofs:
         yield from proof.finish()
 
 
-def _out_of_range(program: Program, instruction: Instruction) -> str | None:
-    batches = program.batches
-    if instruction.batch not in batches:
-        return f"the window's batches are {batches.start} to {batches.stop - 1}"
-    k = instruction.microbatch
-    per_microbatch = instruction.kind not in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL) or (
-        program.rule is Rule.STASHED and instruction.kind is not Kind.TRIAL
-    )
-    if per_microbatch != (k is not None):
-        return "it must name a micro-batch" if per_microbatch else "it must name no micro-batch"
-    if k is not None and not 0 <= k < program.num_microbatches:
-        return f"the micro-batches are 0 to {program.num_microbatches - 1}"
-    if instruction.half not in (None, 0, 1):
-        return "a micro-batch has halves 0 and 1"
-    if instruction.half is not None and instruction.kind in COMPUTE - {Kind.FORWARD}:
-        return "only forwards are sliced"
-    return None
-
-
-class StageProof:
+class _StageProof:
     """One stage's state while its instructions go by."""
 
     def __init__(self, program: Program, stage: int) -> None:
@@ -217,9 +192,12 @@ class StageProof:
             yield f"{step} follows the trial of batch {self.newest_trial}, not that of batch {before}."
         if self.newest != before:
             yield f"{step} steps from W({self.newest}), not from W({before})."
-        seen = len(self.finished.get(before, ()))
-        if step.seen != seen:
-            yield f"{step}, but at that point {seen} micro-batches of batch {before} have their gradient."
+        finished = self.finished.get(before, set())
+        if step.seen != len(finished):
+            yield f"{step}, but then {len(finished)} micro-batches of batch {before} have their gradient."
+        elif finished != set(range(len(finished))):
+            seen = ", ".join(map(str, sorted(finished)))
+            yield f"{step} sees the gradients of micro-batches {seen}, not of the first {step.seen}."
         yield from self._overwrite(step, step.batch - self.banks)
         self.newest_trial = max(self.newest_trial, step.batch)
 

@@ -1,0 +1,98 @@
+"""What a picture is made of: rectangles, lines and text, in pixels from the top left corner.
+
+A layout makes them once; each writer turns them into a file format. So a layout must know how wide text
+comes out without asking a writer: `text_width` is a little more than any usual font needs.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bireme.report.palette import Colour
+
+__all__ = ["Anchor", "Line", "Picture", "Rect", "Shape", "Text", "fitted", "text_width"]
+
+
+class Anchor(StrEnum):
+    """Which end of a text its position is."""
+
+    START = "start"
+    MIDDLE = "middle"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """A filled rectangle; `stripes` is the colour of diagonal lines across it.
+
+    `role` says what it stands for and `title` what a reader sees who points at it, where the format can.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: Colour
+    stripes: Colour | None = None
+    role: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A straight line."""
+
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    colour: Colour
+    width: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A line of text whose middle height is at `y`."""
+
+    x: float
+    y: float
+    text: str
+    size: float
+    colour: Colour
+    anchor: Anchor = Anchor.START
+    bold: bool = False
+
+
+Shape = Rect | Line | Text
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Shapes on a white page, later ones above earlier ones."""
+
+    width: int
+    height: int
+    title: str
+    shapes: tuple[Shape, ...]
+
+
+NARROW = frozenset("fijlrtI.,:;|'!()[]- ·")
+WIDE = frozenset("mwMW%@")
+
+
+def text_width(text: str, size: float) -> float:
+    """The pixels a text takes at most."""
+    ems = sum(
+        0.38 if c in NARROW else 0.95 if c in WIDE else 0.73 if c.isupper() or not c.isascii() else 0.6
+        for c in text
+    )
+    return ems * size
+
+
+def fitted(text: str, size: float, width: float) -> str:
+    """The text on one line, cut off with dots where it is too wide; `?` stands for what cannot be printed."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    if text_width(text, size) <= width:
+        return text
+    while text and text_width(text + "...", size) > width:
+        text = text[:-1]
+    return text.rstrip() + "..."
