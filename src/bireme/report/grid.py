@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from bireme.report.palette import Colour, fill, on
+from bireme.report.palette import HUES, Colour, fill, on
 from bireme.schedule.grid import MARKS, Drawing, Piece, drawn, grid, opening
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
@@ -86,10 +86,11 @@ def _colours(picture: Drawing, rule: Rule) -> list[Text]:
         for piece in line
         if piece.cell is not None and piece.cell.instruction is not None
     ]
+    batches = sorted({step.batch for step in steps})
     legend: list[Text] = []
-    for batch in sorted({step.batch for step in steps}):
-        legend.append(Text(f" batch {batch} ", _on(fill(batch, Kind.FORWARD))))
-        legend.append(Text(" "))
+    for first in batches[: len(HUES)]:
+        same = ", ".join(str(batch) for batch in batches if batch % len(HUES) == first % len(HUES))
+        legend += [Text(f" batch {same} ", _on(fill(first, Kind.FORWARD))), Text(" ")]
     if rule is not Rule.SYNCHRONOUS and any((step.version or 0) % 2 for step in steps):
         legend += [Text(" "), Text("underlined", Style(underline=True)), Text(": on an odd weight version")]
     return legend

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from bireme.report import palette
 from bireme.report.legend import Contents, legend
+from bireme.report.names import rank_name
 from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, fitted, text_width
 from bireme.report.units import seconds_text
 from bireme.schedule.grid import NAMES, number
@@ -104,7 +105,7 @@ def _view(timeline: Timeline) -> _View:
     num_batches = _num_batches(timeline)
     is_cut = num_batches < program.num_batches
     steps = [step for track in program.tracks for step in track.written() if step.kind in COMPUTE]
-    names = [text_width(_name(timeline, rank), 13) for rank in range(program.num_ranks)]
+    names = [text_width(rank_name(program, rank), 13) for rank in range(program.num_ranks)]
     return _View(
         timeline=timeline,
         num_batches=num_batches,
@@ -131,17 +132,6 @@ def _takes_time(transfers: Transfers) -> bool:
     return any(end > start for start, end in zip(transfers.start_s, transfers.end_s, strict=True))
 
 
-def _name(timeline: Timeline, rank: int) -> str:
-    """Such as `rank 0 · stages 0, 7`."""
-    stages = timeline.program.stages_of(rank)
-    if len(stages) == 1:
-        return f"rank {rank} · stage {stages[0]}"
-    shown = [str(stage) for stage in stages]
-    if len(shown) > 4:
-        shown = [*shown[:2], "...", shown[-1]]
-    return f"rank {rank} · stages {', '.join(shown)}"
-
-
 def _title(timeline: Timeline) -> str:
     program = timeline.program
     ranks = "" if program.num_ranks == program.num_stages else f" on {program.num_ranks} ranks"
@@ -150,7 +140,8 @@ def _title(timeline: Timeline) -> str:
         _counted(program.num_microbatches, "micro-batch"),
         _counted(program.num_batches, "batch"),
     )
-    return f"{program.name} · {' · '.join(counts)} · {timeline.source}"
+    title = f"{program.name} · {' · '.join(counts)} · {timeline.source}"
+    return "".join(c if c.isprintable() else "?" for c in title)  # a name from a file may hold anything
 
 
 def _counted(count: int, what: str) -> str:
@@ -199,8 +190,7 @@ def _lane(view: _View, rank: RankTimeline, top: float) -> Iterator[Shape]:
     program = view.timeline.program
     y = top + FLAG
     width = RIGHT - view.left
-    name = _name(view.timeline, rank.rank)
-    yield Text(MARGIN, y + view.lane / 2, name, 13, palette.INK)
+    yield Text(MARGIN, y + view.lane / 2, rank_name(program, rank.rank), 13, palette.INK)
     yield Rect(view.left, y, width, view.lane, palette.IDLE, palette.IDLE_STRIPES, role="lane")
     intervals = list(view.intervals(rank))
     stages = program.stages_of(rank.rank)
@@ -229,7 +219,7 @@ def _computation(view: _View, interval: Interval, y: float, stages: tuple[int, .
     step = interval.instruction
     colour = palette.fill(step.batch, step.kind)
     left, right = view.x(interval.start_s), view.x(interval.end_s)
-    width = right - left - (1 if right - left > 4 else 0)
+    width = _apart(right - left)
     yield Rect(left, y, width, view.lane, colour, role="compute", title=_told(view, interval))
     # Two stages have the edges for their bars; the steps of more leave the lower half to the number.
     height = view.lane if len(stages) < 3 else view.lane / 2
@@ -242,6 +232,11 @@ def _computation(view: _View, interval: Interval, y: float, stages: tuple[int, .
     size = next((size for size in SIZES if size <= height and text_width(text, size) <= width), None)
     if size is not None:
         yield Text(left + width / 2, middle, text, size, palette.on(colour), Anchor.MIDDLE)
+
+
+def _apart(width: float) -> float:
+    """The width of a rectangle that leaves a gap before the next, unless it is too narrow for that."""
+    return width - 1 if width > 4 else width
 
 
 def _told(view: _View, interval: Interval) -> str:
@@ -271,7 +266,7 @@ def _strip(view: _View, intervals: list[Interval], y: float) -> Iterator[Shape]:
         joined = list(run)
         left, right = view.x(joined[0].start_s), view.x(joined[-1].end_s)
         colour = palette.version_fill(version)
-        yield Rect(left, y, right - left, STRIP, colour, role="version")
+        yield Rect(left, y, _apart(right - left), STRIP, colour, role="version")
         text = f"v{version}"
         if text_width(text, 9) <= right - left:
             yield Text((left + right) / 2, y + STRIP / 2, text, 9, palette.on(colour), Anchor.MIDDLE)

@@ -48,6 +48,8 @@ UPDATE: Colour = (20, 24, 32)
 TRIAL: Colour = (204, 24, 72)
 VERSIONS: tuple[Colour, ...] = ((74, 80, 92), (196, 200, 208))
 """Even and odd weight versions."""
+ENOUGH_CONTRAST = 3.5
+"""Between what the guidelines for the web ask for text and for large text."""
 
 SHADES = {
     Kind.RECOMPUTE: 0.78,
@@ -76,11 +78,18 @@ def version_fill(version: int) -> Colour:
 
 
 def on(colour: Colour) -> Colour:
-    """The colour of text that is legible on a fill."""
-    red, green, blue = colour
-    return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else WHITE
+    """The colour of text that is legible on a fill: white as long as it contrasts enough."""
+    return WHITE if 1.05 / (_luminance(colour) + 0.05) >= ENOUGH_CONTRAST else BLACK
 
 
 def _mixed(colour: Colour, other: Colour, share: float) -> Colour:
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(colour, other, strict=True))
     return red, green, blue
+
+
+def _luminance(colour: Colour) -> float:
+    """Relative luminance from 0 to 1, as the Web Content Accessibility Guidelines define it."""
+    red, green, blue = (
+        v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (c / 255 for c in colour)
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -76,21 +76,26 @@ class Picture:
 
 
 NARROW = frozenset("fijlrtI.,:;|'!()[]- ·")
-WIDE = frozenset("mwMW%@")
+WIDE = frozenset("mwMW%@&")
 
 
 def text_width(text: str, size: float) -> float:
     """The pixels a text takes at most."""
-    ems = sum(
-        0.38 if c in NARROW else 0.95 if c in WIDE else 0.73 if c.isupper() or not c.isascii() else 0.6
-        for c in text
-    )
-    return ems * size
+    return sum(map(_ems, text)) * size
+
+
+def _ems(c: str) -> float:
+    if c in NARROW:
+        return 0.38
+    if c.isdigit():
+        return 0.6
+    if c in WIDE:
+        return 0.95
+    return 0.76 if c.isupper() or not c.isascii() else 0.66
 
 
 def fitted(text: str, size: float, width: float) -> str:
-    """The text on one line, cut off with dots where it is too wide; `?` stands for what cannot be printed."""
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    """The text, cut off with dots where it is too wide."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text + "...", size) > width:

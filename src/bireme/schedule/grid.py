@@ -8,6 +8,7 @@ forward, or half as long where forwards are sliced.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 from bireme.schedule.instruction import COMPUTE, HALF_LETTERS, Instruction, Kind
@@ -126,7 +127,7 @@ def opening(program: Program, num_batches: int) -> Program:
 def label(program: Program, step: Instruction) -> str:
     """Such as `F5`, `0b` for half a forward, or `f5` on the second stage of a rank."""
     stages = program.stages_of(program.rank_of_stage[step.stage])
-    most = _most_stages(program)
+    most = _most_stages(program.rank_of_stage)
     letter = LETTERS[step.kind]
     if most > 2:
         letter = f"{step.stage}{letter}"
@@ -198,8 +199,9 @@ def _cells(timed: Iterable[tuple[Instruction, int, int]], num_columns: int) -> I
         yield Cell(column, num_columns - column, None, marks)
 
 
-def _most_stages(program: Program) -> int:
-    return max(map(program.rank_of_stage.count, set(program.rank_of_stage)))
+@cache
+def _most_stages(rank_of_stage: tuple[int, ...]) -> int:
+    return max(map(rank_of_stage.count, set(rank_of_stage)))
 
 
 def _pitch(cells: Grid, *, spaced: bool) -> int:
@@ -268,7 +270,7 @@ def _legend(cells: Grid, width: int) -> str:
     found = [cell for row in cells.rows for cell in row]
     steps = [cell.instruction for cell in found if cell.instruction is not None]
     kinds = {step.kind for step in steps}
-    most = _most_stages(cells.program)
+    most = _most_stages(cells.program.rank_of_stage)
     items = [f"{LETTERS[kind]} {NAMES[kind]}" for kind in LETTERS if kind in kinds]
     if any(step.half is not None for step in steps):
         items.append("0a 0b halves of a forward")

@@ -5,7 +5,7 @@ forward lasts 2 ticks (half a micro-batch 1), a full backward 4, its two parts 2
 nothing; messages take no time. The clock is exact, and it stops only when the order can never run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
@@ -45,18 +45,19 @@ def providers(instruction: Instruction, num_stages: int) -> tuple[Message, ...]:
     return (made,)
 
 
-def clock(tracks: Sequence[Sequence[Instruction]], num_stages: int) -> Ticks:
+def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> Ticks:
     """Start and end of every instruction when each rank goes through its track as early as it can."""
     starts: list[list[int]] = [[] for _ in tracks]
     ends: list[list[int]] = [[] for _ in tracks]
     ready: dict[Message, int] = {}
     waiting: dict[Message, int] = {}
+    rest = [iter(track) for track in tracks]
+    held: list[Instruction | None] = [next(steps, None) for steps in rest]
     runnable = list(range(len(tracks)))
     while runnable:
         rank = runnable.pop()
-        track = tracks[rank]
         now = ends[rank][-1] if ends[rank] else 0
-        for instruction in track[len(ends[rank]) :]:
+        while (instruction := held[rank]) is not None:
             needed = instruction.needs(num_stages)
             if needed is not None:
                 arrival = ready.get(needed)
@@ -71,11 +72,11 @@ def clock(tracks: Sequence[Sequence[Instruction]], num_stages: int) -> Ticks:
                 ready[message] = now
                 if message in waiting:
                     runnable.append(waiting.pop(message))
+            held[rank] = next(rest[rank], None)
     if waiting:
         message, rank = min(waiting.items(), key=lambda item: item[1])
-        instruction = tracks[rank][len(ends[rank])]
         raise BiremeError(
-            f"This order can never run: rank {rank} waits at {instruction} for the {message}, which is not "
+            f"This order can never run: rank {rank} waits at {held[rank]} for the {message}, which is not "
             f"computed before. {len(waiting)} of {len(tracks)} ranks wait for ever. Check that every stage "
             "runs every micro-batch, and that no two ranks wait for each other."
         )
