@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.symbolic import expected, outcome
 
 from bireme.schedule import folding
 from bireme.schedule.catalogue import SCHEDULES, generate
@@ -21,6 +20,7 @@ from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.weave import weave
+from tests.symbolic import expected, outcome
 
 DELAYED_ONCE = {Rule.DELAYED, Rule.FRESH}
 SEVERAL_STAGES = {"interleaved", "zbv"}
