@@ -124,6 +124,35 @@ def test_a_deadlock_is_shown_as_the_circle_it_is(capsys: Capture, tmp_path: Path
     assert "deadlocks" in result.err
 
 
+def test_ranks_that_wait_for_each_other_in_a_file_without_messages_are_shown(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    file = tmp_path / "circle.csv"
+    file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    result = bireme(capsys, "schedule", "--from", str(file), "--check", "--json")
+    assert result.status == 2
+    assert not result.document["ok"]
+    assert [wait.split(" waits at ")[0] for wait in result.document["deadlock"]] == ["rank 0", "rank 1"]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "mark.csv"
+    file.write_bytes("\ufeff0F0,0B0\r\n1F0,1B0\r\n".encode())
+    assert bireme(capsys, "schedule", "--from", str(file), "--check").status == 0
+
+
+def test_a_path_with_brackets_is_printed_as_it_is(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "p[old].csv"
+    assert str(file) in bireme(capsys, "schedule", "1f1b", "--csv", str(file)).out
+
+
+def test_a_terminal_that_lacks_a_letter_still_gets_the_rest() -> None:
+    command = Path(sys.executable).with_name("bireme")
+    line = f"PYTHONIOENCODING=ascii {command} schedule 2bw --check"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=60)
+    assert "every message matched" in " ".join(done.stdout.split())
+
+
 # --- simulate ----------------------------------------------------------------------------------------------
 
 
@@ -154,6 +183,50 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
     assert "20 s a batch" in bireme(capsys, *words).out
 
 
+def steady_s(capsys: Capture, *words: str) -> float:
+    return float(bireme(capsys, "simulate", *words, "--json").document["steady_batch_s"])
+
+
+def test_links_are_as_the_options_say(capsys: Capture) -> None:
+    slow = "-s 2bw -d 2 -m 4 --backward-s 1 --message-bytes 3 --link-bytes-per-s 1".split()
+    assert steady_s(capsys, *slow, "--half-duplex") > steady_s(capsys, *slow)
+    assert steady_s(capsys, *slow, "--ranks-per-server", "2") == 4 * 2
+    fast = "-s 2bw -d 2 -m 4 --backward-s 1 --message-bytes 1 --link-bytes-per-s 10 --lookahead 2".split()
+    assert steady_s(capsys, *fast, "--no-overlap") > steady_s(capsys, *fast)
+
+
+def test_recomputing_takes_a_forward_more_and_keeps_inputs_only(capsys: Capture) -> None:
+    words = "-s 2bw -d 4 -m 4 --stash-bytes 100".split()
+    assert steady_s(capsys, *words) == 4 * 3
+    assert steady_s(capsys, *words, "--recompute") == 4 * 4
+    ranks = bireme(capsys, "simulate", *words, "--recompute", "--json").document["ranks"]
+    assert [rank["at_peak_bytes"]["activations"] for rank in ranks] == [100] * 4
+
+
+def test_the_advice_is_for_the_run_that_was_asked_for(capsys: Capture) -> None:
+    words = "-s 2bw -d 4 -m 8 --message-bytes 1 --link-bytes-per-s 2 --reduce-s 3".split()
+    for more in ([], ["--recompute"], ["--no-overlap-reduce"]):
+        advice = bireme(capsys, "simulate", *words, *more, "--json").document["advice"]
+        found = steady_s(capsys, *words, *more, "--lookahead", str(advice["lookahead"]))
+        assert advice["steady_batch_s"] == pytest.approx(found)
+    assert "With --lookahead" in bireme(capsys, "simulate", *words).out
+
+
+def test_the_number_of_slices_is_shown(capsys: Capture) -> None:
+    words = "-s 1f1b-sliced -d 8 -m 16".split()
+    assert bireme(capsys, "simulate", *words, "--json").document["num_sliced"] == 2
+    assert "2 micro-batches sliced" in " ".join(bireme(capsys, "simulate", *words).out.split())
+
+
+def test_no_schedule_beats_the_slowest_device(capsys: Capture, tmp_path: Path) -> None:
+    """Each device keeps its own work, however many stages it is cut into."""
+    file = tmp_path / "costs.json"
+    file.write_text('{"forward_s": [1, 2, 3, 1], "backward_s": 4, "rank_speed": [1, 1, 0.5, 1]}')
+    words = ["simulate", "--compare", "-d", "4", "-m", "8", "--costs", str(file), "--json"]
+    rows = bireme(capsys, *words).document["comparison"]
+    assert min(row["steady_batch_s"] for row in rows) == pytest.approx(8 * (3 + 4) / 0.5)
+
+
 def test_all_schedules_are_compared_on_the_same_devices(capsys: Capture) -> None:
     words = ["simulate", "--compare", "--stages", "4", "--microbatches", "3"]
     rows = {row["schedule"]: row for row in bireme(capsys, *words, "--json").document["comparison"]}
@@ -178,8 +251,8 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("schedule 2bw --stages 4 --microbatches 3", "3 micro-batches meet 4 stages"),
-        ("schedule 2bw-fresh --stages 4 --microbatches 3", "3 micro-batches meet 4 stages"),
+        ("schedule 2bw --stages 4 --microbatches 3", "there are 3 for 4 stages"),
+        ("schedule 2bw-fresh --stages 4 --microbatches 3", "there are 3 for 4 stages"),
         ("schedule 1f1b --stages 0", "at least one stage, not 0"),
         ("simulate --schedule 1f1b-sliced --stages 0", "at least one stage, not 0"),
         ("simulate --compare --stages 0", "at least one stage, not 0"),
@@ -200,9 +273,18 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("simulate -s 1f1b --forward-s nan", "forward_s is NaN; it must be a finite number"),
         ("simulate -s 1f1b --link-bytes-per-s 0", "link_bytes_per_s is 0.0"),
         ("simulate -s 1f1b --costs none.json", "no file none.json"),
-        ("simulate -s 1f1b --costs none.json --forward-s 1", "--costs brings its own times"),
+        ("simulate -s 1f1b --costs none.json --forward-s 1", "leave out --forward-s"),
         ("simulate -s 1f1b --picture x.gif", ".svg"),
         ("simulate --compare -s 1f1b", "leave out --schedule"),
+        ("simulate --compare --lookahead 1 --slices 2", "leave out --slices, --lookahead"),
+        ("simulate --compare --batches 0", "at least one batch, not 0"),
+        ("simulate -s 1f1b --costs none.json --weight-bytes 3", "leave out --weight-bytes"),
+        ("schedule --from x.csv --stages 4", "leave out --stages"),
+        ("simulate --from x.csv --recompute", "leave out --recompute"),
+        ("schedule --check", "leave out --check"),
+        ("schedule 1f1b --comms", "leave out --comms"),
+        ("schedule 1f1b --microbatches 99999999999", "the most is 1,000,000"),
+        ("simulate -s 1f1b --forward-s 1e300", "it must be less than or equal to 1000000000000000"),
         ("simulate -s 1f1b --trace /nowhere/x.json", "no folder /nowhere"),
     ],
 )
@@ -239,6 +321,9 @@ def test_wrong_words_get_one_sentence_and_status_2(
             '{"forward_s": 1, "backward_s": 1, "rank_speed": [1, 0]}',
             "rank_speed[1] is 0; it must be greater than 0",
         ),
+        ('{"forward_s": 1, "forward_s": 2, "backward_s": 1}', "The key 'forward_s' stands there twice"),
+        ('{"forward_s": 1, "backward_s": 1, "master_weights": "yes"}', 'master_weights is "yes"'),
+        ("[" * 100_000, "is not JSON that can be read"),
         ('{"forward_s": 1,', "is not JSON"),
         ("[1, 2]", "must hold one JSON object, not [1, 2]"),
         ("\xff", "cannot be read"),

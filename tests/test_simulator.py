@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
+from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program
 from bireme.simulate.costs import Costs
+from bireme.simulate.links import Links
 from bireme.simulate.network import Network, Path
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from bireme.simulate.slicing import solve_slices
@@ -293,6 +295,38 @@ def test_2bw_hides_a_gradient_sync_that_a_flush_schedule_waits_for() -> None:
     assert batch_s("2bw") == 8 * 3
     assert batch_s("2bw", overlap_reduce=False) == 8 * 3 + 3
     assert batch_s("1f1b") == (8 + 3) * 3 + 3
+
+
+def test_a_sync_that_keeps_its_rank_busy_is_recorded_alike_on_own_and_shared_links() -> None:
+    program = generate("2bw", num_stages=2, num_microbatches=4, num_batches=3)
+    costs = Costs.per_stage(2, forward_s=1, backward_s=2, reduce_s=5)
+    apart = simulate(program, costs, overlap_reduce=False)
+    shared = simulate(program, costs, Links(full_duplex=False).network(program), overlap_reduce=False)
+    for one, other in zip(apart.ranks, shared.ranks, strict=True):
+        assert (list(one.start_s), list(one.end_s)) == (list(other.start_s), list(other.end_s))
+
+
+def test_the_syncs_of_one_rank_go_one_after_the_other() -> None:
+    program = generate("interleaved", num_stages=2, num_microbatches=2, stages_per_rank=2)
+    costs = Costs.per_stage(2, forward_s=0, backward_s=0, reduce_s=1)
+    assert simulate(program, costs).makespan_s == 2
+
+
+def test_what_cannot_be_is_refused_wherever_it_comes_from() -> None:
+    program = generate("1f1b", num_stages=2, num_microbatches=2)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(BiremeError, match="forward_s has the value"):
+            Costs.per_stage(2, forward_s=wrong, backward_s=1)
+    with pytest.raises(BiremeError, match="rank_speed has the value 0"):
+        Costs.per_stage(2, forward_s=1, backward_s=1, rank_speed=[1, 0])
+    with pytest.raises(BiremeError, match=r"no path from rank [01] to rank [01]"):
+        simulate(program, Costs.per_stage(2, forward_s=1, backward_s=1), Network((), {}))
+    with pytest.raises(BiremeError, match=r"no path for rank [01]'s gradient sync"):
+        simulate(program, Costs.per_stage(2, forward_s=1, backward_s=1, reduce_bytes=1))
+    with pytest.raises(BiremeError, match="has its sends and receives already"):
+        lower(program)
+    with pytest.raises(BiremeError, match="cannot start at batch -3"):
+        generate("2bw", num_stages=2, num_microbatches=2, first_batch=-3)
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

@@ -22,20 +22,32 @@ Model = TypeVar("Model", bound=BaseModel)
 def read_json(path: Path, model: type[Model]) -> Model:
     """The JSON file at `path` as a `model`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise BiremeError(f"There is no file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BiremeError(f"{path} cannot be read: {error}.") from error
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise BiremeError(
             f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}."
         ) from None
+    except BiremeError as error:
+        raise BiremeError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise BiremeError(f"{path} is not JSON that can be read: {error}.") from None
     if not isinstance(data, dict):
         raise BiremeError(f"{path} must hold one JSON object, not {_shown(data)}.")
     return validated(data, model, source=str(path))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise BiremeError(f"The key {twice!r} stands there twice. Leave out one of the two.")
+    return dict(pairs)
 
 
 def validated(data: Mapping[str, Any], model: type[Model], *, source: str) -> Model:

@@ -27,12 +27,15 @@ def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     They are written to a file of another name in the same folder, which is renamed once it is on the disk.
     A file that was there before keeps its permissions.
     """
+    path = path.resolve()
     draft = path.parent / f".bireme-{secrets.token_hex(8)}.tmp"
     try:
         if not path.parent.is_dir():
             raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
         if path.is_dir():
             raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
+        if path.exists() and not path.is_file():
+            raise BiremeError(f"{path} cannot be written: it is no ordinary file. Name another one.")
         with draft.open("xb") as file:
             file.writelines(chunks)
             file.flush()

@@ -1,5 +1,7 @@
 """The command `bireme`. Verbs live in files of their own and import what they need when they run."""
 
+import errno
+import io
 import os
 import sys
 import traceback
@@ -42,6 +44,9 @@ def _options(
 
 def main() -> None:
     """Run the command line: status 0 done, 2 the user's input was wrong, 1 anything else."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets the rest
     try:
         app()
     except BiremeError as error:
@@ -51,6 +56,10 @@ def main() -> None:
         # Whoever read our output has had enough; leave nothing behind for the interpreter to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        sys.exit(f"bireme: the output cannot be written: {error.strerror}")
     except Exception:
         traceback.print_exc()
         typer.echo("This is a bug in Bireme: please report it with the lines above.", err=True)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from bireme.schedule.program import Program
 
 __all__ = [
+    "SHAPE",
     "AheadBy",
     "Batches",
     "From",
@@ -23,6 +24,7 @@ __all__ = [
     "StagesPerRank",
     "build_program",
     "print_json",
+    "refuse",
 ]
 
 Stages = Annotated[int, typer.Option("--stages", "-d", help="Stages the model is cut into.")]
@@ -37,7 +39,7 @@ StagesPerRank = Annotated[
 ]
 Slices = Annotated[
     int | None,
-    typer.Option(help="How many micro-batches 1f1b-sliced slices; solved if left out.", show_default=False),
+    typer.Option(help="How many micro-batches 1f1b-sliced slices; chosen if left out.", show_default=False),
 ]
 AheadBy = Annotated[
     int,
@@ -53,6 +55,23 @@ From = Annotated[
     typer.Option("--from", metavar="FILE.csv", help="Read the schedule from a file in torch's format."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "recompute")
+"""The options that a schedule file makes idle."""
+
+
+def refuse(context: typer.Context, why: str, *options: str) -> None:
+    """Refuse options that were given and would be ignored; `why` says what makes them idle."""
+    given = [
+        option
+        for option in options
+        if (source := context.get_parameter_source(option)) is not None and source.name == "COMMANDLINE"
+    ]
+    if given:
+        names = {"name": "schedule", "source": "from"}
+        shown = ", ".join(f"--{names.get(option, option).replace('_', '-')}" for option in given)
+        raise BiremeError(f"{why}: leave out {shown}.")
 
 
 def build_program(

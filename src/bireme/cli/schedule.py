@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bireme.cli.options import (
+    SHAPE,
     AheadBy,
     Batches,
     From,
@@ -17,6 +18,7 @@ from bireme.cli.options import (
     StagesPerRank,
     build_program,
     print_json,
+    refuse,
 )
 from bireme.errors import BiremeError
 
@@ -30,6 +32,7 @@ __all__ = ["schedule"]
 
 
 def schedule(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="The schedule; all are listed if left out.")] = None,
     stages: Stages = 4,
     microbatches: Microbatches = None,
@@ -53,19 +56,31 @@ def schedule(
     [dim]bireme schedule 2bw --stages 4 --microbatches 4 --batches 3 --check[/dim]
     """
     if name is None and source is None:
+        refuse(context, "Without a schedule there is only the list of them", *SHAPE, "check", "csv", "comms")
         _list(as_json=as_json)
         return
-    program = build_program(
-        name,
-        source,
-        stages=stages,
-        microbatches=microbatches,
-        batches=_window(name) if batches is None else batches,
-        stages_per_rank=stages_per_rank,
-        slices=slices,
-        lookahead=lookahead,
-        recompute=recompute,
-    )
+    if source is not None:
+        refuse(context, "A file brings its own schedule", *SHAPE)
+    if csv is None:
+        refuse(context, "Without --csv no file is written", "comms")
+    try:
+        program = build_program(
+            name,
+            source,
+            stages=stages,
+            microbatches=microbatches,
+            batches=_window(name) if batches is None else batches,
+            stages_per_rank=stages_per_rank,
+            slices=slices,
+            lookahead=lookahead,
+            recompute=recompute,
+        )
+    except BiremeError as error:
+        if check and as_json and source is not None:
+            print_json(
+                {"ok": False, "problems": [str(error)], "deadlock": getattr(error, "cycle", None) or None}
+            )
+        raise
     report = None
     if check:
         from bireme.schedule.checker import check as check_program
@@ -164,7 +179,9 @@ def _print(program: "Program", report: "Report | None", csv: Path | None) -> Non
     if report is not None:
         _print_report(program, report, console)
     if csv is not None:
-        console.print(f"Wrote one batch in torch's format to {csv}.")
+        console.print(
+            f"Wrote one batch in torch's format to {csv}.", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _print_report(program: "Program", report: "Report", console: "Console") -> None:

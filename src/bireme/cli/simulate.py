@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme.cli.options import (
+    SHAPE,
     AheadBy,
     Batches,
     From,
@@ -17,6 +18,7 @@ from bireme.cli.options import (
     StagesPerRank,
     build_program,
     print_json,
+    refuse,
 )
 from bireme.errors import BiremeError
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
+OF_ONE_SCHEDULE = ("name", "source", "stages_per_rank", "slices", "lookahead", "trace", "picture")
+"""The options that are about one schedule."""
+
 WINDOW = 10
 """Batches that show start-up, steady state and drain."""
 
@@ -40,6 +45,7 @@ OUTPUT = "Output"
 
 
 def simulate(
+    context: typer.Context,
     name: Annotated[
         str | None,
         typer.Option("--schedule", "-s", metavar="NAME", help="The schedule; see `bireme schedule`."),
@@ -128,11 +134,18 @@ def simulate(
         "optimizer_bytes": optimizer_bytes,
         "stash_bytes": stash_bytes,
     }
-    if costs is not None and (forward_s is not None or backward_s is not None):
-        raise BiremeError("--costs brings its own times: leave out --forward-s and --backward-s.")
+    if costs is not None:
+        refuse(context, "--costs brings seconds and bytes of its own", *given)
+    if source is not None:
+        refuse(context, "A file brings its own schedule", *SHAPE)
+    if compare:
+        refuse(context, "--compare shows all schedules", *OF_ONE_SCHEDULE)
+    from bireme.schedule.generators.shape import Shape
     from bireme.simulate.links import Links
 
     window = WINDOW if batches is None else batches
+    num_microbatches = stages if microbatches is None else microbatches
+    Shape(stages, num_microbatches, window)
     bandwidth = float("inf") if link_bytes_per_s is None else link_bytes_per_s
     links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server)
 
@@ -140,15 +153,11 @@ def simulate(
         return _costs(costs, given, num_stages)
 
     if compare:
-        if name is not None or source is not None or trace is not None or picture is not None:
-            raise BiremeError(
-                "--compare shows all schedules: leave out --schedule, --from, --trace, --picture."
-            )
         from bireme.simulate.comparison import compare as compare_all
 
         contenders = compare_all(
-            stage_costs(_positive(stages)),
-            num_microbatches=stages if microbatches is None else microbatches,
+            stage_costs(stages),
+            num_microbatches=num_microbatches,
             num_batches=window,
             network=links.network,
             recompute=recompute,
@@ -161,13 +170,13 @@ def simulate(
         from bireme.simulate.slicing import solve_slices
 
         slices = solve_slices(
-            stage_costs(_positive(stages)), stages if microbatches is None else microbatches, links.network
+            stage_costs(stages), num_microbatches, links.network, recompute=recompute, overlap=overlap
         )
     program = build_program(
         name,
         source,
         stages=stages,
-        microbatches=microbatches,
+        microbatches=num_microbatches,
         batches=window,
         stages_per_rank=stages_per_rank,
         slices=slices,
@@ -175,7 +184,7 @@ def simulate(
         recompute=recompute,
     )
     if source is not None:
-        _refuse_unsound(program)
+        _refuse_unsound(source)
     from bireme.simulate.simulator import simulate as run
 
     timeline = run(
@@ -196,14 +205,8 @@ def simulate(
         write_picture(timeline, picture)
     advice = None
     if overlap and source is None and lookahead == 0:
-        advice = _advice(program, stage_costs(program.num_stages), links)
+        advice = _advice(program, stage_costs(program.num_stages), links, overlap_reduce=overlap_reduce)
     _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
-
-
-def _positive(stages: int) -> int:
-    if stages < 1:
-        raise BiremeError(f"A schedule needs at least one stage, not {stages}.")
-    return stages
 
 
 def _costs(path: Path | None, given: dict[str, float], num_stages: int) -> "Costs":
@@ -215,15 +218,20 @@ def _costs(path: Path | None, given: dict[str, float], num_stages: int) -> "Cost
     return validated(given, CostsFile, source="command line").costs(num_stages)
 
 
-def _refuse_unsound(program: "Program") -> None:
+def _refuse_unsound(source: Path) -> None:
+    """Check a file's one batch, which is all that it says."""
     from bireme.schedule.checker import check
+    from bireme.schedule.torch_csv import load
 
+    program = load(source)
     report = check(program)
     if not report.ok:
         raise BiremeError(report.verdict(program.name))
 
 
-def _advice(program: "Program", costs: "Costs", links: "Links") -> "Lookahead | None":
+def _advice(
+    program: "Program", costs: "Costs", links: "Links", *, overlap_reduce: bool
+) -> "Lookahead | None":
     """What running further ahead would bring, for schedules that can and links that take time."""
     from bireme.schedule.catalogue import schedule_named
     from bireme.simulate.lookahead import solve_lookahead
@@ -231,7 +239,14 @@ def _advice(program: "Program", costs: "Costs", links: "Links") -> "Lookahead | 
     takes_time = links.latency_s > 0 or (links.bytes_per_s < float("inf") and any(costs.message_bytes))
     if not takes_time or schedule_named(program.name).most_lookahead is None:
         return None
-    return solve_lookahead(program.name, costs, program.num_microbatches, links.network)
+    return solve_lookahead(
+        program.name,
+        costs,
+        program.num_microbatches,
+        links.network,
+        recompute=bool(program.recomputed),
+        overlap_reduce=overlap_reduce,
+    )
 
 
 def _show(timeline: "Timeline", advice: "Lookahead | None", written: list[Path], *, as_json: bool) -> None:
@@ -247,7 +262,7 @@ def _show(timeline: "Timeline", advice: "Lookahead | None", written: list[Path],
     console = Console()
     print_timeline(timeline, console, advice)
     for path in written:
-        console.print(f"Wrote {path}.", highlight=False)
+        console.print(f"Wrote {path}.", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_comparison(contenders: "list[Contender]", *, as_json: bool) -> None:

@@ -20,6 +20,7 @@ def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> di
         "num_stages": program.num_stages,
         "num_microbatches": program.num_microbatches,
         "num_batches": program.num_batches,
+        "num_sliced": program.num_sliced,
         "num_instructions": program.num_instructions,
         **_window(timeline),
         "ranks": [

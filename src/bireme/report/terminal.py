@@ -24,7 +24,7 @@ NAMES = {
     Kind.RECOMPUTE: "recomputation",
     Kind.UPDATE: "optimiser step",
     Kind.TRIAL: "trial step",
-    None: "waiting for messages",
+    None: "waiting",
 }
 
 DELAYS = {
@@ -40,7 +40,8 @@ def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | Non
     program = timeline.program
     console.print(
         f"[bold]{program.name}[/bold]  {program.num_stages} stages on {program.num_ranks} ranks, "
-        f"{program.num_microbatches} micro-batches a batch, {program.num_batches} batches",
+        f"{program.num_microbatches} micro-batches a batch, {program.num_batches} batches"
+        + (f", {program.num_sliced} micro-batches sliced" if program.num_sliced else ""),
         highlight=False,
     )
     console.print(
@@ -104,7 +105,9 @@ def _pace_sentence(timeline: Timeline) -> str:
         if part.kind is not None:
             by_stage[part.stage] += part.share
     slowest, share = max(by_stage.items(), key=lambda item: item[1], default=(0, 0.0))
-    if share >= 0.5 and timeline.program.num_stages > 1:
+    busy_s = [rank.busy_s for rank in timeline.ranks]
+    stands_out = max(busy_s) > 1.02 * sum(busy_s) / len(busy_s)
+    if share >= 0.5 and stands_out:
         return f"Stage {slowest} sets the pace: {share:.0%} of the critical path is its work."
     kinds = sorted(by_kind.items(), key=lambda item: -item[1])
     consists = ", ".join(f"{NAMES[kind]} {share:.0%}" for kind, share in kinds if share >= 0.005)
@@ -150,7 +153,7 @@ def print_comparison(contenders: Sequence[Contender], console: Console) -> None:
         )
     cut = [c.schedule.name for c, _ in ran if c.schedule.stages_per_rank > 1]
     if cut:
-        console.print(f"\n{' and '.join(cut)} cut each stage in two, both on one device.", style="dim")
+        console.print(f"\n{' and '.join(cut)} cut each device's work in two stages.", style="dim")
     for contender in contenders:
         if contender.refused is not None:
             console.print(

@@ -66,6 +66,8 @@ def generate(
     are slow. `recompute` names the stages that keep only their inputs.
     """
     schedule = schedule_named(name)
+    if first_batch < 0:
+        raise BiremeError(f"Batches count from 0, so a window cannot start at batch {first_batch}.")
     per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
     if per_rank != 1 and schedule.stages_per_rank == 1:
         raise BiremeError(

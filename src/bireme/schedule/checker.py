@@ -43,7 +43,7 @@ class Report:
         """In one sentence, what is wrong with the program of that name."""
         if self.problems:
             more = len(self.problems) - 1
-            others = f" There are {more} more problems; `bireme schedule --check` lists them." if more else ""
+            others = " `bireme schedule --check` shows more." if more else ""
             return f"{name} is not a right program. {self.problems[0]}{others}"
         return f"{name} deadlocks: {'; '.join(self.deadlock or ())}."
 

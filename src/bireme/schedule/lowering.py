@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bireme.errors import BiremeError
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind, Message
 from bireme.schedule.program import Program, Track
 from bireme.schedule.ticks import clock, providers
@@ -40,6 +41,8 @@ class _Transfer:
 
 def lower(program: Program) -> Program:
     """The same program with sends and receives. It must hold none yet."""
+    if program.is_lowered:
+        raise BiremeError(f"{program.name} has its sends and receives already.")
     tracks = [list(track) for track in program.tracks]
     ends = clock(tracks, program.num_stages).ends
     receives: list[dict[int, list[Instruction]]] = [{} for _ in tracks]

@@ -102,6 +102,8 @@ class Program:
     banks: tuple[int, ...]
     tracks: tuple[Track, ...]
     first_batch: int = 0
+    recomputed: frozenset[int] = frozenset()
+    """The stages that keep only their inputs and run their forward again before the backward."""
 
     @property
     def num_stages(self) -> int:
@@ -130,14 +132,10 @@ class Program:
         return any(instruction.kind in kinds for track in self.tracks for instruction in track.written())
 
     @property
-    def recomputed(self) -> frozenset[int]:
-        """The stages that keep only their inputs and run their forward again before the backward."""
-        return frozenset(
-            instruction.stage
-            for track in self.tracks
-            for instruction in track.written()
-            if instruction.kind is Kind.RECOMPUTE
-        )
+    def num_sliced(self) -> int:
+        """How many micro-batches of a batch go forward in halves on the first stage."""
+        first = self.tracks[self.rank_of_stage[0]].written()
+        return sum(i.half == 0 and i.kind is Kind.FORWARD and i.batch == self.first_batch for i in first)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, in the model's order."""

@@ -69,7 +69,7 @@ def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series:
             entry = entries.get(what)
             if entry is None:
                 entry = entries[what] = ledger.entry(instruction)
-            ledger.book(index, entry, instruction.batch + block.batches)
+            ledger.book(index, entry, instruction.batch + block.batches, instruction.microbatch)
             index += 1
     return ledger.result()
 
@@ -109,7 +109,7 @@ class _Ledger:
         self.bytes = sum(self.kept)
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
-        self.accumulating: set[tuple[int, int]] = set()
+        self.accumulating: set[tuple[int, int, int | None]] = set()
         self.stashed = self.buffers = 0
         self.peak_stashed = self.peak_buffers = 0
         self.peak_bytes = self.bytes
@@ -150,7 +150,7 @@ class _Ledger:
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry
 
-    def book(self, index: int, entry: _Entry, batch: int) -> None:
+    def book(self, index: int, entry: _Entry, batch: int, microbatch: int | None) -> None:
         """Let one instruction start and end."""
         for what, amount in entry.takes:
             self.kept[what] += amount
@@ -158,7 +158,7 @@ class _Ledger:
         self.stashed += entry.stashes
         self.buffers += entry.posts
         if entry.accumulates:
-            self._open_gradient(entry.stage, batch)
+            self._open_gradient(entry.stage, batch, microbatch)
         elif entry.kind is Kind.UPDATE or entry.kind is Kind.TRIAL:
             self._open_version(entry)
         if self.bytes > self.peak_bytes:
@@ -173,17 +173,20 @@ class _Ledger:
         self.stashed -= entry.unstashes
         self.buffers -= entry.uses
         if entry.kind is Kind.UPDATE:
-            self._close_gradient(entry.stage, batch)
+            self._close_gradient(entry.stage, batch, microbatch)
 
-    def _open_gradient(self, stage: int, batch: int) -> None:
-        if (stage, batch) not in self.accumulating:
-            self.accumulating.add((stage, batch))
+    def _open_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
+        """A gradient is kept until its update: a batch's or, where each is applied, a micro-batch's."""
+        key = stage, batch, microbatch if self.program.rule is Rule.STASHED else None
+        if key not in self.accumulating:
+            self.accumulating.add(key)
             self.kept[1] += self.sizes.gradient[stage]
             self.bytes += self.sizes.gradient[stage]
 
-    def _close_gradient(self, stage: int, batch: int) -> None:
-        if (stage, batch) in self.accumulating:
-            self.accumulating.discard((stage, batch))
+    def _close_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
+        key = stage, batch, microbatch
+        if key in self.accumulating:
+            self.accumulating.discard(key)
             self.kept[1] -= self.sizes.gradient[stage]
             self.bytes -= self.sizes.gradient[stage]
 

@@ -5,13 +5,21 @@ forward lasts 2 ticks (half a micro-batch 1), a full backward 4, its two parts 2
 nothing; messages take no time. The clock is exact, and it stops only when the order can never run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind, Message
 
-__all__ = ["Ticks", "clock", "duration", "providers"]
+__all__ = ["NeverRunsError", "Ticks", "circle", "clock", "duration", "providers"]
+
+
+class NeverRunsError(BiremeError):
+    """An order in which ranks wait for ever; `cycle` is the circle of waits, empty where there is none."""
+
+    def __init__(self, message: str, cycle: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.cycle = cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +82,44 @@ def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> Ticks:
                     runnable.append(waiting.pop(message))
             held[rank] = next(rest[rank], None)
     if waiting:
-        message, rank = min(waiting.items(), key=lambda item: item[1])
-        raise BiremeError(
-            f"This order can never run: rank {rank} waits at {held[rank]} for the {message}, which is not "
-            f"computed before. {len(waiting)} of {len(tracks)} ranks wait for ever. Check that every stage "
-            "runs every micro-batch, and that no two ranks wait for each other."
-        )
+        raise _never_runs(tracks, held, waiting, num_stages)
     return Ticks(starts, ends)
+
+
+def _never_runs(
+    tracks: Sequence[Iterable[Instruction]],
+    held: Sequence[Instruction | None],
+    waiting: dict[Message, int],
+    num_stages: int,
+) -> NeverRunsError:
+    """Who waits for whom, and the circle among them if there is one."""
+    makers = {
+        message: rank
+        for rank, track in enumerate(tracks)
+        for instruction in track
+        for message in providers(instruction, num_stages)
+    }
+    waits = {
+        rank: f"rank {rank} waits at {held[rank]} for the {message}" for message, rank in waiting.items()
+    }
+    waits_for = {rank: makers[message] for message, rank in waiting.items() if message in makers}
+    cycle = circle(waits_for)
+    shown = [waits[rank] for rank in cycle] or [waits[min(waits)]]
+    return NeverRunsError(
+        f"This order can never run: {'; '.join(shown)}. Check that every stage runs every micro-batch, and "
+        "that no two ranks wait for each other.",
+        tuple(waits[rank] for rank in cycle),
+    )
+
+
+def circle(waits_for: Mapping[int, int]) -> tuple[int, ...]:
+    """Ranks that each wait for the next and the last for the first; empty where there are none."""
+    for start in sorted(waits_for):
+        path: list[int] = []
+        rank = start
+        while rank in waits_for and rank not in path:
+            path.append(rank)
+            rank = waits_for[rank]
+        if rank in path:
+            return tuple(path[path.index(rank) :])
+    return ()

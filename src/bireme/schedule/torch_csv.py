@@ -21,6 +21,7 @@ from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, K
 from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule
+from bireme.schedule.ticks import NeverRunsError
 from bireme.schedule.weave import Orders, every_batch, weave
 
 __all__ = ["load", "parse", "save", "to_csv"]
@@ -46,7 +47,7 @@ _COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 def load(path: Path, num_batches: int = 1) -> Program:
     """The program in a schedule file, its one batch repeated `num_batches` times."""
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
         raise BiremeError(f"There is no schedule file {path}.") from error
     except OSError as error:
@@ -92,8 +93,8 @@ def parse(text: str, *, source: str, num_batches: int = 1) -> Program:
 
     try:
         return fold(make, num_batches)
-    except BiremeError as error:
-        raise BiremeError(f"{source}: {error}") from error
+    except NeverRunsError as error:
+        raise NeverRunsError(f"{source}: {error}", error.cycle) from error
 
 
 def save(program: Program, path: Path, *, comms: bool = False) -> None:

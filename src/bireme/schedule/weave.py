@@ -53,6 +53,7 @@ def weave(
         banks=tuple(banks_needed(rule, stage, num_stages) for stage in range(num_stages)),
         tracks=(),
         first_batch=first_batch,
+        recomputed=recomputed,
     )
     tracks = []
     for rank, order in enumerate(orders):

@@ -1,15 +1,15 @@
 """All schedules on the same devices, with the same work: which is fastest, and what does it keep?
 
 Every device gets one stage's work. Schedules that want several stages on a device get each stage cut into
-equal parts, so that the work per device stays what it is while the messages multiply.
+equal parts, so that the work of each device stays what it is while the messages multiply.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.schedule.generators.shape import Schedule
+from bireme.schedule.generators.shape import Schedule, Shape
 from bireme.schedule.program import Program
 from bireme.simulate.costs import Costs
 from bireme.simulate.lookahead import Lookahead, solve_lookahead
@@ -18,7 +18,7 @@ from bireme.simulate.simulator import simulate
 from bireme.simulate.slicing import solve_slices
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Contender", "compare", "cut"]
+__all__ = ["Contender", "compare", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,12 @@ def compare(
 ) -> Iterator[Contender]:
     """Each schedule in turn, on as many devices as the costs have stages; `network` joins its ranks."""
     for schedule in SCHEDULES.values():
-        parts = cut(costs, schedule.stages_per_rank)
-        slices = solve_slices(costs, num_microbatches, network) if schedule.slices else None
+        num_stages = costs.num_stages * schedule.stages_per_rank
+        shape = Shape(num_stages, num_microbatches, num_batches, schedule.stages_per_rank)
+        parts = spread(costs, schedule.placement(shape))
+        slices = None
+        if schedule.slices:
+            slices = solve_slices(costs, num_microbatches, network, recompute=recompute, overlap=overlap)
         try:
             program = generate(
                 schedule.name,
@@ -63,29 +67,32 @@ def compare(
         timeline = simulate(program, parts, network(program), overlap=overlap, overlap_reduce=overlap_reduce)
         advice = None
         if schedule.most_lookahead is not None and overlap:
-            advice = solve_lookahead(schedule.name, parts, num_microbatches, network)
+            advice = solve_lookahead(
+                schedule.name,
+                parts,
+                num_microbatches,
+                network,
+                recompute=recompute,
+                overlap_reduce=overlap_reduce,
+            )
         yield Contender(schedule, timeline, advice=advice)
 
 
-def cut(costs: Costs, parts: int) -> Costs:
-    """The costs of the same work with every stage cut into so many equal parts.
+def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
+    """The costs where each device keeps its work, cut into as many equal parts as it has stages.
 
-    What a part sends is as large as what the whole stage sends; a part's input too.
+    What a part sends is as large as what its device's whole stage sends, and on the last device as what
+    that one gets.
     """
-    if parts == 1:
+    parts = [rank_of_stage.count(rank) for rank in rank_of_stage]
+    if set(parts) == {1}:
         return costs
 
-    def spread(values: tuple[float, ...], factor: float) -> tuple[float, ...]:
-        return tuple(value * factor for value in values for _ in range(parts))
-
     def share(values: tuple[float, ...]) -> tuple[float, ...]:
-        return spread(values, 1 / parts)
+        return tuple(values[rank] / part for rank, part in zip(rank_of_stage, parts, strict=True))
 
-    inside = tuple(
-        own if part == 0 else sent
-        for own, sent in zip(costs.input_bytes, costs.message_bytes, strict=True)
-        for part in range(parts)
-    )
+    sent = (*costs.message_bytes[:-1], costs.input_bytes[-1])
+    borders = tuple(sent[rank] for rank in rank_of_stage)
     return replace(
         costs,
         forward_s=share(costs.forward_s),
@@ -98,10 +105,10 @@ def cut(costs: Costs, parts: int) -> Costs:
         trial_s=share(costs.trial_s),
         reduce_s=share(costs.reduce_s),
         reduce_bytes=share(costs.reduce_bytes),
-        message_bytes=spread(costs.message_bytes, 1.0),
+        message_bytes=borders,
         weight_bytes=share(costs.weight_bytes),
         gradient_bytes=share(costs.gradient_bytes),
         optimizer_bytes=share(costs.optimizer_bytes),
         stash_bytes=share(costs.stash_bytes),
-        input_bytes=inside,
+        input_bytes=(costs.input_bytes[0], *borders[:-1]),
     )

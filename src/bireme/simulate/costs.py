@@ -1,7 +1,8 @@
 """What each instruction costs: the numbers that turn a program into a timeline."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Instruction, Kind
@@ -40,6 +41,16 @@ class Costs:
     input_bytes: tuple[float, ...]
     rank_speed: tuple[float, ...] = ()
     master_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if isinstance(values, bool):
+                continue
+            least = "greater than 0" if field.name == "rank_speed" else "0 or greater"
+            for value in values:
+                if not 0 <= value < math.inf or (value == 0 and field.name == "rank_speed"):
+                    raise BiremeError(f"{field.name} has the value {value}; it must be {least}.")
 
     @property
     def num_stages(self) -> int:

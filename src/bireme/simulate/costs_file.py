@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Tag
 
 from bireme.documents import read_json
+from bireme.errors import BiremeError
 from bireme.simulate.costs import Costs
 
 __all__ = ["CostsFile", "load_costs"]
 
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False, strict=True)]
 
 
 def _form(value: Any) -> str:
@@ -48,7 +49,9 @@ class CostsFile(BaseModel):
     optimizer_bytes: StageValue = Field(0.0, description="bytes of the optimiser's state")
     stash_bytes: StageValue = Field(0.0, description="bytes kept of a micro-batch until its backward")
     input_bytes: StageValue | None = Field(None, description="bytes of a micro-batch's input to the stage")
-    master_weights: bool = Field(default=False, description="whether the optimiser holds weights of its own")
+    master_weights: StrictBool = Field(
+        default=False, description="whether the optimiser holds weights of its own"
+    )
     rank_speed: list[Positive] = Field(default_factory=list, description="speed of each rank; 1 is as given")
 
     def costs(self, num_stages: int) -> Costs:
@@ -58,4 +61,8 @@ class CostsFile(BaseModel):
 
 def load_costs(path: Path, num_stages: int) -> Costs:
     """The costs in a file, which must fit so many stages."""
-    return read_json(path, CostsFile).costs(num_stages)
+    file = read_json(path, CostsFile)
+    try:
+        return file.costs(num_stages)
+    except BiremeError as error:
+        raise BiremeError(f"{path}: {error}") from None

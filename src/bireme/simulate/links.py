@@ -11,6 +11,12 @@ from bireme.simulate.simulator import pairs_that_talk
 __all__ = ["Links"]
 
 
+SLOWEST = 1e-3
+"""Bytes a second."""
+LONGEST = 1e9
+"""Seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """Equal links: a cable for each two ranks that talk or, with `ranks_per_server`, a card per server.
@@ -25,10 +31,10 @@ class Links:
     ranks_per_server: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise BiremeError(f"link_bytes_per_s is {self.bytes_per_s}; it must be greater than 0.")
-        if not 0 <= self.latency_s < math.inf:
-            raise BiremeError(f"link_latency_s is {self.latency_s}; it must be 0 or greater.")
+        if not self.bytes_per_s >= SLOWEST:
+            raise BiremeError(f"link_bytes_per_s is {self.bytes_per_s}; it must be {SLOWEST} or more.")
+        if not 0 <= self.latency_s <= LONGEST:
+            raise BiremeError(f"link_latency_s is {self.latency_s}; it must be 0 to {LONGEST}.")
         if self.ranks_per_server is not None and self.ranks_per_server < 1:
             raise BiremeError(f"ranks_per_server is {self.ranks_per_server}; a server has at least one rank.")
 

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bireme.errors import BiremeError
+
 __all__ = ["Network", "Path", "Traffic", "Wire"]
 
 
@@ -21,6 +23,10 @@ class Wire:
 
     name: str
     bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise BiremeError(f"Wire {self.name} carries {self.bytes_per_s} bytes/s; it must be more than 0.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 A rank goes through its track in order. A compute instruction starts when the rank is free and its message
 has arrived. A message sets out when it has been sent, its receive posted, and the one before it on its
 channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank stands still while a
-message crosses, as blocking runtimes do. A gradient sync runs beside the track from REDUCE until UPDATE
+message crosses, as blocking runtimes do; messages of one pair of ranks then cross in the order they are
+used. A gradient sync runs beside the track from REDUCE until UPDATE
 waits for it.
 
 Where no two channels share a wire each rank runs ahead as far as it can; else all ranks go forward together
@@ -134,6 +135,7 @@ class _Rank:
         self.now_s = 0.0
         self.held: tuple[_Op, int] | None = None
         """The operation it waits in, and the shift of its key."""
+        self.since_s = 0.0
         self.start_s = array("d")
         self.end_s = array("d")
 
@@ -182,8 +184,10 @@ class _Run:
         """Let a rank run until it must wait or, where order in time matters, until it has computed."""
         now = max(now, rank.now_s)
         held, rank.held = rank.held, None
+        since = rank.since_s if held else None
         for op, shift in chain((held,), rank.ops) if held else rank.ops:
             code, seconds, key = op.code, op.seconds, op.key + shift
+            begun = now if since is None else since
             if code == SEND:
                 self._sent(op, key, len(rank.start_s), now)
             elif code == RECEIVE:
@@ -198,16 +202,19 @@ class _Run:
                 if code != REDUCE or not self.overlap_reduce:
                     arrival = self.arrival_s.get(key)
                     if arrival is None or (self.in_order and arrival > now):
+                        rank.since_s = begun
                         self._hold(rank, op, shift, now, arrival)
                         return
                     if code != REDUCE:
                         del self.arrival_s[key]
                         now = max(now, arrival)
                     else:
-                        seconds = max(arrival - now, 0.0)
+                        # A sync that nothing runs beside lasts as long as its instruction.
+                        now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
             now += seconds
             rank.end_s.append(now)
+            since = None
             if seconds and self.in_order:
                 rank.now_s = now
                 heappush(self.agenda, (now, rank.number, 0, 0))
@@ -250,10 +257,11 @@ class _Run:
 
     def _set_out(self, parcel: _Parcel) -> None:
         channel = self.channels[parcel.channel]
-        if not self.in_order:
+        if not self.in_order or not channel.path.wires:
             start = max(parcel.ready_s, channel.free_s)
-            channel.free_s = start + self.network.seconds(channel.path, parcel.num_bytes)
-            self._arrive(channel, parcel, start, channel.free_s)
+            through = start + self.network.seconds(channel.path, parcel.num_bytes)
+            channel.free_s = through + parcel.late_s
+            self._arrive(channel, parcel, start, through)
         elif channel.is_busy:
             channel.queue.append(parcel)
         else:
@@ -344,9 +352,21 @@ class _Run:
         number = self.number_of_channel.get(ends)
         if number is None:
             number = self.number_of_channel[ends] = len(self.channels)
-            if source == destination:
-                path = self.network.sync_paths.get(source, Path(()))
-            else:
-                path = self.network.paths[ends]
+            path = self._sync_path(source) if source == destination else self._path(ends)
             self.channels.append(_Channel(source, destination, path))
         return number
+
+    def _path(self, ends: tuple[int, int]) -> Path:
+        path = self.network.paths.get(ends)
+        if path is None:
+            raise BiremeError(f"The network has no path from rank {ends[0]} to rank {ends[1]}, which talk.")
+        return path
+
+    def _sync_path(self, rank: int) -> Path:
+        path = self.network.sync_paths.get(rank)
+        if path is None and any(self.costs.reduce_bytes):
+            raise BiremeError(
+                f"The costs have reduce_bytes, but the network has no path for rank {rank}'s gradient sync. "
+                "Give sync_paths, or the time as reduce_s."
+            )
+        return Path(()) if path is None else path

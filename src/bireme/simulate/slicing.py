@@ -10,25 +10,28 @@ from bireme.simulate.simulator import simulate
 
 __all__ = ["solve_slices"]
 
-PATIENCE = 3
-"""Stop after so many numbers in a row that are no better: more slices only add work from there on."""
-
 
 def solve_slices(
-    costs: Costs, num_microbatches: int, network: Callable[[Program], Network] | None = None
+    costs: Costs,
+    num_microbatches: int,
+    network: Callable[[Program], Network] | None = None,
+    *,
+    recompute: bool = False,
+    overlap: bool = True,
 ) -> int:
     """The k of `1f1b-sliced` for these stage times; `network` joins a program's ranks."""
     num_stages = costs.num_stages
-    best_s, best, worse = float("inf"), 0, 0
-    for k in range(min(num_stages, num_microbatches) + 1):
+
+    def taken_s(k: int) -> float:
         program = generate(
-            "1f1b-sliced", num_stages=num_stages, num_microbatches=num_microbatches, num_sliced=k
+            "1f1b-sliced",
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_sliced=k,
+            recompute=range(num_stages) if recompute else (),
         )
-        taken_s = simulate(program, costs, network(program) if network else None).makespan_s
-        if taken_s < best_s * (1 - 1e-9):
-            best_s, best, worse = taken_s, k, 0
-        else:
-            worse += 1
-        if worse == PATIENCE:
-            break
-    return best
+        links = None if network is None else network(program)
+        return simulate(program, costs, links, overlap=overlap).makespan_s
+
+    all_s = [taken_s(k) for k in range(min(num_stages, num_microbatches) + 1)]
+    return next(k for k, one_s in enumerate(all_s) if one_s <= min(all_s) * (1 + 1e-9))

@@ -1,80 +1,115 @@
 """The critical path: the chain of instructions that set the pace of a window.
 
 Walk back from the instruction that ended last. What kept an instruction from starting earlier is whatever
-ended last before it: the instruction before it on its rank, or the message it waited for, and then the one
-that made the message.
+ended last before it: the instruction before it on its rank, or the message it waited for. What kept the
+message is the instruction that made it or, where its receive was posted only later, what the receiving rank
+did before that.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bireme.schedule.instruction import COMPUTE, RECEIVES, Message
-from bireme.timeline.timeline import BUSY, Interval, Timeline
+from bireme.schedule.instruction import COMPUTE, RECEIVES
+from bireme.timeline.timeline import BUSY, Interval, Timeline, Transfers
 
-__all__ = ["Link", "PathStep", "critical_path"]
+__all__ = ["PathStep", "critical_path"]
 
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """One step of the path: an instruction, and how long the path waited for a message before it."""
+    """One step of the path: an instruction, and how long the path stood still before it."""
 
     rank: int
     interval: Interval
     waited_s: float
 
 
+def critical_path(timeline: Timeline) -> Iterator[PathStep]:
+    """The steps that set the pace, last to first."""
+    walk = _Walk(timeline)
+    ends = [rank.end_s[-1] if rank.end_s else 0.0 for rank in timeline.ranks]
+    place = walk.busy(ends.index(max(ends)), None) if ends else None
+    while place is not None:
+        before = walk.before(place)
+        ended_s = 0.0 if before is None else timeline.ranks[before.rank].end_s[before.index]
+        interval = walk.interval(place)
+        yield PathStep(place.rank, interval, max(interval.start_s - ended_s, 0.0))
+        place = before
+
+
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Where a used message came from and when it was there."""
+class _Place:
+    """An instruction, by its rank and its index there."""
 
     rank: int
     index: int
-    arrived_s: float
 
 
-def critical_path(timeline: Timeline) -> list[PathStep]:
-    """The steps that set the pace, first to last."""
-    ranks = [list(rank.intervals()) for rank in timeline.ranks]
-    arrivals = _arrivals(timeline, ranks)
-    num_stages = timeline.program.num_stages
-    ends = [intervals[-1].end_s if intervals else 0.0 for intervals in ranks]
-    if not any(ranks):
-        return []
-    rank = ends.index(max(ends))
-    index = _busy_at_or_before(ranks[rank], len(ranks[rank]) - 1)
-    path: list[PathStep] = []
-    while index is not None:
-        interval = ranks[rank][index]
-        before = _busy_at_or_before(ranks[rank], index - 1)
-        local_s = 0.0 if before is None else ranks[rank][before].end_s
-        needed = interval.instruction.needs(num_stages) if interval.instruction.kind in COMPUTE else None
-        link = None if needed is None else arrivals.get((rank, needed))
-        if link is not None and link.arrived_s > local_s:
-            sender = _busy_at_or_before(ranks[link.rank], link.index)
-            made_s = 0.0 if sender is None else ranks[link.rank][sender].end_s
-            path.append(PathStep(rank, interval, max(interval.start_s - made_s, 0.0)))
-            rank, index = link.rank, sender
-        else:
-            path.append(PathStep(rank, interval, max(interval.start_s - local_s, 0.0)))
-            index = before
-    return path[::-1]
+class _Walk:
+    """Looks back from an instruction, without a picture of the whole timeline: that may be millions long."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.channels: dict[int, list[Transfers]] = {}
+        for transfers in timeline.transfers:
+            if not transfers.is_sync:
+                self.channels.setdefault(transfers.destination, []).append(transfers)
+
+    def interval(self, place: _Place) -> Interval:
+        rank = self.timeline.ranks[place.rank]
+        return Interval(
+            rank.track[place.index], place.index, rank.start_s[place.index], rank.end_s[place.index]
+        )
+
+    def busy(self, rank: int, below: int | None) -> _Place | None:
+        """The last instruction that uses the device below an index."""
+        track = self.timeline.ranks[rank].track
+        index = (len(track) if below is None else below) - 1
+        while index >= 0 and track[index].kind not in BUSY:
+            index -= 1
+        return _Place(rank, index) if index >= 0 else None
+
+    def before(self, place: _Place) -> _Place | None:
+        """What this instruction had to wait for."""
+        local = self.busy(place.rank, place.index)
+        local_s = 0.0 if local is None else self.timeline.ranks[local.rank].end_s[local.index]
+        found = self._message(place)
+        if found is None:
+            return local
+        transfers, number = found
+        if transfers.end_s[number] <= local_s:
+            return local
+        maker = self.busy(transfers.source, transfers.sent_by[number])
+        posted_s = self.timeline.ranks[place.rank].start_s[transfers.received_by[number]]
+        made_s = self.timeline.ranks[transfers.source].start_s[transfers.sent_by[number]]
+        if posted_s == transfers.start_s[number] > made_s:
+            return self.busy(place.rank, transfers.received_by[number])
+        return maker
+
+    def _message(self, place: _Place) -> tuple[Transfers, int] | None:
+        """The transfer that brought what this instruction uses."""
+        track = self.timeline.ranks[place.rank].track
+        instruction = track[place.index]
+        if instruction.kind not in COMPUTE:
+            return None
+        needed = instruction.needs(self.timeline.program.num_stages)
+        if needed is None:
+            return None
+        index = place.index
+        while index >= 0 and not (track[index].kind in RECEIVES and track[index].carries() == needed):
+            index -= 1
+        for received_by in (index, place.index):  # where communication blocks, the use is the receipt
+            for transfers in self.channels.get(place.rank, ()):
+                number = _position(transfers, received_by)
+                if number is not None:
+                    return transfers, number
+        return None
 
 
-def _busy_at_or_before(intervals: list[Interval], index: int) -> int | None:
-    while index >= 0 and intervals[index].instruction.kind not in BUSY:
-        index -= 1
-    return index if index >= 0 else None
-
-
-def _arrivals(timeline: Timeline, ranks: list[list[Interval]]) -> dict[tuple[int, Message], Link]:
-    arrivals = {}
-    for transfers in timeline.transfers:
-        if transfers.is_sync:
-            continue
-        for place, received_by in enumerate(transfers.received_by):
-            step = ranks[transfers.destination][received_by].instruction
-            message = step.carries() if step.kind in RECEIVES else step.needs(timeline.program.num_stages)
-            if message is not None:
-                arrivals[transfers.destination, message] = Link(
-                    transfers.source, transfers.sent_by[place], transfers.end_s[place]
-                )
-    return arrivals
+def _position(transfers: Transfers, received_by: int) -> int | None:
+    """Which transfer was received by that instruction; they are in order."""
+    number = bisect_left(transfers.received_by, received_by)
+    if number < len(transfers.received_by) and transfers.received_by[number] == received_by:
+        return number
+    return None

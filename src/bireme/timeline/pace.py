@@ -14,7 +14,7 @@ __all__ = ["Pace", "pace"]
 class Pace:
     """The share of the window that the critical path spends in one kind of work of one stage.
 
-    `kind` is None for time spent waiting for messages on their way to the stage.
+    `kind` is None for time in which the stage waited for messages or a gradient sync.
     """
 
     stage: int

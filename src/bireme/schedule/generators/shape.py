@@ -11,6 +11,10 @@ from bireme.schedule.weave import Orders
 __all__ = ["Schedule", "Shape", "backward", "forward"]
 
 
+MOST_PASSES = 1_000_000
+"""Forwards in a batch, over all stages; more is a slip of the pen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The numbers a schedule is made for.
@@ -35,6 +39,11 @@ class Shape:
         ):
             if count < 1:
                 raise BiremeError(f"A schedule needs at least one {what}, not {count}.")
+        if self.num_stages * self.num_microbatches > MOST_PASSES:
+            raise BiremeError(
+                f"{self.num_stages} stages and {self.num_microbatches} micro-batches are "
+                f"{self.num_stages * self.num_microbatches:,} forwards a batch; the most is {MOST_PASSES:,}."
+            )
         if self.lookahead < 0:
             raise BiremeError(f"A lookahead of {self.lookahead} cannot be: it is 0 or more micro-batches.")
         if self.num_stages % self.stages_per_rank:
@@ -75,7 +84,6 @@ class Schedule:
     check: Callable[[Shape], None] = _anything
     stages_per_rank: int = 1
     """How many stages a rank has unless the user says otherwise."""
-    splits_backward: bool = False
     slices: bool = False
     most_lookahead: Callable[[Shape], int] | None = None
     """The greatest lookahead of a shape, for schedules that have one."""

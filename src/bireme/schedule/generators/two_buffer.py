@@ -42,7 +42,7 @@ def refuse_short_batches(shape: Shape) -> None:
     if shape.num_microbatches < shape.num_stages:
         raise BiremeError(
             f"Two weight versions need at least as many micro-batches in a batch as stages, but "
-            f"{shape.num_microbatches} micro-batches meet {shape.num_stages} stages. Use "
+            f"there are {shape.num_microbatches} for {shape.num_stages} stages. Use "
             f"{shape.num_stages} or more micro-batches, fewer stages, or a schedule that drains (1f1b)."
         )
 

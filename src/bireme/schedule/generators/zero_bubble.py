@@ -48,5 +48,4 @@ ZERO_BUBBLE_H1 = Schedule(
     rule=Rule.SYNCHRONOUS,
     picture=PICTURE,
     orders=_orders,
-    splits_backward=True,
 )

@@ -104,5 +104,4 @@ ZERO_BUBBLE_V = Schedule(
     placement=_placement,
     check=_check,
     stages_per_rank=2,
-    splits_backward=True,
 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Message
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
+from bireme.schedule.ticks import circle
 
 __all__ = ["Standstill", "run_to_end"]
 
@@ -40,7 +41,7 @@ def run_to_end(program: Program, *, rendezvous: bool) -> Standstill | None:
         return None
     return Standstill(
         {number: rank.describe() for number, rank in stuck.items()},
-        _cycle({number: rank.waits_for for number, rank in stuck.items() if rank.waits_for is not None}),
+        circle({number: rank.waits_for for number, rank in stuck.items() if rank.waits_for is not None}),
     )
 
 
@@ -120,15 +121,3 @@ class _Rank:
             return f"rank {self.number} waits at {step} for rank {other} to post the receive"
         message = step.needs(self.program.num_stages)
         return f"rank {self.number} waits at {step} for rank {other} to send the {message}"
-
-
-def _cycle(waits_for: dict[int, int]) -> tuple[int, ...]:
-    for start in sorted(waits_for):
-        path: list[int] = []
-        rank = start
-        while rank in waits_for and rank not in path:
-            path.append(rank)
-            rank = waits_for[rank]
-        if rank in path:
-            return tuple(path[path.index(rank) :])
-    return ()
