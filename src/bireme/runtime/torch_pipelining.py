@@ -62,17 +62,23 @@ def torch_schedule(
     return runtime
 
 
-def torch_dry_run(program: Program) -> int:
-    """The unit steps that torch's own dry run finds for one batch, with torch's own communication."""
+def torch_dry_run(program: Program) -> Callable[[], int]:
+    """Torch's own dry run of one batch, ready to go: it puts in communication and counts unit steps."""
     private = _private_torch()
     ranks, num_stages = program.rank_of_stage, program.num_stages
-    lowered = private._add_send_recv(
-        _actions(private, program), stage_to_rank=lambda stage: ranks[stage], num_stages=num_stages
-    )
-    steps = private._simulate_comms_compute(
-        lowered, stage_to_rank=lambda stage: ranks[stage], num_stages=num_stages
-    )
-    return max(len(row) for row in steps.values())
+    actions = _actions(private, program)
+
+    def run() -> int:
+        copies = {rank: list(row) for rank, row in actions.items()}
+        lowered = private._add_send_recv(
+            copies, stage_to_rank=lambda stage: ranks[stage], num_stages=num_stages
+        )
+        steps = private._simulate_comms_compute(
+            lowered, stage_to_rank=lambda stage: ranks[stage], num_stages=num_stages
+        )
+        return max(len(row) for row in steps.values())
+
+    return run
 
 
 def _actions(private: Any, program: Program, *, comms: bool = False) -> dict[int, list[Any]]:

@@ -1,0 +1,235 @@
+"""Capture: from an unmodified module to a `Graph`, through torch.export.
+
+The module runs once on tensors that hold no numbers, so its weights may lie on the meta device and never
+exist. Training and evaluation are captured apart, because they are different programs. Parameters stay
+arguments, under the module's own names.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from bireme.errors import BiremeError
+from bireme.model.convert import converted
+from bireme.model.graph import Graph
+
+__all__ = ["Inputs", "Loss", "capture"]
+
+Inputs = Mapping[str, Any] | Sequence[Any]
+"""What the module is called with: by name, or by position."""
+
+Loss = Callable[[Any, Inputs], torch.Tensor]
+"""The loss from what the module returns and what it was called with."""
+
+
+def capture(
+    model: torch.nn.Module,
+    example_inputs: Inputs,
+    *,
+    loss: Loss | None = None,
+    training: bool = True,
+    name: str | None = None,
+) -> Graph:
+    """The graph of a module, for any batch size if the module allows it.
+
+    `example_inputs` are tensors whose first axis is the batch. Without `loss` the module must return one:
+    a scalar, or something with a scalar `loss` in it. The module is left as it was.
+    """
+    names: list[str] = []
+    whole = _Whole(model, loss, names)
+    inputs = _apart(example_inputs, model)
+    _batch_size(inputs)
+    was_training = model.training
+    model.train(training)
+    try:
+        exported, batch, any_batch = _exported(whole, inputs)
+    finally:
+        model.train(was_training)
+    return converted(
+        exported,
+        model,
+        name=name or type(model).__name__,
+        training=training,
+        batch=batch,
+        any_batch=any_batch,
+        outputs=tuple(names),
+    )
+
+
+DEPENDS_ON_NUMBERS = ("data-dependent", "DataDependent", "guard on", "_local_scalar_dense", "control flow")
+"""Words in torch's errors that tell of Python which looks at the numbers in a tensor."""
+
+
+class _Whole(torch.nn.Module):
+    """The module with its loss: tensors in, tensors out, and the names of those."""
+
+    def __init__(self, model: torch.nn.Module, loss: Loss | None, names: list[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+        def note(found: Mapping[str, torch.Tensor]) -> None:
+            names[:] = found
+
+        # A function, because export puts back whatever else a forward changes in its module.
+        self.note = note
+
+    def forward(self, inputs: Any) -> tuple[torch.Tensor, ...]:
+        extra = _switched_off(self.model)
+        returned = self.model(**inputs, **extra) if isinstance(inputs, dict) else self.model(*inputs, **extra)
+        named = _tensors(returned)
+        if self.loss is not None:
+            named = {"loss": self.loss(returned, inputs)} | {k: v for k, v in named.items() if k != "loss"}
+        self.note(named)
+        return tuple(named.values())
+
+
+def _switched_off(model: torch.nn.Module) -> dict[str, bool]:
+    """Keep a generation cache out of the graph: it is made in every forward and used by none of training."""
+    parameters = inspect.signature(model.forward).parameters
+    return {"use_cache": False} if "use_cache" in parameters else {}
+
+
+def _tensors(returned: Any) -> dict[str, torch.Tensor]:
+    """The tensors in what a module returns, by name: of a mapping, a dataclass, a sequence or alone."""
+    if isinstance(returned, torch.Tensor):
+        return {"loss" if returned.ndim == 0 else "output": returned}
+    if isinstance(returned, Mapping):
+        items = {str(key): value for key, value in returned.items()}
+    elif hasattr(returned, "__dataclass_fields__"):
+        items = {key: getattr(returned, key) for key in returned.__dataclass_fields__}
+    elif isinstance(returned, tuple | list):
+        items = {str(index): value for index, value in enumerate(returned)}
+    else:
+        items = {}
+    tensors = {key: value for key, value in items.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise BiremeError(
+            f"The model returns a {type(returned).__name__} without a tensor in it. It must return tensors: "
+            "one, or several in a tuple, a dict or a dataclass."
+        )
+    return tensors
+
+
+def _apart(inputs: Inputs, model: torch.nn.Module) -> Any:
+    """The inputs on the model's device, no two of them the same tensor: export would take them for one."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def moved(value: Any) -> Any:
+        return value.detach().to(device).clone() if isinstance(value, torch.Tensor) else value
+
+    if isinstance(inputs, Mapping):
+        return {key: moved(value) for key, value in inputs.items()}
+    return tuple(moved(value) for value in inputs)
+
+
+def _batch_size(inputs: Any) -> int:
+    values = inputs.values() if isinstance(inputs, dict) else inputs
+    sizes = {value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.ndim > 0}
+    if len(sizes) != 1:
+        raise BiremeError(
+            f"The example inputs have first axes of lengths {sorted(sizes)}. The first axis of each must be "
+            "the batch, and equally long."
+        )
+    return int(sizes.pop())
+
+
+class _Exported(NamedTuple):
+    """The exported program, the batch size of its shapes, and whether it holds for any other."""
+
+    program: ExportedProgram
+    batch: int
+    any_batch: bool
+
+
+def _exported(whole: _Whole, inputs: Any) -> _Exported:
+    # One sample would be taken for an axis of length one for ever; two tell it from other axes.
+    several = _twice(inputs) if _batch_size(inputs) == 1 else inputs
+
+    def batch_axis(value: Any) -> Any:
+        return {0: Dim.DYNAMIC} if isinstance(value, torch.Tensor) and value.ndim > 0 else None
+
+    if isinstance(inputs, dict):
+        shapes: Any = {key: batch_axis(value) for key, value in inputs.items()}
+    else:
+        shapes = tuple(batch_axis(value) for value in inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            exported = torch.export.export(whole, (several,), dynamic_shapes=(shapes,), strict=False)
+        except Exception:  # torch raises dozens of kinds here; what matters is whether a fixed shape works
+            return _Exported(_exported_for_one_shape(whole, inputs), _batch_size(inputs), any_batch=False)
+    if not any(_is_symbolic(node) for node in exported.graph.nodes):
+        return _Exported(_exported_for_one_shape(whole, inputs), _batch_size(inputs), any_batch=False)
+    return _Exported(exported, _batch_size(several), any_batch=True)
+
+
+def _twice(inputs: Any) -> Any:
+    """The same samples twice."""
+
+    def doubled(value: Any) -> Any:
+        is_batched = isinstance(value, torch.Tensor) and value.ndim > 0
+        return torch.cat([value, value]) if is_batched else value
+
+    if isinstance(inputs, dict):
+        return {key: doubled(value) for key, value in inputs.items()}
+    return tuple(doubled(value) for value in inputs)
+
+
+def _is_symbolic(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        node.op == "placeholder"
+        and isinstance(value, torch.Tensor)
+        and any(not isinstance(n, int) for n in value.shape)
+    )
+
+
+def _exported_for_one_shape(whole: _Whole, inputs: Any) -> ExportedProgram:
+    try:
+        return torch.export.export(whole, (inputs,), strict=False)
+    except BiremeError:
+        raise
+    except Exception as error:
+        raise BiremeError(_why_not(error, whole.model)) from error
+
+
+def _why_not(error: Exception, model: torch.nn.Module) -> str:
+    """In one sentence, which line of the model is in the way, and what to do."""
+    line = _line_of_model(error, model)
+    text = str(error).strip()
+    reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    sentence = f"{type(model).__name__} cannot be captured{line}: {reason}. "
+    if any(sign in f"{type(error).__name__} {text}" for sign in DEPENDS_ON_NUMBERS):
+        sentence += (
+            "Python that depends on the numbers in a tensor cannot be a graph. Write that line without it"
+        )
+    else:
+        sentence += "See that the model runs with these inputs by itself"
+    return f"{sentence}, or give it as a chain: an nn.Sequential or a list of modules to run one by one."
+
+
+def _line_of_model(error: Exception, model: torch.nn.Module) -> str:
+    """The innermost line of the traceback that belongs to one of the model's own modules."""
+    own = {inspect.getsourcefile(type(module)) for module in model.modules() if _has_source(module)}
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename in own:
+            found = f" because of {code.co_filename}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _has_source(module: torch.nn.Module) -> bool:
+    if type(module).__module__.startswith("torch."):
+        return False
+    try:
+        return inspect.getsourcefile(type(module)) is not None
+    except TypeError:
+        return False

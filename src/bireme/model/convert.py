@@ -1,0 +1,316 @@
+"""From torch's exported program to a `Graph`: the same operators, with names and words instead of objects."""
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from bireme.errors import BiremeError
+from bireme.model.flops import flops_of
+from bireme.model.graph import Argument, Graph, Operator, Output, Reference, State, Token, Value
+from bireme.model.length import Length
+
+__all__ = ["converted", "dtype_name"]
+
+CHECKS = frozenset(
+    {
+        "aten._assert_tensor_metadata.default",
+        "aten._assert_scalar.default",
+        "aten._assert_async.msg",
+        "aten.sym_constrain_range_for_size.default",
+        "aten.sym_constrain_range.default",
+    }
+)
+"""Operators that only make sure of what capture has seen."""
+
+INSIDE = "model."
+"""Under this name the module lies in the one that is exported."""
+
+
+def converted(
+    exported: ExportedProgram,
+    model: torch.nn.Module,
+    *,
+    name: str,
+    training: bool,
+    batch: int,
+    any_batch: bool,
+    outputs: tuple[str, ...],
+) -> Graph:
+    """The graph of an exported program of a module."""
+    states = _States(exported, model)
+    reader = _Reader(states.names)
+    inputs = []
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            kind = states.kinds[node.name]
+            if kind is InputKind.USER_INPUT:
+                value = node.meta.get("val")
+                reader.names[node] = Reference(node.name.removeprefix("inputs_"))
+                if isinstance(value, torch.Tensor):
+                    inputs.append(_value(node.name.removeprefix("inputs_"), value))
+            else:
+                reader.names[node] = Reference(states.names[node.name])
+    reader.read(exported.graph_module, no_grad=False)
+    (results,) = next(node for node in exported.graph.nodes if node.op == "output").args
+    shown = results[-len(outputs) :] if outputs else ()
+    return Graph(
+        name=name,
+        training=training,
+        batch=batch,
+        any_batch=any_batch,
+        inputs=tuple(inputs),
+        parameters=states.of(InputKind.PARAMETER),
+        buffers=states.of(InputKind.BUFFER),
+        constants=states.of(InputKind.CONSTANT_TENSOR),
+        operators=tuple(reader.operators),
+        outputs=tuple(
+            Output(output, reader.argument(node)) for output, node in zip(outputs, shown, strict=True)
+        ),
+    )
+
+
+class _States:
+    """The parameters, buffers and constants of a program, each once under its first name in the module."""
+
+    def __init__(self, exported: ExportedProgram, model: torch.nn.Module) -> None:
+        self.kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}
+        self.names: dict[str, str] = {}
+        self.found: dict[InputKind, dict[str, State]] = {}
+        first = _first_names(model)
+        aliases = _aliases(first)
+        for spec in exported.graph_signature.input_specs:
+            if spec.kind is InputKind.USER_INPUT or spec.target is None:
+                continue
+            own = spec.target.removeprefix(INSIDE)
+            state_name = first.get(own, own)
+            self.names[spec.arg.name] = state_name
+            tensor = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+            if not isinstance(tensor, torch.Tensor):
+                raise BiremeError(
+                    f"The model holds {own}, a {type(tensor).__name__}; only tensors can be moved."
+                )
+            is_parameter = spec.kind is InputKind.PARAMETER
+            self.found.setdefault(spec.kind, {})[state_name] = State(
+                name=state_name,
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                is_parameter=is_parameter,
+                trainable=is_parameter and tensor.requires_grad,
+                persistent=spec.persistent is not False,
+                aliases=tuple(aliases.get(state_name, ())),
+                data=_data(tensor) if spec.kind is InputKind.CONSTANT_TENSOR else None,
+            )
+
+    def of(self, kind: InputKind) -> tuple[State, ...]:
+        return tuple(self.found.get(kind, {}).values())
+
+
+def _first_names(model: torch.nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _aliases(first: dict[str, str]) -> dict[str, list[str]]:
+    aliases: dict[str, list[str]] = {}
+    for name, original in first.items():
+        if name != original:
+            aliases.setdefault(original, []).append(name)
+    return aliases
+
+
+def _data(tensor: torch.Tensor) -> bytes:
+    if tensor.device.type == "meta":
+        raise BiremeError("The model makes a tensor from numbers on the meta device, where there are none.")
+    return (
+        bytes(tensor.detach().contiguous().cpu().view(torch.uint8).flatten().tolist())
+        if tensor.numel()
+        else b""
+    )
+
+
+class _Reader:
+    """Goes through the nodes of a graph module and of those inside it, and writes down the operators."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self.names: dict[torch.fx.Node, Argument] = {}
+        self.operators: list[Operator] = []
+        self.taken = set(names.values())
+
+    def read(self, module: torch.fx.GraphModule, *, no_grad: bool) -> None:
+        nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+        for node in nodes:
+            target = str(node.target)
+            if target in CHECKS or (
+                node.target is operator.getitem and node.args[0] in self.names and self._take(node)
+            ):
+                continue
+            if target == "wrap_with_set_grad_enabled":
+                enabled, inner, *given = node.args
+                self._inline(module, node, inner, given, no_grad=not enabled)
+            elif target == "wrap_with_autocast":
+                _device, _dtype, enabled, _cache, inner, *given = node.args
+                if enabled:
+                    raise BiremeError(
+                        "The model switches autocast on inside its forward. Choose the precision of training "
+                        "instead, and leave autocast to Bireme."
+                    )
+                self._inline(module, node, inner, given, no_grad=no_grad)
+            elif not isinstance(node.meta.get("val"), torch.SymInt):
+                self._operator(node, no_grad=no_grad)
+
+    def _inline(
+        self,
+        module: torch.fx.GraphModule,
+        node: torch.fx.Node,
+        inner: Any,
+        given: list[Any],
+        *,
+        no_grad: bool,
+    ) -> None:
+        inside = getattr(module, str(inner.target))
+        places = [n for n in inside.graph.nodes if n.op == "placeholder"]
+        for place, argument in zip(places, given, strict=True):
+            self.names[place] = self.argument(argument)
+        self.read(inside, no_grad=no_grad)
+        (results,) = next(n for n in inside.graph.nodes if n.op == "output").args
+        self.names[node] = tuple(self.argument(result) for result in results)
+
+    def _take(self, node: torch.fx.Node) -> bool:
+        """A part of a result that has been read already needs no operator."""
+        whole = self.names[node.args[0]]  # type: ignore[index]
+        place = node.args[1]
+        if isinstance(whole, tuple) and isinstance(place, int):
+            self.names[node] = whole[place]
+            return True
+        return False
+
+    def _operator(self, node: torch.fx.Node, *, no_grad: bool) -> None:
+        result = node.meta.get("val")
+        is_tuple = isinstance(result, tuple | list)
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        base = self._fresh(node.name)
+        outputs = tuple(
+            _value(f"{base}.{place}" if is_tuple else base, value) if _is_value(value) else None
+            for place, value in enumerate(results)
+        )
+        arguments = self.argument(node.args)
+        assert isinstance(arguments, tuple)
+        keywords = tuple((key, self.argument(value)) for key, value in node.kwargs.items())
+        self.operators.append(
+            Operator(
+                target=_target_name(node.target),
+                arguments=arguments,
+                keywords=keywords,
+                outputs=outputs,
+                is_tuple=is_tuple,
+                no_grad=no_grad,
+                mutates=tuple(self._mutated(node)),
+                is_random=_has_tag(node, torch.Tag.nondeterministic_seeded),
+                is_pointwise=_has_tag(node, torch.Tag.pointwise),
+                flops=flops_of(node),
+                module=_module(node),
+            )
+        )
+        references = tuple(None if value is None else Reference(value.name) for value in outputs)
+        self.names[node] = references if is_tuple else references[0]
+
+    def _fresh(self, name: str) -> str:
+        fresh, count = name, 0
+        while fresh in self.taken:
+            count += 1
+            fresh = f"{name}_{count}"
+        self.taken.add(fresh)
+        return fresh
+
+    def _mutated(self, node: torch.fx.Node) -> Iterator[str]:
+        schema = getattr(node.target, "_schema", None)
+        for place, argument in enumerate(schema.arguments if schema else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+                written = self.argument(given)
+                if isinstance(written, Reference):
+                    yield written.name
+        if str(node.target) == "aten.batch_norm.default" and node.args[5]:
+            # Its schema hides that it moves the running statistics in training.
+            for given in node.args[3:5]:
+                written = self.argument(given)
+                if isinstance(written, Reference):
+                    yield written.name
+
+    def argument(self, given: Any) -> Argument:
+        match given:
+            case torch.fx.Node():
+                length = given.meta.get("val")
+                if isinstance(length, torch.SymInt):
+                    return Token("length", str(_length(length)))
+                return self.names[given]
+            case tuple() | list():
+                return tuple(self.argument(part) for part in given)
+            case slice():
+                return (Token("slice"), *(self.argument(p) for p in (given.start, given.stop, given.step)))
+            case None | bool() | int() | str():
+                return given
+            case float():
+                return given if math.isfinite(given) else Token("float", str(given))
+            case torch.dtype():
+                return Token("dtype", dtype_name(given))
+            case torch.device():
+                return Token("device")
+            case torch.layout():
+                return Token("layout", str(given).removeprefix("torch."))
+            case torch.memory_format():
+                return Token("memory_format", str(given).removeprefix("torch."))
+        raise BiremeError(
+            f"The model calls an operator with a {type(given).__name__}, which no graph can hold."
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _value(name: str, value: Any) -> Value:
+    if isinstance(value, torch.Tensor):
+        return Value(name, tuple(_length(n) for n in value.shape), dtype_name(value.dtype))
+    return Value(name, (), "number")
+
+
+def _length(n: Any) -> Length:
+    if isinstance(n, int):
+        return n
+    expression = n.node.expr
+    b = sympy.Symbol("b", integer=True, positive=True)
+    return str(expression.subs(dict.fromkeys(expression.free_symbols, b)))
+
+
+def _target_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{target.__module__.removeprefix('_')}.{target.__name__}"
+
+
+def _has_tag(node: torch.fx.Node, tag: torch.Tag) -> bool:
+    return tag in getattr(node.target, "tags", ())
+
+
+def _module(node: torch.fx.Node) -> str:
+    """The qualified name of the module whose forward made the call."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [name for name, _ in stack.values()]
+    return str(names[-1]).removeprefix("model").removeprefix(".") if names else ""

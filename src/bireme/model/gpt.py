@@ -1,0 +1,165 @@
+"""A built-in GPT in plain PyTorch: a decoder-only transformer with layer norm ahead of each half.
+
+It is small enough to read, needs nothing but torch, and is treated like any other module. Every module that
+owns parameters fills them in its own `reset_parameters`, so any part of the model can be made alone.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from bireme.errors import BiremeError
+
+__all__ = ["GPT", "GPTConfig"]
+
+DEVIATION = 0.02
+"""The standard deviation of new weights; of those that write to the residual stream less."""
+
+IGNORED = -100
+"""A label that does not count in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The sizes of a GPT.
+
+    `width` is the length of a token's vector, `vocab` how many tokens there are, `context` how many of them
+    the model can look at. With `tied` the head multiplies by the weights of the token embedding.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    context: int
+    dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocab", "context"):
+            if getattr(self, name) < 1:
+                raise BiremeError(f"A GPT's {name} is {getattr(self, name)}; it must be at least 1.")
+        if self.width % self.heads:
+            raise BiremeError(
+                f"A GPT's width is {self.width} and its heads are {self.heads}. Every head gets an equal "
+                f"part: make the width a multiple, such as {-(-self.width // self.heads) * self.heads}."
+            )
+        if not 0 <= self.dropout < 1:
+            raise BiremeError(f"A GPT's dropout is {self.dropout}; it must be at least 0 and less than 1.")
+
+
+class GPT(nn.Module):
+    """Token and position embedding, the layers, a norm and the head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = _Embedding(config.vocab, config.width)
+        self.positions = _Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = _Linear(config.width, config.vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The `logits` for every place in a batch of token ids, and with labels the mean `loss`.
+
+        Labels are token ids in the same places as the input's: the shift to the next token happens here. A
+        label of -100 does not count.
+        """
+        length = input_ids.shape[1]
+        if length > self.config.context:
+            raise BiremeError(
+                f"A sequence has {length} tokens, but this GPT looks at {self.config.context}. Give a larger "
+                "context, or shorter sequences."
+            )
+        x = self.tokens(input_ids) + self.positions(torch.arange(length, device=input_ids.device))
+        x = self.dropout(x)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return {"logits": logits}
+        predicted, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": F.cross_entropy(predicted, wanted, ignore_index=IGNORED), "logits": logits}
+
+
+class _Layer(nn.Module):
+    """The attention half and the feed-forward half, each added to what it reads."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = _Attention(config)
+        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.feed_forward = _FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended: Tensor = x + self.attention(self.attention_norm(x))
+        fed: Tensor = attended + self.feed_forward(self.feed_forward_norm(attended))
+        return fed
+
+
+class _Attention(nn.Module):
+    """Every token looks at itself and at those before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query_key_value = _Linear(config.width, 3 * config.width)
+        self.out = _Linear(config.width, config.width, deviation=_residual_deviation(config))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.query_key_value(x).chunk(3, dim=-1)
+        )
+        dropout = self.dropout.p if self.training else 0.0
+        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        out: Tensor = self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
+        return out
+
+
+class _FeedForward(nn.Module):
+    """Up to four times the width and down again."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = _Linear(config.width, 4 * config.width)
+        self.down = _Linear(4 * config.width, config.width, deviation=_residual_deviation(config))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.dropout(self.down(F.gelu(self.up(x))))
+        return down
+
+
+def _residual_deviation(config: GPTConfig) -> float:
+    # Two halves of every layer add to the residual stream; so their sum keeps its size with any depth.
+    return DEVIATION / math.sqrt(2 * config.layers)
+
+
+class _Linear(nn.Linear):
+    """A linear map with normally distributed weights and a bias of zero."""
+
+    def __init__(self, wide: int, out: int, *, bias: bool = True, deviation: float = DEVIATION) -> None:
+        self.deviation = deviation  # read by reset_parameters, which the base class calls
+        super().__init__(wide, out, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.deviation)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class _Embedding(nn.Embedding):
+    """A table with normally distributed rows."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=DEVIATION)

@@ -1,0 +1,297 @@
+"""Where a model comes from, in one notation for files and the command line.
+
+`gpt:layers=8,width=256,heads=8,vocab=256,context=128` is the built-in GPT, `hf:FOLDER` any transformers model
+by its `config.json`, `python:package.module:function` whatever a function makes. A model is made on the meta
+device unless another is asked for, so that it costs no memory. The network is never used, and code that lies
+in a model's folder is never run.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bireme.errors import BiremeError, closest
+from bireme.model.examples import example_inputs
+from bireme.model.gpt import GPT, GPTConfig
+
+__all__ = ["NOTATIONS", "Source", "load_source"]
+
+NOTATIONS = (
+    "gpt:layers=8,width=256,heads=8,vocab=256,context=128",
+    "hf:FOLDER",
+    "python:package.module:function",
+)
+"""How a model can be named, by example."""
+
+FITTING = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+)
+"""Where transformers lists the models that a configuration can be of, by task, the likeliest task first."""
+
+ON_META = (
+    "It runs with meta as torch's default device, where tensors hold no numbers; make those whose numbers "
+    'the code reads with device="cpu".'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model and what to call it with. `folder` is where its weights lie, None where there are none."""
+
+    text: str
+    model: nn.Module
+    example_inputs: dict[str, Tensor]
+    folder: Path | None = None
+
+
+def load_source(
+    text: str, *, batch: int = 1, length: int | None = None, device: str = "meta", training: bool = True
+) -> Source:
+    """The model that `text` names, in training or evaluation mode, with inputs of `batch` samples.
+
+    `length` is that of made sequences where the source leaves it open. Weights in a folder are not read.
+    """
+    for name, number in (("batch", batch), ("length", length)):
+        if number is not None and number < 1:
+            raise BiremeError(f"The {name} is {number}; it must be at least 1.")
+    try:
+        where = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise BiremeError(f"There is no device {device!r} here. Write cpu, cuda, cuda:1 or meta.") from error
+    kind, colon, rest = text.partition(":")
+    folder = None
+    match kind if colon else "":
+        case "gpt":
+            model, inputs = _from_sizes(rest, batch, where)
+        case "hf":
+            model, inputs = _from_folder(Path(rest), batch, length, where)
+            folder = Path(rest) if _has_weights(Path(rest)) else None
+        case "python":
+            model, inputs = _from_function(rest, batch, length, where)
+        case _:
+            raise BiremeError(f"There is no model source {text!r}. Write one of: {', '.join(NOTATIONS)}.")
+    return Source(text, model.train(training), inputs, folder)
+
+
+Made = tuple[nn.Module, dict[str, Tensor]]
+
+
+def _from_sizes(text: str, batch: int, device: torch.device) -> Made:
+    config = _gpt_config(text)
+    with device:
+        model = GPT(config)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab, (batch, config.context), generator=generator).to(device)
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def _gpt_config(text: str) -> GPTConfig:
+    fields = {field.name: field for field in dataclasses.fields(GPTConfig)}
+    given: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise BiremeError(f"gpt: has {part!r}, which is not of the form key=value, such as layers=8.")
+        if key not in fields:
+            raise BiremeError(f"gpt: has an unknown key {key!r}. {closest(key, fields)}")
+        if key in given:
+            raise BiremeError(f"gpt: has the key {key!r} twice. Leave one of them out.")
+        given[key] = _number(key, value, fields[key].type)
+    missing = [
+        name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given
+    ]
+    if missing:
+        raise BiremeError(f"gpt: lacks {', '.join(missing)}. Write it like {NOTATIONS[0]}.")
+    return GPTConfig(**given)
+
+
+def _number(key: str, value: str, kind: Any) -> int | float | bool:
+    if kind is bool:
+        if value in ("true", "false"):
+            return value == "true"
+        raise BiremeError(f"gpt: has {key}={value}; {key} must be true or false.")
+    try:
+        number: int | float = kind(value)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise BiremeError(f"gpt: has {key}={value}; {key} must be {wanted}.") from None
+    return number
+
+
+def _from_folder(folder: Path, batch: int, length: int | None, device: torch.device) -> Made:
+    content = _config_content(folder)
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise BiremeError(
+            f"hf:{folder} needs the transformers package ({_reason(error)}); install bireme[hf]."
+        ) from error
+    kind = content.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        named = f"the model_type {kind!r}, which transformers {transformers.__version__} does not know"
+        remedy = (
+            "The code of such a model lies beside it, and Bireme never runs code from a model's folder. Load "
+            f"it in a function of your own, given as {NOTATIONS[2]}."
+            if content.get("auto_map")
+            else "Try a newer transformers."
+        )
+        raise BiremeError(f"{folder}/config.json has {named if kind else 'no model_type'}. {remedy}")
+    load = transformers.AutoConfig.from_pretrained
+    try:
+        with _offline(), device:
+            config = load(str(folder), local_files_only=True, trust_remote_code=False)
+            model = _model_class(transformers, config)(config)
+    except Exception as error:  # a configuration's mistakes come as whatever the model stumbles over
+        raise BiremeError(f"No model can be made from {folder}/config.json: {_reason(error)}.") from error
+    return model, example_inputs(model, config, batch, length)
+
+
+def _config_content(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise BiremeError(
+            f"There is no folder {folder}. hf: takes one with a config.json; nothing is downloaded."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BiremeError(
+            f"The folder {folder} has no config.json, so it holds no transformers model."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BiremeError(f"{path} cannot be read: {_reason(error)}.") from error
+    if not isinstance(content, dict):
+        raise BiremeError(f"{path} must hold one JSON object, not a {type(content).__name__}.")
+    return content
+
+
+def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
+    """The class that the configuration names, else the one of the likeliest task."""
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
+    for task in FITTING:
+        mapping = getattr(transformers, task, {})
+        if type(config) in mapping:
+            fitting: Any = mapping[type(config)]
+            return fitting[0] if isinstance(fitting, tuple) else fitting  # type: ignore[no-any-return]
+    raise LookupError(f"transformers has no model with a loss for the model_type {config.model_type!r}")
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Some models would fetch a part of theirs when they are made."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def _from_function(path: str, batch: int, length: int | None, device: torch.device) -> Made:
+    function = _function(path)
+    try:
+        with device:
+            made = function()
+    except BiremeError:
+        raise
+    except Exception as error:
+        hint = f" {ON_META}" if device.type == "meta" and "meta" in str(error) else ""
+        raise BiremeError(f"{path} fails: {_reason(error)}.{hint}") from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise BiremeError(
+            f"{path} returns {_kind(made)}. It must return a torch.nn.Module, or (module, example inputs)."
+        )
+    try:
+        model = model.to(device)
+    except NotImplementedError as error:
+        raise BiremeError(f"The model of {path} cannot be moved to {device}: {_reason(error)}.") from error
+    if inputs is not None:
+        return model, _own_inputs(path, model, inputs, batch, device)
+    if getattr(model, "config", None) is None:
+        raise BiremeError(
+            f"{path} returns a {type(model).__name__} without inputs, and without a config to make them "
+            "from. Return (module, example inputs)."
+        )
+    return model, example_inputs(model, model.config, batch, length)
+
+
+def _function(path: str) -> Callable[[], Any]:
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise BiremeError(f"python:{path} names no function. Write {NOTATIONS[2]}.")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the module, and that can fail in any way
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise BiremeError(
+                f"There is no Python module {missing}. Install it, or put its folder on PYTHONPATH."
+            ) from None
+        raise BiremeError(f"The Python module {module_name} cannot be imported: {_reason(error)}.") from error
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        hint = closest(name, public) if public else "It has nothing public."
+        raise BiremeError(f"The Python module {module_name} has no {name!r}. {hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise BiremeError(
+            f"{path} is {_kind(function)}, not a function. It must be one that returns a torch.nn.Module."
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _own_inputs(
+    path: str, model: nn.Module, given: Any, batch: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The function's inputs by name, their samples repeated or left out to make the batch."""
+    if isinstance(given, Tensor):
+        given = (given,)
+    names = list(inspect.signature(model.forward).parameters)
+    if isinstance(given, tuple | list) and len(given) <= len(names):
+        given = dict(zip(names, given, strict=False))
+    if not isinstance(given, Mapping) or not given or not all(_is_sample_tensor(v) for v in given.values()):
+        raise BiremeError(
+            f"The example inputs of {path} do not fit. They must be tensors whose first axis is the batch: "
+            "in a dict by the names of the model's forward, or in its order in a tuple."
+        )
+    rows = torch.arange(batch, device=device)
+    return {name: value.to(device)[rows % len(value)] for name, value in given.items()}
+
+
+def _is_sample_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) > 0
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line]
+    text = " ".join(line.strip() for line in lines[:2]).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,262 @@
+"""The chain of units: a graph cut wherever it is narrow.
+
+A value is *free* when it depends on inputs but on no parameter, such as a mask or a position table: it is
+made again where it is needed and never sent. What is left live between two operators must cross if the
+graph is cut there. A cut is narrow where that is one tensor. Between two operators that multiply by weights
+one narrow cut is enough: the one with the fewest bytes, of these one between two layers, and else the first.
+
+Some values are live for most of a model, such as an encoder's output for all of the decoder, and would leave
+no narrow cut there. A value that whole layers pass by is taken out of the count; it crosses every cut on its
+way beside the one tensor.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bireme.model.graph import Argument, Graph, Reference, Token, Value
+
+__all__ = ["Unit", "units_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest piece the planner may move.
+
+    `operators` are the places in the graph of what it runs, those included whose free values it makes for
+    itself. `receives` and `sends` are the names of the tensors that cross its two borders, those that only
+    pass through included. Units of the same `structure` do the same work on other weights.
+    """
+
+    index: int
+    name: str
+    operators: tuple[int, ...]
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+    structure: str
+
+
+def units_of(graph: Graph) -> tuple[Unit, ...]:
+    """The units of a graph, in order; at least one."""
+    flow = _Flow(graph)
+    bounds = [0, *flow.cuts(), len(graph.operators)]
+    return tuple(flow.unit(index, begin, end) for index, (begin, end) in enumerate(pairwise(bounds)))
+
+
+class _Flow:
+    """What depends on what, and what is live where."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.states = {s.name: s for s in (*graph.parameters, *graph.buffers, *graph.constants)}
+        self.parameters = {parameter.name for parameter in graph.parameters}
+        self.made_by = {
+            value.name: place
+            for place, operator in enumerate(graph.operators)
+            for value in operator.outputs
+            if value is not None
+        }
+        self.values: dict[str, Value] = {
+            value.name: value for op in graph.operators for value in op.outputs if value is not None
+        }
+        self.is_free = self._free()
+        self.last_use = self._last_uses()
+        self.layer = [_layer(operator.module) for operator in graph.operators]
+
+    def _free(self) -> list[bool]:
+        """For each operator whether it is made again where it is needed."""
+        free: list[bool] = []
+        touched: set[str] = {name for operator in self.graph.operators for name in operator.mutates}
+        for operator in self.graph.operators:
+            depends = any(
+                name in self.parameters
+                or name in touched
+                or (name in self.made_by and not free[self.made_by[name]])
+                for name in operator.reads()
+            )
+            free.append(not depends and not operator.is_random and not operator.mutates)
+        return free
+
+    def _last_uses(self) -> dict[str, int]:
+        return {
+            name: place
+            for place, operator in enumerate(self.graph.operators)
+            for name in operator.reads()
+            if name in self.made_by
+        }
+
+    def cuts(self) -> list[int]:
+        """Where to cut: places in the list of operators, right before the one there."""
+        operators = self.graph.operators
+        heavy = self._multiplying()
+        best: dict[int, tuple[int, bool, int]] = {}
+        group = 0
+        live: dict[str, None] = {}
+        pass_by = self._passing_by()
+        for place in range(1, len(operators)):
+            group += place - 1 in heavy
+            self._advance(live, place)
+            counted = [name for name in live if name not in pass_by]
+            if len(counted) == 1 and 0 < group < len(heavy) and self._can_cross(live, place):
+                num_bytes = sum(self.values[name].num_bytes(self.graph.batch) for name in live)
+                candidate = num_bytes, self.layer[place - 1] == self.layer[place], place
+                best[group] = min(best.get(group, candidate), candidate)
+        return sorted(place for _, _, place in best.values())
+
+    def _advance(self, live: dict[str, None], place: int) -> None:
+        """From what is live before the operator ahead of `place` to what is live behind it."""
+        operator = self.graph.operators[place - 1]
+        for name in operator.reads():
+            if self.last_use.get(name) == place - 1:
+                live.pop(name, None)
+        if not self.is_free[place - 1]:
+            live.update((v.name, None) for v in operator.outputs if v is not None and v.name in self.last_use)
+
+    def _multiplying(self) -> set[int]:
+        """The operators that work with a matrix of weights; of look-ups in a row only the last."""
+        heavy = [
+            place
+            for place, operator in enumerate(self.graph.operators)
+            if not operator.is_pointwise
+            and any(self._is_matrix(n) for n in operator.reads() if n in self.parameters)
+        ]
+        looks_up = [self.graph.operators[place].target.startswith("aten.embedding.") for place in heavy]
+        following = [*looks_up[1:], False]
+        return {
+            p for p, one, next_one in zip(heavy, looks_up, following, strict=True) if not (one and next_one)
+        }
+
+    def _is_matrix(self, name: str) -> bool:
+        return sum(length > 1 for length in self.states[name].shape) > 1
+
+    def _passing_by(self) -> set[str]:
+        """The values that several layers use, or that a whole layer lies between."""
+        spans: dict[str, list[int]] = {}
+        for place, layer in enumerate(self.layer):
+            if layer:
+                spans.setdefault(layer, [place, place])[1] = place
+        used_in: dict[str, set[str]] = {}
+        for place, operator in enumerate(self.graph.operators):
+            for name in operator.reads():
+                if name in self.made_by and self.layer[place]:
+                    used_in.setdefault(name, set()).add(self.layer[place])
+        found = set()
+        for name, last in self.last_use.items():
+            made = self.made_by[name]
+            if self.is_free[made]:
+                continue
+            inside = any(made < begin and end < last for begin, end in spans.values())
+            if inside or len(used_in.get(name, ())) > 1:
+                found.add(name)
+        return found
+
+    def _can_cross(self, live: Iterable[str], place: int) -> bool:
+        """Only tensors cross, and none that is written to later: its maker would not see that."""
+        operators = self.graph.operators
+        return all(
+            self.values[name].dtype != "number"
+            and not any(name in operator.mutates for operator in operators[place : self.last_use[name] + 1])
+            for name in live
+        )
+
+    def live_at(self, place: int) -> tuple[str, ...]:
+        """What crosses a cut right before the operator at `place`, in the order it is made."""
+        return tuple(
+            name
+            for name, made in self.made_by.items()
+            if not self.is_free[made] and made < place <= self.last_use.get(name, -1)
+        )
+
+    def unit(self, index: int, begin: int, end: int) -> Unit:
+        """The unit between two cuts."""
+        own = [place for place in range(begin, end) if not self.is_free[place]]
+        free = self._free_for(own)
+        places = tuple(sorted((*free, *own)))
+        read = {name: None for place in places for name in self.graph.operators[place].reads()}
+        outside = {value.name for value in self.graph.inputs}
+        buffers = {buffer.name for buffer in self.graph.buffers}
+        return Unit(
+            index=index,
+            name=self._name(own),
+            operators=places,
+            receives=self.live_at(begin),
+            sends=self.live_at(end),
+            parameters=tuple(name for name in read if name in self.parameters),
+            buffers=tuple(name for name in read if name in buffers),
+            inputs=tuple(name for name in read if name in outside),
+            structure=self._structure(places, self.live_at(begin), self.live_at(end)),
+        )
+
+    def _free_for(self, own: list[int]) -> tuple[int, ...]:
+        """The free operators that these need, directly or through others, in order."""
+        needed: set[int] = set()
+        todo = list(own)
+        while todo:
+            for name in self.graph.operators[todo.pop()].reads():
+                made = self.made_by.get(name)
+                if made is not None and self.is_free[made] and made not in needed:
+                    needed.add(made)
+                    todo.append(made)
+        return tuple(sorted(needed))
+
+    def _name(self, own: list[int]) -> str:
+        """The innermost module that all multiplying operators of the unit belong to."""
+        heavy = self._multiplying()
+        modules = [self.graph.operators[p].module.split(".") for p in own if p in heavy]
+        if not modules:
+            modules = [self.graph.operators[p].module.split(".") for p in own] or [[]]
+        common = []
+        for parts in zip(*modules, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        return ".".join(common) or self.graph.name
+
+    def _structure(self, places: tuple[int, ...], receives: tuple[str, ...], sends: tuple[str, ...]) -> str:
+        """A hash that is the same for units that differ in names only."""
+        number: dict[str, str] = {name: f"r{i}" for i, name in enumerate(receives)}
+        lines = [f"{self.graph.training} {self.graph.batch if not self.graph.any_batch else 'b'}"]
+        lines += [f"{number[name]} {self._shape(name)}" for name in receives]
+        for place in places:
+            operator = self.graph.operators[place]
+            for name in operator.reads():
+                if name not in number:
+                    number[name] = f"s{len(number)} {self._shape(name)}"
+            given = (operator.arguments, tuple(value for _, value in operator.keywords))
+            keys = [key for key, _ in operator.keywords]
+            lines.append(f"{operator.target} {_canonical(given, number)} {keys} {operator.no_grad}")
+            for value in operator.outputs:
+                if value is not None:
+                    number[value.name] = f"v{len(number)}"
+                    lines.append(f"{number[value.name]} {value.shape} {value.dtype}")
+        lines.append(" ".join(number.get(name, "passes") for name in sends))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def _shape(self, name: str) -> str:
+        state = self.states.get(name)
+        if state is not None:
+            return f"{state.shape} {state.dtype} {state.is_parameter} {state.trainable} {state.data!r}"
+        value = self.values.get(name) or next((v for v in self.graph.inputs if v.name == name), None)
+        return f"{value.shape} {value.dtype}" if value is not None else "outside"
+
+
+def _canonical(argument: Argument, number: dict[str, str]) -> str:
+    match argument:
+        case Reference(name):
+            return number[name]
+        case Token(kind, name):
+            return f"<{kind} {name}>"
+        case tuple():
+            return f"({', '.join(_canonical(part, number) for part in argument)})"
+    return repr(argument)
+
+
+def _layer(module: str) -> str:
+    """The outermost numbered module on the way, such as `model.layers.3`; empty where there is none."""
+    found = re.match(r"(.*?\.)??\d+(?=\.|$)", module)
+    return found.group(0) if found else ""

@@ -1,0 +1,172 @@
+"""Capture and its limits: what a graph keeps of a module, and what is said where there can be none."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from bireme.errors import BiremeError
+from bireme.model.capture import Inputs, capture
+from bireme.model.gpt import GPT, GPTConfig
+from bireme.model.graph import Graph
+from bireme.model.stage import stage_function
+from bireme.model.units import units_of
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+    scores: torch.Tensor
+    note: str = "not a tensor"
+
+
+class Small(nn.Module):
+    """Linear, a buffer that is not saved, a frozen layer, dropout, and a dataclass out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.dropout = nn.Dropout(0.5)
+        self.last = nn.Linear(8, 3)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.full((8,), 2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Result:
+        hidden = torch.relu(self.first(x)) * self.scale
+        scores = self.last(self.dropout(torch.relu(self.frozen(hidden))))
+        return Result(nn.functional.cross_entropy(scores, y), scores)
+
+
+def example(rows: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(rows, 4, generator=generator), "y": torch.arange(rows) % 3}
+
+
+def test_a_graph_keeps_the_model_s_own_names_and_kinds() -> None:
+    graph = capture(Small(), example())
+    assert {p.name: p.trainable for p in graph.parameters} == {
+        "first.weight": True,
+        "first.bias": True,
+        "frozen.weight": False,
+        "frozen.bias": False,
+        "last.weight": True,
+        "last.bias": True,
+    }
+    assert [(buffer.name, buffer.persistent) for buffer in graph.buffers] == [("scale", False)]
+    assert [output.name for output in graph.outputs] == ["loss", "scores"]
+    assert [value.name for value in graph.inputs] == ["x", "y"]
+    assert graph.parameter_bytes == 4 * (4 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3)
+
+
+def test_training_and_evaluation_are_different_graphs_and_the_model_stays_as_it_was() -> None:
+    model = Small().eval()
+    training, evaluation = capture(model, example()), capture(model, example(), training=False)
+    assert not model.training
+    assert any(operator.is_random for operator in training.operators)
+
+    def loss(graph: Graph) -> torch.Tensor:
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        return stage_function(graph, units_of(graph))(parameters, buffers, example())["loss"]
+
+    torch.manual_seed(1)
+    assert torch.equal(loss(evaluation), loss(evaluation))
+    assert not torch.equal(loss(training), loss(training))
+
+
+def test_a_frozen_parameter_gets_no_gradient_in_stages_either() -> None:
+    model = Small()
+    graph = capture(model, example())
+    flowing = example()
+    units = units_of(graph)
+    assert len(units) == 3
+    for unit in units:
+        stage = stage_function(graph, [unit])
+        flowing |= stage(dict(model.named_parameters()), dict(model.named_buffers()), flowing)
+    torch.autograd.backward(flowing["loss"])
+    assert model.frozen.weight.grad is None
+    assert model.first.weight.grad is not None
+
+
+def test_one_sample_is_enough_for_a_graph_of_any_batch_size() -> None:
+    graph = capture(Small(), example(1))
+    assert graph.any_batch
+    model = Small()
+    stage = stage_function(graph, units_of(graph))
+    for rows in (1, 2, 7):
+        out = stage(dict(model.named_parameters()), dict(model.named_buffers()), example(rows))
+        assert out["scores"].shape == (rows, 3)
+
+
+def test_a_loss_of_one_s_own_is_part_of_the_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(2, 4)
+
+    def loss(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        assert isinstance(inputs, tuple)
+        target: torch.Tensor = inputs[0].sum()
+        return (out - target).square().mean()
+
+    graph = capture(model, (x,), loss=loss)
+    assert [output.name for output in graph.outputs] == ["loss", "output"]
+    found = stage_function(graph, units_of(graph))(
+        dict(model.named_parameters()), {}, {graph.inputs[0].name: x}
+    )
+    assert torch.equal(found["loss"], (model(x) - x.sum()).square().mean())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(x)
+        if hidden.sum() > 0:
+            return hidden.mean()
+        return hidden.square().mean()
+
+
+def test_a_branch_on_numbers_is_named_with_its_line_and_the_way_out() -> None:
+    with pytest.raises(BiremeError) as caught:
+        capture(Branching(), {"x": torch.randn(2, 4)})
+    sentence = str(caught.value)
+    line = Branching.forward.__code__.co_firstlineno + 2
+    assert f"test_capture.py, line {line}" in sentence
+    assert "depends on the numbers" in sentence
+    assert "chain" in sentence
+
+
+class Silent(nn.Module):
+    def forward(self, x: torch.Tensor) -> str:
+        return f"{x.shape}"
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "sentence"),
+    [
+        (Silent(), {"x": torch.zeros(2, 4)}, "returns a str"),
+        (Small(), {"x": torch.zeros(2, 4), "y": torch.zeros(3)}, "lengths \\[2, 3\\]"),
+        (Small(), {"x": torch.zeros(2, 5), "y": torch.zeros(2, dtype=torch.long)}, "runs with these inputs"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_in_one_sentence(
+    model: nn.Module, inputs: dict[str, torch.Tensor], sentence: str
+) -> None:
+    with pytest.raises(BiremeError, match=sentence):
+        capture(model, inputs)
+
+
+def test_a_model_of_billions_is_captured_without_a_weight() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=32, width=4096, heads=32, vocab=32000, context=2048))
+        ids = torch.zeros(1, 2048, dtype=torch.long)
+    graph = capture(model, {"input_ids": ids, "labels": ids})
+    units = units_of(graph)
+    assert graph.parameter_bytes > 6e9 * 4
+    assert len(units) == 1 + 2 * 32 + 1
+    assert len({unit.structure for unit in units}) == 4
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())

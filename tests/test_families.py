@@ -1,0 +1,228 @@
+"""Unmodified models of many families, cut into stages, compute what they compute whole: to the last bit.
+
+Each model is tiny and comes from its configuration. In float64, except where a family's own operators have
+no float64.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from bireme.model.capture import capture
+from bireme.model.graph import Graph
+from bireme.model.stage import stage_function
+from bireme.model.units import Unit, units_of
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: install bireme[hf]")
+
+pytestmark = pytest.mark.slow
+
+TEXT = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SMALL, **TEXT, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model, what it is called with, and the units it must have."""
+
+    config: str
+    model: str
+    settings: dict[str, Any]
+    inputs: Callable[[], dict[str, torch.Tensor]]
+    num_units: int
+    dtype: torch.dtype = torch.float64
+
+    def build(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**self.settings)
+        model: torch.nn.Module = getattr(transformers, self.model)(config)
+        return model.to(self.dtype)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 64, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+def language() -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(), "labels": tokens()}
+
+
+def masked_language() -> dict[str, torch.Tensor]:
+    mask = torch.ones(3, 16, dtype=torch.long)
+    mask[1, 11:] = 0
+    return {**language(), "attention_mask": mask}
+
+
+def translation() -> dict[str, torch.Tensor]:
+    short = tokens()[:, :12].contiguous()
+    return {"input_ids": tokens(), "decoder_input_ids": short, "labels": short.clone()}
+
+
+def images(size: int) -> Callable[[], dict[str, torch.Tensor]]:
+    def made() -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        pixels = torch.randn(3, 3, size, size, dtype=torch.float64, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.tensor([0, 4, 2])}
+
+    return made
+
+
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {**TEXT, "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16},
+        language,
+        6,
+    ),
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", GROUPED, language, 6),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, language, 6),
+    "bert": Family(
+        "BertConfig", "BertForMaskedLM", {**SMALL, **TEXT, "max_position_embeddings": 32}, masked_language, 7
+    ),
+    "t5": Family(
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {**TEXT, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        translation,
+        13,
+    ),
+    "vit": Family(
+        "ViTConfig",
+        "ViTForImageClassification",
+        {**SMALL, "image_size": 16, "patch_size": 8, "num_labels": 5},
+        images(16),
+        6,
+    ),
+    "resnet": Family(
+        "ResNetConfig",
+        "ResNetForImageClassification",
+        {
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [2, 2],
+            "num_labels": 5,
+            "layer_type": "basic",
+        },
+        images(32),
+        6,
+    ),
+    "mixtral": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        language,
+        6,
+        torch.float32,
+    ),
+}
+
+
+def whole(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    torch.manual_seed(7)
+    loss: torch.Tensor = model(**inputs, **extra).loss
+    return loss
+
+
+def in_stages(
+    graph: Graph, units: tuple[Unit, ...], count: int, model: torch.nn.Module, inputs: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The loss of so many stages, one after the other."""
+    bounds = [round(i * len(units) / count) for i in range(count + 1)]
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    flowing = dict(inputs)
+    torch.manual_seed(7)
+    for begin, end in pairwise(bounds):
+        flowing |= stage_function(graph, units[begin:end])(parameters, buffers, flowing)
+    return flowing["loss"]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def captured(family: Family) -> Graph:
+    return capture(family.build(), family.inputs())
+
+
+def test_it_is_cut_into_its_natural_pieces(family: Family, captured: Graph) -> None:
+    units = units_of(captured)
+    assert len(units) == family.num_units
+    assert captured.any_batch
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_stages_in_a_row_are_the_model(family: Family, captured: Graph, count: int) -> None:
+    """Loss, every gradient and every buffer, in training mode with its dropout."""
+    model, twin, inputs = family.build(), family.build(), family.inputs()
+    expected = whole(model, inputs)
+    torch.autograd.backward(expected)
+    found = in_stages(captured, units_of(captured), count, twin, inputs)
+    torch.autograd.backward(found)
+    assert torch.equal(found, expected)
+    for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        if one.grad is None or other.grad is None:
+            assert one.grad is other.grad, name
+        else:
+            assert torch.equal(one.grad, other.grad), name
+    for (name, here), (_, there) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+        assert torch.equal(here, there), name
+
+
+def test_evaluation_is_a_graph_of_its_own(family: Family) -> None:
+    model, inputs = family.build().eval(), family.inputs()
+    graph = capture(model, inputs, training=False)
+    with torch.no_grad():
+        expected = whole(model, inputs)
+        found = in_stages(graph, units_of(graph), 3, copy.deepcopy(model), inputs)
+    assert torch.equal(found, expected)
+    assert not model.training
+
+
+def test_another_batch_size_needs_no_other_graph(family: Family, captured: Graph) -> None:
+    model = family.build()
+    inputs = {key: torch.cat([value, value])[:5] for key, value in family.inputs().items()}
+    expected = whole(model, inputs)
+    found = in_stages(captured, units_of(captured), 2, family.build(), inputs)
+    assert torch.equal(found, expected)
+
+
+def test_equal_layers_are_equal_units() -> None:
+    """A layer is two units, one tensor crosses between them, and the next layer is the same again."""
+    for name in ("llama", "qwen3", "mixtral"):
+        settings = {**FAMILIES[name].settings, "num_hidden_layers": 5}
+        family = Family(FAMILIES[name].config, FAMILIES[name].model, settings, language, 12, torch.float32)
+        units = units_of(capture(family.build(), family.inputs()))
+        assert len(units) == 12
+        assert all(len(unit.sends) == 1 for unit in units[:-1])
+        assert len({unit.structure for unit in units}) == 4
+
+
+def test_a_tied_weight_is_one_parameter_in_two_places() -> None:
+    family = FAMILIES["gpt2"]
+    graph = capture(family.build(), family.inputs())
+    units = units_of(graph)
+    tied = [parameter for parameter in graph.parameters if parameter.aliases]
+    assert [parameter.aliases for parameter in tied] == [("lm_head.weight",)]
+    assert tied[0].name in units[0].parameters
+    assert tied[0].name in units[-1].parameters
+    names = {name for name, _ in family.build().named_parameters()}
+    assert {parameter.name for parameter in graph.parameters} == names
+
+
+def test_what_an_encoder_hands_to_a_decoder_passes_through_what_does_not_use_it() -> None:
+    units = units_of(capture(FAMILIES["t5"].build(), FAMILIES["t5"].inputs()))
+    feed_forward = [unit for unit in units if unit.name.startswith("decoder") and "Dense" in unit.name]
+    passing = set(feed_forward[0].receives) & set(feed_forward[0].sends)
+    assert len(passing) == 2
+    assert len(feed_forward[0].receives) == 3
