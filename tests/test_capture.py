@@ -118,6 +118,30 @@ def test_a_loss_of_one_s_own_is_part_of_the_graph() -> None:
     assert torch.equal(found["loss"], (model(x) - x.sum()).square().mean())
 
 
+class Flattening(nn.Module):
+    """The batch disappears into another axis, comes back, and meets a number of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        flat = self.layers[1](self.layers[0](x).reshape(rows * 5, 4)) * torch.tensor(3.0)
+        back: torch.Tensor = self.layers[2](flat).reshape(rows, 5, 4)
+        return back.square().mean()
+
+
+def test_a_stage_that_gets_the_batch_in_another_axis_still_knows_its_size() -> None:
+    model = Flattening()
+    graph = capture(model, {"x": torch.randn(2, 5, 4)})
+    x = torch.randn(3, 5, 4)
+    flowing = {"x": x}
+    for unit in units_of(graph):
+        flowing |= stage_function(graph, [unit])(dict(model.named_parameters()), {}, flowing)
+    assert torch.equal(flowing["loss"], model(x))
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

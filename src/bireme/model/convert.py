@@ -132,11 +132,8 @@ def _aliases(first: dict[str, str]) -> dict[str, list[str]]:
 def _data(tensor: torch.Tensor) -> bytes:
     if tensor.device.type == "meta":
         raise BiremeError("The model makes a tensor from numbers on the meta device, where there are none.")
-    return (
-        bytes(tensor.detach().contiguous().cpu().view(torch.uint8).flatten().tolist())
-        if tensor.numel()
-        else b""
-    )
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return bytes(raw.untyped_storage())[: raw.numel()] if raw.numel() else b""
 
 
 class _Reader:

@@ -100,8 +100,8 @@ class Operator:
     """One call of one of torch's operators.
 
     `outputs` names what it makes, None where a result is not used; an operator with one result has
-    `is_tuple` unset. `flops` is for one sample where it is known. `mutates` are the buffers it changes.
-    Where `no_grad` is set it runs outside autograd.
+    `is_tuple` unset. `flops` is of one call at the captured batch size, where it is known. `mutates` are
+    the buffers it changes. Where `no_grad` is set it runs outside autograd.
     """
 
     target: str

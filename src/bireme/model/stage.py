@@ -13,7 +13,7 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.model.graph import Argument, Graph, Operator, Reference, State, Token, Value
-from bireme.model.length import evaluate
+from bireme.model.length import Length, evaluate
 from bireme.model.units import Unit
 
 __all__ = ["StageFunction", "stage_function"]
@@ -65,8 +65,10 @@ class StageFunction:
         builder = _Builder(device)
         for name in (*self.parameters, *self.buffers, *self.inputs, *self.receives):
             builder.take(name, self._values.get(name))
+        read = {name for place in self._places for name in self._graph.operators[place].reads()}
         for state in self._constants.values():
-            builder.hold(state)
+            if state.name in read:
+                builder.hold(state)
         for place in self._places:
             builder.call(self._graph.operators[place])
         named = {output.name: output.value for output in self._graph.outputs}
@@ -95,14 +97,16 @@ class _Builder:
         self.root = torch.nn.Module()
         self.is_outside = False
         self.before: torch.fx.Node | None = None
-        self.batch_axis: tuple[torch.fx.Node, int] | None = None
-        """A tensor that comes in and that axis of it which is the batch."""
+        self.batch_axis: tuple[torch.fx.Node, int, int] | None = None
+        """A tensor that comes in, an axis of it, and how many times the batch that is long."""
         self.batch: torch.fx.Node | None = None
 
     def take(self, name: str, value: Value | None) -> None:
         self.nodes[name] = self.graph.placeholder(f"a{len(self.nodes)}")
-        if value is not None and "b" in value.shape and self.batch_axis is None:
-            self.batch_axis = self.nodes[name], value.shape.index("b")
+        for axis, length in enumerate(value.shape if value is not None else ()):
+            times = _times_batch(length)
+            if times is not None and self.batch_axis is None:
+                self.batch_axis = self.nodes[name], axis, times
 
     def hold(self, state: State) -> None:
         attribute = f"constant{len(self.nodes)}"
@@ -153,7 +157,10 @@ class _Builder:
                 raise BiremeError(
                     "A stage that gets no tensor with the batch as an axis cannot know its size."
                 )
-            self.batch = self.graph.call_function(torch.ops.aten.sym_size.int, self.batch_axis)
+            tensor, axis, times = self.batch_axis
+            self.batch = self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, axis))
+            if times > 1:
+                self.batch = self.graph.call_function(python_operator.floordiv, (self.batch, times))
         return (
             self.batch if expression == "b" else self.graph.call_function(evaluate, (expression, self.batch))
         )
@@ -175,6 +182,14 @@ class _Builder:
             case tuple():
                 return tuple(self._given(part) for part in argument)
         return argument
+
+
+def _times_batch(length: Length) -> int | None:
+    """How many times the batch a length is, where it is just that: `b`, `5*b`."""
+    if isinstance(length, int):
+        return None
+    times, one, two = (evaluate(length, batch) for batch in (1, 2, 3))
+    return times if times > 0 and one == 2 * times and two == 3 * times else None
 
 
 def _resolved(target: str) -> Callable[..., Any]:

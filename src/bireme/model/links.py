@@ -1,0 +1,179 @@
+"""The links of a chain: modules that run one after the other, each called with its weights as arguments."""
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bireme.errors import BiremeError
+from bireme.model.capture import Inputs, Loss
+from bireme.model.convert import dtype_name
+from bireme.model.graph import Argument, Operator, Reference, State
+
+__all__ = ["LOSS", "Caller", "Link", "Modules", "first_arguments", "links_of", "tensors_in"]
+
+LOSS = "chain.loss"
+"""The target of the operator that is the loss; it is given the last link's result and all inputs."""
+
+Modules = nn.Sequential | Sequence[nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One module of a chain."""
+
+    module: nn.Module
+    target: str
+    names: dict[str, str]
+    """The module's own names of its parameters and buffers, and under which they are in the graph."""
+    states: tuple[State, ...]
+
+
+def links_of(modules: Modules) -> dict[str, Link]:
+    """The modules by their names in an nn.Sequential."""
+    named = dict(modules._modules) if isinstance(modules, nn.Sequential) else dict(enumerate(modules))
+    if not named:
+        raise BiremeError("The chain has no modules. It needs at least one.")
+    whole = {str(key): module for key, module in named.items() if module is not None}
+    for key, module in whole.items():
+        if not isinstance(module, nn.Module):
+            raise BiremeError(f"Link {key} of the chain is a {type(module).__name__}. It must be a module.")
+    tensors = {
+        f"{key}.{local}": tensor for key, module in whole.items() for local, tensor in _tensors(module)
+    }
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        if first.setdefault(id(tensor), name) != name:
+            aliases.setdefault(first[id(tensor)], []).append(name)
+    links = {}
+    for key, module in whole.items():
+        names = {local: first[id(tensor)] for local, tensor in _tensors(module)}
+        persistent = set(module.state_dict(keep_vars=True))
+        states = tuple(
+            State(
+                name=name,
+                shape=tuple(tensors[name].shape),
+                dtype=dtype_name(tensors[name].dtype),
+                is_parameter=isinstance(tensors[name], nn.Parameter),
+                trainable=isinstance(tensors[name], nn.Parameter) and tensors[name].requires_grad,
+                persistent=local in persistent,
+                aliases=tuple(aliases.get(name, ())),
+            )
+            for local, name in names.items()
+            if name == f"{key}.{local}"
+        )
+        links[key] = Link(module, _target(module), names, states)
+    return links
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return [*parameters, *module.named_buffers(remove_duplicate=False)]
+
+
+def _target(module: nn.Module) -> str:
+    """The same for modules of the same class that show themselves alike and hold tensors alike."""
+    kind = type(module)
+    held = [(local, tuple(t.shape), t.dtype, t.requires_grad) for local, t in _tensors(module)]
+    told = repr((kind.__module__, kind.__qualname__, repr(module), held))
+    return f"chain.{kind.__name__}.{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+class Caller:
+    """Calls the operators of a chain: a module with the weights it is given, or the loss."""
+
+    def __init__(
+        self, links: Mapping[str, Link], inputs: tuple[str, ...], loss: Loss | None, training: bool
+    ) -> None:
+        self.links = links
+        self.inputs = inputs
+        self.loss = loss
+        self.training = training
+
+    def check(self, operator: Operator) -> None:
+        """Raise unless the modules are those that the operator stands for."""
+        if operator.target == LOSS:
+            if self.loss is None:
+                raise BiremeError("The chain's graph ends in a loss. Give the loss that it was made with.")
+            return
+        link = self.links.get(operator.module)
+        if link is None or link.target != operator.target:
+            found = f"{type(link.module).__name__} of another kind" if link is not None else "nothing"
+            raise BiremeError(
+                f"The graph has {operator.target} as link {operator.module} of its chain, and the modules "
+                f"have {found} there. Give the modules that the graph was made of."
+            )
+
+    def call(self, operator: Operator, values: Mapping[str, Tensor]) -> Any:
+        """What the operator returns, given the values that it refers to by name."""
+        given, states = (_filled(argument, values) for argument in operator.arguments)
+        if operator.target == LOSS:
+            assert self.loss is not None
+            returned, inputs = given
+            are_named = self.inputs != tuple(str(place) for place in range(len(self.inputs)))
+            return self.loss(returned, dict(zip(self.inputs, inputs, strict=True)) if are_named else inputs)
+        link = self.links[operator.module]
+        held = dict(zip(link.names, states, strict=True))
+        with _mode(link.module, self.training):
+            returned = torch.func.functional_call(link.module, held, given, tie_weights=False)
+        for now, before in zip(held.values(), states, strict=True):
+            if now is not before:  # the module has put another tensor in the place of its buffer
+                with torch.no_grad():
+                    before.copy_(now)
+        return returned
+
+
+def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument, ...]:
+    """What the first module is called with, by position."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if not isinstance(example_inputs, Mapping):
+        takes_all = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+        count = len(example_inputs) if takes_all else min(len(parameters), len(example_inputs))
+        return tuple(Reference(str(place)) for place in range(count))
+    known = [place for place, parameter in enumerate(parameters) if parameter.name in example_inputs]
+    if not known:
+        return (Reference(next(iter(example_inputs))),)
+    given: list[Argument] = []
+    for parameter in parameters[: known[-1] + 1]:
+        if parameter.name in example_inputs:
+            given.append(Reference(parameter.name))
+        elif parameter.default is None or isinstance(parameter.default, bool | int | float | str):
+            given.append(parameter.default)
+        else:
+            raise BiremeError(
+                f"The first module of the chain, a {type(module).__name__}, needs {parameter.name}, and the "
+                f"example inputs are {', '.join(example_inputs)}. Name one of them {parameter.name}."
+            )
+    return tuple(given)
+
+
+def tensors_in(returned: Any) -> tuple[Any, ...]:
+    """The tensors in what a link returns: one, or several in a tuple."""
+    return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+
+
+def _filled(argument: Argument, values: Mapping[str, Tensor]) -> Any:
+    match argument:
+        case Reference(name):
+            return values[name]
+        case tuple():
+            return tuple(_filled(part, values) for part in argument)
+    return argument
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """In training or evaluation mode for a while."""
+    before = [(inner, inner.training) for inner in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for inner, was_training in before:
+            inner.training = was_training
