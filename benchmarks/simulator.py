@@ -9,7 +9,6 @@ median of the ratios is quoted with its least and greatest.
 
 import argparse
 import gc
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from bireme.runtime.torch_pipelining import torch_dry_run
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.program import Program
@@ -33,13 +31,15 @@ LEAST_RATE = 150_000
 """Instructions a second that the simulator must reach on one core."""
 
 GENERATE = """
-import resource, time
-from bireme.runtime.torch_pipelining import torch_dry_run
+import time
+from pathlib import Path
 from bireme.schedule.catalogue import generate
 begin = time.perf_counter()
 program = generate({name!r}, num_stages=16, num_microbatches=64, num_batches=1000)
 taken = time.perf_counter() - begin
-print(program.num_instructions, taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+status = Path("/proc/self/status").read_text()
+peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+print(program.num_instructions, taken, peak_kib / 1024)
 """
 
 
@@ -108,6 +108,10 @@ def simulated_s(program: Program, links: Links) -> float:
 
 
 def beside_torch(repeats: int, console: Console) -> None:
+    from bireme.runtime.torch_pipelining import (
+        torch_dry_run,  # here, so that the rest is measured without torch
+    )
+
     table = Table(
         title="One batch: ours (made, lowered, simulated with links and memory) and torch's dry run",
         title_justify="left",
@@ -169,15 +173,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats and shorter windows")
     quick = parser.parse_args().quick
     console = Console(width=120)
-    simulation_rates(3 if quick else 7, 10 if quick else 40, console)
-    console.print()
-    beside_torch(3 if quick else 9, console)
-    console.print()
     long_windows(console)
     console.print()
+    simulation_rates(3 if quick else 7, 10 if quick else 40, console)
+    console.print()
     proofs(console)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    console.print(f"\nPeak resident set of this process: {peak:.0f} MiB")
+    console.print()
+    beside_torch(3 if quick else 9, console)
 
 
 if __name__ == "__main__":
