@@ -51,6 +51,10 @@ def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | Non
         highlight=False,
     )
     console.print(_ranks(timeline))
+    memory = _memory(timeline)
+    if memory is not None:
+        console.print("\nMemory at the peak", style="bold")
+        console.print(memory)
     console.print(f"\n{_pace_sentence(timeline)}", highlight=False)
     if advice is not None and advice.lookahead:
         console.print(
@@ -62,23 +66,7 @@ def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | Non
 
 
 def _ranks(timeline: Timeline) -> Table:
-    kept_anything = [
-        what for what in timeline.memory[0].at_peak if any(kept.at_peak[what] for kept in timeline.memory)
-    ]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = (
-        "rank",
-        "stages",
-        "busy",
-        "idle",
-        "peak memory",
-        *kept_anything,
-        "versions",
-        "stashed",
-        "buffers",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = _table("rank", "stages", "busy", "idle", "versions", "stashed", "buffers")
     whole = timeline.makespan_s
     for rank, kept in zip(timeline.ranks, timeline.memory, strict=True):
         table.add_row(
@@ -86,12 +74,30 @@ def _ranks(timeline: Timeline) -> Table:
             ", ".join(map(str, timeline.program.stages_of(rank.rank))),
             seconds_text(rank.busy_s),
             f"{1 - rank.busy_s / whole:.1%}" if whole else "",
-            bytes_text(kept.peak_bytes),
-            *(bytes_text(kept.at_peak[what]) for what in kept_anything),
             str(kept.weight_versions),
             str(kept.peak_stashed_microbatches),
             str(kept.receive_buffers),
         )
+    return table
+
+
+def _memory(timeline: Timeline) -> Table | None:
+    """What each rank keeps at its peak; nothing where no bytes are given."""
+    memory = timeline.memory
+    kinds = [what for what in memory[0].at_peak if any(kept.at_peak[what] for kept in memory)]
+    if not kinds:
+        return None
+    table = _table("rank", "peak", *kinds)
+    for kept in memory:
+        parts = (bytes_text(kept.at_peak[what]) for what in kinds)
+        table.add_row(str(kept.rank), bytes_text(kept.peak_bytes), *parts)
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right")
     return table
 
 

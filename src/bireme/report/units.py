@@ -12,10 +12,16 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Such as `1.50 GiB`."""
+    """Such as `1.50 GiB` or `286 MiB`, to three digits."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+            return f"{size:.{_decimals(size, unit)}f} {unit}"
         size /= 1024
-    return f"{size:.2f} TiB"
+    return f"{size:.{_decimals(size, 'TiB')}f} TiB"
+
+
+def _decimals(size: float, unit: str) -> int:
+    if unit == "B" or size >= 100:
+        return 0
+    return 1 if size >= 10 else 2
