@@ -124,6 +124,18 @@ def test_a_deadlock_is_shown_as_the_circle_it_is(capsys: Capture, tmp_path: Path
     assert "deadlocks" in result.err
 
 
+def test_a_deadlock_that_buffers_do_not_help_is_told_from_one_they_do(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    """Rank 0 wants its first gradient before it goes on, rank 1 the second activation before it gives it."""
+    file = tmp_path / "hard.csv"
+    first = "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1"
+    file.write_text(f"{first}\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n")
+    document = bireme(capsys, "schedule", "--from", str(file), "--check", "--json").document
+    assert len(document["deadlock"]) == 2
+    assert document["deadlock_if_buffered"]
+
+
 def test_ranks_that_wait_for_each_other_in_a_file_without_messages_are_shown(
     capsys: Capture, tmp_path: Path
 ) -> None:

@@ -177,3 +177,14 @@ def test_short_windows_have_a_steady_time_too(batches: int) -> None:
 def test_pipedream_keeps_a_gradient_for_every_update_to_come() -> None:
     assert [kept.at_peak["gradients"] for kept in memory("pipedream", gradient_bytes=10)] == [40, 30, 20, 10]
     assert memory("2bw", gradient_bytes=10)[0].at_peak["gradients"] == 20
+
+
+def test_every_posted_receive_has_its_buffer_paid_for() -> None:
+    program = generate("1f1b", num_stages=4, num_microbatches=8)
+    costs = Costs.per_stage(4, forward_s=1, backward_s=2, message_bytes=1, input_bytes=0)
+    for kept in simulate(program, costs).memory:
+        assert kept.peak_bytes == kept.at_peak["receive buffers"] == kept.receive_buffers > 0
+
+
+def test_two_halves_are_stashed_as_one_micro_batch() -> None:
+    assert [k.peak_bytes for k in memory("1f1b-sliced", stash_bytes=100)] == [400, 300, 200, 100]

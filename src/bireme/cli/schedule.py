@@ -185,10 +185,11 @@ def _print(program: "Program", report: "Report | None", csv: Path | None) -> Non
 
 
 def _print_report(program: "Program", report: "Report", console: "Console") -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     for problem in report.problems:
-        console.print(f"[red]✗[/red] {problem}", highlight=False)
+        console.print(f"[red]✗[/red] {escape(problem)}", highlight=False)
     if report.deadlock is not None:
         console.print("[red]✗[/red] Deadlock; each rank waits for the next:", highlight=False)
         for wait in report.deadlock:

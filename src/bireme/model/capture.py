@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.model.convert import converted
 from bireme.model.graph import Graph
 
-__all__ = ["Inputs", "Loss", "capture"]
+__all__ = ["Inputs", "Loss", "batch_size", "capture"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """What the module is called with: by name, or by position."""
@@ -42,7 +42,6 @@ def capture(
     names: list[str] = []
     whole = _Whole(model, loss, names)
     inputs = _apart(example_inputs, model)
-    _batch_size(inputs)
     was_training = model.training
     model.train(training)
     try:
@@ -127,7 +126,8 @@ def _apart(inputs: Inputs, model: torch.nn.Module) -> Any:
     return tuple(moved(value) for value in inputs)
 
 
-def _batch_size(inputs: Any) -> int:
+def batch_size(inputs: Any) -> int:
+    """How many samples the inputs have: the length of the first axis of all of them."""
     values = inputs.values() if isinstance(inputs, dict) else inputs
     sizes = {value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.ndim > 0}
     if len(sizes) != 1:
@@ -148,7 +148,7 @@ class _Exported(NamedTuple):
 
 def _exported(whole: _Whole, inputs: Any) -> _Exported:
     # One sample would be taken for an axis of length one for ever; two tell it from other axes.
-    several = _twice(inputs) if _batch_size(inputs) == 1 else inputs
+    several = _twice(inputs) if batch_size(inputs) == 1 else inputs
 
     def batch_axis(value: Any) -> Any:
         return {0: Dim.DYNAMIC} if isinstance(value, torch.Tensor) and value.ndim > 0 else None
@@ -162,10 +162,10 @@ def _exported(whole: _Whole, inputs: Any) -> _Exported:
         try:
             exported = torch.export.export(whole, (several,), dynamic_shapes=(shapes,), strict=False)
         except Exception:  # torch raises dozens of kinds here; what matters is whether a fixed shape works
-            return _Exported(_exported_for_one_shape(whole, inputs), _batch_size(inputs), any_batch=False)
+            return _Exported(_exported_for_one_shape(whole, inputs), batch_size(inputs), any_batch=False)
     if not any(_is_symbolic(node) for node in exported.graph.nodes):
-        return _Exported(_exported_for_one_shape(whole, inputs), _batch_size(inputs), any_batch=False)
-    return _Exported(exported, _batch_size(several), any_batch=True)
+        return _Exported(_exported_for_one_shape(whole, inputs), batch_size(inputs), any_batch=False)
+    return _Exported(exported, batch_size(several), any_batch=True)
 
 
 def _twice(inputs: Any) -> Any:

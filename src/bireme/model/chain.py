@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from bireme.errors import BiremeError
-from bireme.model.capture import Inputs, Loss
+from bireme.model.capture import Inputs, Loss, batch_size
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Argument, Graph, Operator, Output, Reference, Value
 from bireme.model.length import Length
 from bireme.model.links import LOSS, Caller, Link, Modules, first_arguments, links_of, tensors_in
+from bireme.model.stage import merged
 from bireme.model.units import Unit
 
 __all__ = ["ChainFunction", "chain", "chain_units"]
@@ -47,7 +48,7 @@ def chain(
     links = links_of(modules)
     inputs = _by_name(example_inputs, links)
     first = first_arguments(next(iter(links.values())).module, example_inputs)
-    batch = _batch_size(inputs)
+    batch = batch_size(inputs)
     operators = _traced(links, first, inputs, loss, training)
     one_more = {key: torch.cat([tensor, tensor[:1]]) for key, tensor in inputs.items()}
     try:
@@ -117,14 +118,11 @@ class ChainFunction:
     def __init__(
         self, graph: Graph, units: Sequence[Unit], modules: Modules, *, loss: Loss | None = None
     ) -> None:
-        def merged(parts: list[tuple[str, ...]]) -> tuple[str, ...]:
-            return tuple(dict.fromkeys(name for part in parts for name in part))
-
         self.receives = units[0].receives
         self.sends = units[-1].sends
-        self.inputs = merged([unit.inputs for unit in units])
-        self.parameters = merged([unit.parameters for unit in units])
-        self.buffers = merged([unit.buffers for unit in units])
+        self.inputs = merged(unit.inputs for unit in units)
+        self.parameters = merged(unit.parameters for unit in units)
+        self.buffers = merged(unit.buffers for unit in units)
         self._operators = [graph.operators[place] for unit in units for place in unit.operators]
         made = {name for operator in self._operators for name in _made_by(operator)}
         self._results = {
@@ -169,21 +167,11 @@ def _by_name(example_inputs: Inputs, links: Mapping[str, Link]) -> dict[str, Ten
     return {name: value.detach().to(device) for name, value in named.items()}
 
 
-def _batch_size(inputs: Tensors) -> int:
-    sizes = {tensor.shape[0] for tensor in inputs.values() if tensor.ndim > 0}
-    if len(sizes) != 1:
-        raise BiremeError(
-            f"The example inputs have first axes of lengths {sorted(sizes)}. The first axis of each must be "
-            "the batch, and equally long."
-        )
-    return int(sizes.pop())
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Notes whether anything is drawn at random."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -185,8 +185,9 @@ class _Reader:
 
     def _take(self, node: torch.fx.Node) -> bool:
         """A part of a result that has been read already needs no operator."""
-        whole = self.names[node.args[0]]  # type: ignore[index]
-        place = node.args[1]
+        source, place = node.args
+        assert isinstance(source, torch.fx.Node)
+        whole = self.names[source]
         if isinstance(whole, tuple) and isinstance(place, int):
             self.names[node] = whole[place]
             return True

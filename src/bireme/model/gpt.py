@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 from bireme.errors import BiremeError
 
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         if labels is None:
             return {"logits": logits}
         predicted, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return {"loss": F.cross_entropy(predicted, wanted, ignore_index=IGNORED), "logits": logits}
+        return {"loss": functional.cross_entropy(predicted, wanted, ignore_index=IGNORED), "logits": logits}
 
 
 class _Layer(nn.Module):
@@ -121,7 +121,7 @@ class _Attention(nn.Module):
             for part in self.query_key_value(x).chunk(3, dim=-1)
         )
         dropout = self.dropout.p if self.training else 0.0
-        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         out: Tensor = self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
         return out
 
@@ -136,7 +136,7 @@ class _FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.dropout(self.down(F.gelu(self.up(x))))
+        down: Tensor = self.dropout(self.down(functional.gelu(self.up(x))))
         return down
 
 

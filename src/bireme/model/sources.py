@@ -190,8 +190,9 @@ def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
     for task in FITTING:
         mapping = getattr(transformers, task, {})
         if type(config) in mapping:
-            fitting: Any = mapping[type(config)]
-            return fitting[0] if isinstance(fitting, tuple) else fitting  # type: ignore[no-any-return]
+            fitting = mapping[type(config)]
+            likeliest: Callable[[Any], nn.Module] = fitting[0] if isinstance(fitting, tuple) else fitting
+            return likeliest
     raise LookupError(f"transformers has no model with a loss for the model_type {config.model_type!r}")
 
 
@@ -228,7 +229,7 @@ def _from_function(path: str, batch: int, length: int | None, device: torch.devi
         )
     try:
         model = model.to(device)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # what torch raises when a tensor without numbers should get some
         raise BiremeError(f"The model of {path} cannot be moved to {device}: {_reason(error)}.") from error
     if inputs is not None:
         return model, _own_inputs(path, model, inputs, batch, device)
@@ -257,12 +258,12 @@ def _function(path: str) -> Callable[[], Any]:
         public = [word for word in vars(module) if not word.startswith("_")]
         hint = closest(name, public) if public else "It has nothing public."
         raise BiremeError(f"The Python module {module_name} has no {name!r}. {hint}")
-    function = getattr(module, name)
+    function: Callable[[], Any] = getattr(module, name)
     if not callable(function):
         raise BiremeError(
             f"{path} is {_kind(function)}, not a function. It must be one that returns a torch.nn.Module."
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _own_inputs(

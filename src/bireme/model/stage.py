@@ -6,7 +6,7 @@ weights: two versions of them are two calls with different arguments.
 
 import importlib
 import operator as python_operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from bireme.model.graph import Argument, Graph, Operator, Reference, State, Toke
 from bireme.model.length import Length, evaluate
 from bireme.model.units import Unit
 
-__all__ = ["StageFunction", "stage_function"]
+__all__ = ["StageFunction", "merged", "stage_function"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -32,9 +32,9 @@ class StageFunction:
     def __init__(self, graph: Graph, units: Sequence[Unit]) -> None:
         self.receives = units[0].receives
         self.sends = units[-1].sends
-        self.inputs = _merged(unit.inputs for unit in units)
-        self.parameters = _merged(unit.parameters for unit in units)
-        self.buffers = _merged(unit.buffers for unit in units)
+        self.inputs = merged(unit.inputs for unit in units)
+        self.parameters = merged(unit.parameters for unit in units)
+        self.buffers = merged(unit.buffers for unit in units)
         self._constants = {state.name: state for state in graph.constants}
         self._built: dict[torch.device, Callable[..., tuple[Any, ...]]] = {}
         self._graph = graph
@@ -83,7 +83,8 @@ def stage_function(graph: Graph, units: Sequence[Unit]) -> StageFunction:
     return StageFunction(graph, units)
 
 
-def _merged(names: Any) -> tuple[str, ...]:
+def merged(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """All names, each once, in the order they come."""
     return tuple(dict.fromkeys(name for part in names for name in part))
 
 
@@ -195,9 +196,10 @@ def _times_batch(length: Length) -> int | None:
 def _resolved(target: str) -> Callable[..., Any]:
     """The operator of that name: `aten.linear.default`, or a function of Python's operator or math module."""
     space, _, rest = target.partition(".")
+    found: Callable[..., Any]
     if space in ("operator", "math"):
-        found: Any = getattr(importlib.import_module(space), rest)
-        return found  # type: ignore[no-any-return]
+        found = getattr(importlib.import_module(space), rest)
+        return found
     name, _, overload = rest.partition(".")
     try:
         found = getattr(getattr(getattr(torch.ops, space), name), overload)
@@ -206,4 +208,4 @@ def _resolved(target: str) -> Callable[..., Any]:
             f"The graph calls {target}, which this process does not have. Import the package that brings it "
             "before running the stage."
         ) from error
-    return found  # type: ignore[no-any-return]
+    return found

@@ -67,6 +67,7 @@ class _Flow:
         self.is_free = self._free()
         self.last_use = self._last_uses()
         self.layer = [_layer(operator.module) for operator in graph.operators]
+        self.heavy = self._multiplying()
 
     def _free(self) -> list[bool]:
         """For each operator whether it is made again where it is needed."""
@@ -93,7 +94,7 @@ class _Flow:
     def cuts(self) -> list[int]:
         """Where to cut: places in the list of operators, right before the one there."""
         operators = self.graph.operators
-        heavy = self._multiplying()
+        heavy = self.heavy
         best: dict[int, tuple[int, bool, int]] = {}
         group = 0
         live: dict[str, None] = {}
@@ -206,8 +207,7 @@ class _Flow:
 
     def _name(self, own: list[int]) -> str:
         """The innermost module that all multiplying operators of the unit belong to."""
-        heavy = self._multiplying()
-        modules = [self.graph.operators[p].module.split(".") for p in own if p in heavy]
+        modules = [self.graph.operators[p].module.split(".") for p in own if p in self.heavy]
         if not modules:
             modules = [self.graph.operators[p].module.split(".") for p in own] or [[]]
         common = []

@@ -124,7 +124,8 @@ class _Folder:
         if key not in handle.keys():  # noqa: SIM118 - it is no mapping
             path = self.folder / self.where[key]
             raise BiremeError(f"{path} has no tensor {key}, and the index says it has. Fetch it again.")
-        return handle.get_tensor(key)  # type: ignore[no-any-return]
+        tensor: Tensor = handle.get_tensor(key)
+        return tensor
 
 
 @dataclass(slots=True)

@@ -134,11 +134,11 @@ class _Parts:
         return found
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Seeds every draw by where it is made, and remembers which storages are written to."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.seed = seed
         self.where = ""
         self.num_draws = 0

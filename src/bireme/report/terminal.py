@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bireme.report.units import bytes_text, seconds_text
@@ -39,7 +40,7 @@ def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | Non
     """What a window takes, rank by rank, what sets its pace, and what would help."""
     program = timeline.program
     console.print(
-        f"[bold]{program.name}[/bold]  {program.num_stages} stages on {program.num_ranks} ranks, "
+        f"[bold]{escape(program.name)}[/bold]  {program.num_stages} stages on {program.num_ranks} ranks, "
         f"{program.num_microbatches} micro-batches a batch, {program.num_batches} batches"
         + (f", {program.num_sliced} micro-batches sliced" if program.num_sliced else ""),
         highlight=False,

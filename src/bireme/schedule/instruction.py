@@ -56,6 +56,11 @@ class Message(NamedTuple):
     microbatch: int | None
     half: int | None
 
+    @property
+    def from_stage(self) -> int:
+        """The stage that makes it; past either end of the pipeline there may be none."""
+        return self.to_stage - 1 if self.forward else self.to_stage + 1
+
     def __str__(self) -> str:
         """Such as `activation of micro-batch 3b of batch 1 into stage 2`."""
         what = "activation" if self.forward else "gradient"

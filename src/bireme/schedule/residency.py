@@ -10,7 +10,7 @@ A message under way is part of what its sender has stashed, and is not counted a
 from array import array
 from dataclasses import dataclass, field
 
-from bireme.schedule.instruction import BACKWARDS, COMPUTE, RECEIVES, Instruction, Kind
+from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 
@@ -199,14 +199,8 @@ class _Ledger:
             self.bytes += self.sizes.version[entry.stage]
 
     def _comes_from_afar(self, step: Instruction) -> bool:
-        if step.kind is Kind.FORWARD:
-            neighbour = step.stage - 1
-        elif step.kind in BACKWARDS:
-            neighbour = step.stage + 1
-        else:
-            return False
-        ranks = self.program.rank_of_stage
-        return 0 <= neighbour < len(ranks) and ranks[neighbour] != self.rank
+        needed = step.needs(self.program.num_stages)
+        return needed is not None and self.program.rank_of_stage[needed.from_stage] != self.rank
 
     def _message_bytes(self, forward: bool, stage: int) -> float:
         return (self.sizes.activation if forward else self.sizes.gradient_message)[stage]

@@ -17,6 +17,7 @@ WINDOW = 6
 """Batches to simulate: enough for a steady state."""
 
 MOST_TRIED = 24
+"""From twice as many on, not all are tried."""
 
 AS_GOOD = 1.001
 """A thousandth of a batch is not worth another stashed micro-batch."""
@@ -63,11 +64,9 @@ def solve_lookahead(
     find_most = schedule_named(name).most_lookahead
     most = find_most(Shape(num_stages, num_microbatches, WINDOW)) if find_most else 0
     step = max(1, most // MOST_TRIED)
-    best_s = min(batch_s(lookahead) for lookahead in (*range(0, most + 1, step), most))
-    near = min(k for k in (*range(0, most + 1, step), most) if batch_s(k) <= best_s * AS_GOOD)
-    around = range(max(near - step + 1, 0), min(near + step, most + 1))
-    best_s = min(best_s, *(batch_s(lookahead) for lookahead in around))
-    found = min(k for k in (*around, most) if batch_s(k) <= best_s * AS_GOOD)
-    if batch_s(0) <= best_s * AS_GOOD:
-        found = 0
+    coarse = sorted({*range(0, most + 1, step), most})
+    near = min(coarse, key=batch_s)
+    tried = sorted({*coarse, *range(max(near - step + 1, 0), min(near + step, most + 1))})
+    good_enough_s = min(map(batch_s, tried)) * AS_GOOD
+    found = next(lookahead for lookahead in tried if batch_s(lookahead) <= good_enough_s)
     return Lookahead(found, batch_s(found), batch_s(0))

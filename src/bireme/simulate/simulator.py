@@ -333,8 +333,7 @@ class _Run:
             return _Op(code, seconds, key, self._channel(rank, rank), num_bytes, step)
         needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
         if needed is not None:
-            from_stage = needed.to_stage - 1 if needed.forward else needed.to_stage + 1
-            source = program.rank_of_stage[from_stage]
+            source = program.rank_of_stage[needed.from_stage]
             if source != rank:
                 return _Op(USE, seconds, self._key(needed), self._channel(source, rank), 0.0, step)
         return _Op(LOCAL, seconds, 0, -1, 0.0, step)

@@ -17,10 +17,9 @@ __all__ = ["channel_of", "message_problems"]
 def channel_of(program: Program, instruction: Instruction) -> tuple[int, int] | None:
     """The (source, destination) ranks of a send or receive; None where it leads out of the pipeline."""
     message = instruction.carries()
-    from_stage = message.to_stage - 1 if message.forward else message.to_stage + 1
-    if not (0 <= message.to_stage < program.num_stages and 0 <= from_stage < program.num_stages):
+    if not all(0 <= stage < program.num_stages for stage in (message.from_stage, message.to_stage)):
         return None
-    return program.rank_of_stage[from_stage], program.rank_of_stage[message.to_stage]
+    return program.rank_of_stage[message.from_stage], program.rank_of_stage[message.to_stage]
 
 
 def message_problems(program: Program) -> Iterator[str]:
@@ -110,10 +109,12 @@ class _Walk:
         message = instruction.needs(self.program.num_stages)
         if message is None:
             return
-        from_stage = message.to_stage - 1 if message.forward else message.to_stage + 1
-        if self.program.rank_of_stage[from_stage] == self.rank:
+        if self.program.rank_of_stage[message.from_stage] == self.rank:
             if not self.unsent.take(message):
-                yield f"Rank {self.rank} runs {instruction} before stage {from_stage} has made the {message}."
+                yield (
+                    f"Rank {self.rank} runs {instruction} before stage {message.from_stage} has made the "
+                    f"{message}."
+                )
         elif message in self.posted:
             self.posted.discard(message)
         else:
