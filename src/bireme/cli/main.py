@@ -5,7 +5,7 @@ import io
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,7 +48,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets the rest
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except BiremeError as error:
         typer.echo(f"bireme: {error}", err=True)
         sys.exit(2)
@@ -60,7 +60,21 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise
         sys.exit(f"bireme: the output cannot be written: {error.strerror}")
-    except Exception:
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a word typer does not know
+            sentence = _usage(error)
+            typer.echo(sentence, err=True, nl=bool(sentence))
+            sys.exit(2)
         traceback.print_exc()
         typer.echo("This is a bug in Bireme: please report it with the lines above.", err=True)
         sys.exit(1)
+
+
+def _usage(error: Any) -> str:
+    """Typer's complaint as one sentence; where nothing was asked for it is the help."""
+    message = str(error.format_message()).strip()
+    if not message or type(error).__name__ == "NoArgsIsHelpError":
+        return message
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "bireme"
+    return f"bireme: {message.rstrip('.')}. `{path} --help` lists what there is."
