@@ -1,5 +1,6 @@
 """Capture and its limits: what a graph keeps of a module, and what is said where there can be none."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -142,26 +143,66 @@ def test_a_stage_that_gets_the_batch_in_another_axis_still_knows_its_size() -> N
     assert torch.equal(flowing["loss"], model(x))
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+class Masked(nn.Module):
+    """Returns a mask that nothing in it uses, and without `layer` nothing that depends on a parameter."""
 
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mask": x > 0, "result": self.layer(x)}
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Tanh()])
+def test_a_result_that_depends_on_no_parameter_is_made_in_the_last_unit(layer: nn.Module) -> None:
+    model, x = Masked(layer), torch.randn(2, 4)
+    graph = capture(model, {"x": x})
+    found = stage_function(graph, units_of(graph)[-1:])(dict(model.named_parameters()), {}, {"x": x})
+    assert torch.equal(found["mask"], x > 0)
+    assert torch.equal(found["result"], layer(x))
+
+
+class Branching(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.layer(x)
+        hidden = super().forward(x)
         if hidden.sum() > 0:
             return hidden.mean()
         return hidden.square().mean()
 
 
-def test_a_branch_on_numbers_is_named_with_its_line_and_the_way_out() -> None:
+class Reading(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        scale = hidden.sum().item()
+        return (hidden * math.sqrt(scale)).mean()
+
+
+class Looping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        while hidden.norm() > 1:
+            hidden = hidden / 2
+        return hidden.mean()
+
+
+class Choosing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        positive = hidden[hidden > 0]
+        return hidden[: len(positive)].mean()
+
+
+@pytest.mark.parametrize("kind", [Branching, Reading, Looping, Choosing])
+def test_python_that_looks_at_numbers_is_named_with_its_line_and_the_way_out(kind: type[nn.Linear]) -> None:
     with pytest.raises(BiremeError) as caught:
-        capture(Branching(), {"x": torch.randn(2, 4)})
+        capture(kind(4, 4), {"x": torch.randn(2, 4)})
     sentence = str(caught.value)
-    line = Branching.forward.__code__.co_firstlineno + 2
-    assert f"test_capture.py, line {line}" in sentence
+    line = kind.forward.__code__.co_firstlineno + (3 if kind in (Reading, Choosing) else 2)
+    assert f"{kind.__name__} cannot be captured because of {__file__}, line {line}: " in sentence
     assert "depends on the numbers" in sentence
-    assert "chain" in sentence
+    assert sentence.endswith("the model as a chain: an nn.Sequential or a list of modules to run one by one.")
+    assert "\n" not in sentence
 
 
 class Silent(nn.Module):

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, capture
-from bireme.model.chain import ChainFunction, chain, chain_units
+from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
+from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import units_of
 
 BATCH = 6
@@ -111,14 +112,19 @@ def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 4, dtype=dtype), torch.randn(BATCH, 4, dtype=dtype)
 
 
-def stages(graph: Graph, modules: nn.Sequential, count: int, loss: Any) -> list[ChainFunction]:
-    units = chain_units(graph)
+def whole(graph: Graph, modules: Any, loss: Any = None) -> StageFunction:
+    return stage_function(graph, units_of(graph), resolve=chain_resolver(graph, modules, loss=loss))
+
+
+def stages(graph: Graph, modules: nn.Sequential, count: int, loss: Any) -> list[StageFunction]:
+    units = units_of(graph)
     count = min(count, len(units))
     bounds = [len(units) * stage // count for stage in range(count + 1)]
-    return [ChainFunction(graph, units[begin:end], modules, loss=loss) for begin, end in pairwise(bounds)]
+    resolve = chain_resolver(graph, modules, loss=loss)
+    return [stage_function(graph, units[begin:end], resolve=resolve) for begin, end in pairwise(bounds)]
 
 
-def run(functions: Sequence[ChainFunction], parameters: Any, buffers: Any, inputs: Any) -> dict[str, Tensor]:
+def run(functions: Sequence[StageFunction], parameters: Any, buffers: Any, inputs: Any) -> dict[str, Tensor]:
     """One stage after the other; each gets copies of what it receives, as over a link."""
     outputs: dict[str, Tensor] = {}
     values = dict(inputs)
@@ -167,7 +173,7 @@ def test_the_model_in_the_way_of_capture_is_a_chain() -> None:
     x, _ = example(torch.float32)
     with pytest.raises(BiremeError, match="chain"):
         capture(model, (x,))
-    assert len(chain_units(chain(model, (x,)))) == 6
+    assert len(units_of(chain(model, (x,)))) == 6
 
 
 def test_making_a_chain_leaves_modules_and_random_state_alone() -> None:
@@ -183,17 +189,19 @@ def test_making_a_chain_leaves_modules_and_random_state_alone() -> None:
 
 def test_equal_modules_are_equal_units() -> None:
     x, y = example(torch.float32)
-    kinds = [unit.structure for unit in chain_units(chain(picky(), (x, y), loss=squared_error))]
+    kinds = [unit.structure for unit in units_of(chain(picky(), (x, y), loss=squared_error))]
     assert len(set(kinds[1:5])) == 1
     assert len({kinds[0], kinds[1], kinds[5]}) == 3
     wider = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4))
-    assert len({unit.structure for unit in chain_units(chain(wider, (x,)))}) == 3
+    assert len({unit.structure for unit in units_of(chain(wider, (x,)))}) == 3
 
 
 def test_a_chain_is_cut_where_a_captured_model_is() -> None:
-    x, y = example(torch.float32)
-    graph = chain(plain(), (x, y), loss=squared_error)
-    assert [unit.parameters for unit in units_of(graph)] == [unit.parameters for unit in chain_units(graph)]
+    x, _ = example(torch.float32)
+    model = plain()
+    one, other = units_of(chain(model, (x,))), units_of(capture(model, (x,)))
+    assert [unit.parameters for unit in one] == [unit.parameters for unit in other]
+    assert [unit.name for unit in one] == [unit.name for unit in other] == ["0", "2", "4"]
 
 
 def test_shapes_hold_for_any_batch_size() -> None:
@@ -228,7 +236,7 @@ def test_inputs_go_to_the_first_module_by_name() -> None:
     modules: list[nn.Module] = [First(), nn.Linear(4, 4)]
     inputs = {"labels": torch.randn(2, 4), "mask": torch.ones(2, 4), "ids": torch.randn(2, 4)}
     graph = chain(modules, inputs, loss=total)
-    function = ChainFunction(graph, chain_units(graph), modules, loss=total)
+    function = whole(graph, modules, total)
     parameters = {f"1.{name}": tensor for name, tensor in modules[1].named_parameters()}
     expected = (modules[1](inputs["ids"] + 3) * inputs["labels"]).sum()
     assert torch.equal(function(parameters, {}, inputs)["loss"], expected)
@@ -241,16 +249,50 @@ def test_a_chain_from_a_file_runs_its_modules(tmp_path: Path) -> None:
     save_graph(graph, tmp_path / "graph.json")
     loaded = load_graph(tmp_path / "graph.json")
     assert loaded == graph
-    function = ChainFunction(loaded, chain_units(loaded), model, loss=squared_error)
+    function = whole(loaded, model, squared_error)
     results = function(dict(model.named_parameters()), {}, {"0": x, "1": y})
     assert torch.equal(results["loss"], squared_error(model(x), (x, y)))
+
+
+def test_a_chain_without_its_modules_asks_for_them(tmp_path: Path) -> None:
+    x, y = example(torch.float32)
+    save_graph(chain(plain(), (x, y), loss=squared_error), tmp_path / "graph.json")
+    loaded = load_graph(tmp_path / "graph.json")
+    for unit in units_of(loaded):
+        with pytest.raises(BiremeError, match=r"Give the modules and the loss.*chain_resolver"):
+            stage_function(loaded, [unit])
+    with pytest.raises(BiremeError, match="Give the loss"):
+        whole(loaded, plain())
+
+
+class Overwriting(nn.Linear):
+    """Writes its result over what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(super().forward(x.detach()))
+
+
+def test_a_chain_is_not_cut_ahead_of_a_module_that_writes_to_what_it_gets() -> None:
+    x, _ = example(torch.float32)
+    units = units_of(chain(nn.Sequential(nn.Linear(4, 4), Overwriting(4, 4), nn.Linear(4, 4)), (x,)))
+    assert [unit.name for unit in units] == ["Sequential", "2"]
+
+
+def test_modules_without_parameters_ahead_of_the_first_belong_to_its_unit() -> None:
+    x, _ = example(torch.float32)
+    model = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    units = units_of(chain(model, (x,)))
+    assert [unit.operators for unit in units] == [(0, 1, 2), (3,)]
+    assert [unit.name for unit in units] == ["2", "3"]
+    (only,) = units_of(chain(nn.Sequential(nn.Flatten(), nn.Tanh()), (x,)))
+    assert only.operators == (0, 1)
 
 
 def test_other_modules_than_the_graph_was_made_of_are_refused() -> None:
     x, _ = example(torch.float32)
     graph = chain(plain(), (x,))
     with pytest.raises(BiremeError, match=r"chain\.Linear\.\w+ as link 0"):
-        ChainFunction(graph, chain_units(graph), list(picky())[1:])
+        whole(graph, list(picky())[1:])
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def shapes_of(source: Source) -> dict[str, list[int]]:
 
 
 def on_meta(source: Source) -> bool:
-    tensors = [*source.model.parameters(), *source.model.buffers(), *source.example_inputs.values()]
+    tensors = [*source.model.parameters(), *source.model.buffers()]
     return all(tensor.device.type == "meta" for tensor in tensors)
 
 

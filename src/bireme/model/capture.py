@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.model.convert import converted
 from bireme.model.graph import Graph
 
-__all__ = ["Inputs", "Loss", "batch_size", "capture"]
+__all__ = ["Inputs", "Loss", "batch_size", "capture", "resized"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """What the module is called with: by name, or by position."""
@@ -138,6 +138,19 @@ def batch_size(inputs: Any) -> int:
     return int(sizes.pop())
 
 
+def resized(inputs: Inputs, batch: int) -> Any:
+    """The inputs with their samples repeated or left out, from the first on, until there are `batch`."""
+
+    def fitted(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return value
+        return value[torch.arange(batch, device=value.device) % len(value)]
+
+    if isinstance(inputs, Mapping):
+        return {key: fitted(value) for key, value in inputs.items()}
+    return tuple(fitted(value) for value in inputs)
+
+
 class _Exported(NamedTuple):
     """The exported program, the batch size of its shapes, and whether it holds for any other."""
 
@@ -147,8 +160,9 @@ class _Exported(NamedTuple):
 
 
 def _exported(whole: _Whole, inputs: Any) -> _Exported:
-    # One sample would be taken for an axis of length one for ever; two tell it from other axes.
-    several = _twice(inputs) if batch_size(inputs) == 1 else inputs
+    # One sample would be taken for an axis of length one for ever; two tell it from other axes. They are
+    # copies, because export leaves marks on its tensors by which the next one would fail.
+    several = resized(inputs, max(batch_size(inputs), 2))
 
     def batch_axis(value: Any) -> Any:
         return {0: Dim.DYNAMIC} if isinstance(value, torch.Tensor) and value.ndim > 0 else None
@@ -166,18 +180,6 @@ def _exported(whole: _Whole, inputs: Any) -> _Exported:
     if not any(_is_symbolic(node) for node in exported.graph.nodes):
         return _Exported(_exported_for_one_shape(whole, inputs), batch_size(inputs), any_batch=False)
     return _Exported(exported, batch_size(several), any_batch=True)
-
-
-def _twice(inputs: Any) -> Any:
-    """The same samples twice."""
-
-    def doubled(value: Any) -> Any:
-        is_batched = isinstance(value, torch.Tensor) and value.ndim > 0
-        return torch.cat([value, value]) if is_batched else value
-
-    if isinstance(inputs, dict):
-        return {key: doubled(value) for key, value in inputs.items()}
-    return tuple(doubled(value) for value in inputs)
 
 
 def _is_symbolic(node: torch.fx.Node) -> bool:
@@ -203,14 +205,15 @@ def _why_not(error: Exception, model: torch.nn.Module) -> str:
     line = _line_of_model(error, model)
     text = str(error).strip()
     reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
-    sentence = f"{type(model).__name__} cannot be captured{line}: {reason}. "
     if any(sign in f"{type(error).__name__} {text}" for sign in DEPENDS_ON_NUMBERS):
-        sentence += (
-            "Python that depends on the numbers in a tensor cannot be a graph. Write that line without it"
-        )
+        what = "Python there depends on the numbers in a tensor, and capture runs without any"
+        remedy = "Write that line without it" if line else f"Torch says: {reason}. Write it without"
     else:
-        sentence += "See that the model runs with these inputs by itself"
-    return f"{sentence}, or give it as a chain: an nn.Sequential or a list of modules to run one by one."
+        what, remedy = reason, "See that the model runs with these inputs by itself"
+    return (
+        f"{type(model).__name__} cannot be captured{line}: {what}. {remedy}, or give the model as a chain: "
+        "an nn.Sequential or a list of modules to run one by one."
+    )
 
 
 def _line_of_model(error: Exception, model: torch.nn.Module) -> str:

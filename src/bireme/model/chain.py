@@ -5,27 +5,24 @@ cut. What a module returns, one tensor or a tuple of them, is the next one's onl
 `nn.Sequential`, and the names of parameters and buffers are those they have there.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from bireme.errors import BiremeError
-from bireme.model.capture import Inputs, Loss, batch_size
+from bireme.model.capture import Inputs, Loss, batch_size, resized
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Argument, Graph, Operator, Output, Reference, Value
 from bireme.model.length import Length
-from bireme.model.links import LOSS, Caller, Link, Modules, first_arguments, links_of, tensors_in
-from bireme.model.stage import merged
-from bireme.model.units import Unit
+from bireme.model.links import LOSS, Caller, Link, Modules, first_arguments, links_of
+from bireme.model.stage import Resolve
+from bireme.model.torch_private import DispatchMode, version_of
 
-__all__ = ["ChainFunction", "chain", "chain_units"]
+__all__ = ["chain", "chain_resolver"]
 
 Tensors = Mapping[str, Tensor]
 
@@ -50,9 +47,8 @@ def chain(
     first = first_arguments(next(iter(links.values())).module, example_inputs)
     batch = batch_size(inputs)
     operators = _traced(links, first, inputs, loss, training)
-    one_more = {key: torch.cat([tensor, tensor[:1]]) for key, tensor in inputs.items()}
     try:
-        larger = _traced(links, first, one_more, loss, training)
+        larger = _traced(links, first, resized(inputs, batch + 1), loss, training)
         operators = tuple(_for_any_batch(*both, batch) for both in zip(operators, larger, strict=True))
         any_batch = True
     except Exception:  # the modules work at this batch size alone, and say so in whatever way they like
@@ -75,78 +71,10 @@ def chain(
     )
 
 
-def chain_units(graph: Graph) -> tuple[Unit, ...]:
-    """The units of a chain: one for each module with parameters and the modules behind it without."""
-    parameters = {state.name: state for state in graph.parameters}
-    buffers = {state.name: state for state in graph.buffers}
-    shapes = {value.name: value for op in graph.operators for value in op.outputs if value is not None}
-    shapes |= {value.name: value for value in graph.inputs}
-    begins = [
-        place
-        for place, operator in enumerate(graph.operators)
-        if any(name in parameters for name in operator.reads())
-    ]
-    bounds = [0, *begins[1:], len(graph.operators)]
-    units = []
-    for index, (begin, end) in enumerate(pairwise(bounds)):
-        operators = graph.operators[begin:end]
-        read = tuple(dict.fromkeys(name for operator in operators for name in operator.reads()))
-        receives = _made_by(graph.operators[begin - 1]) if begin else ()
-        work = [(op.target, [(v.shape, v.dtype) for v in op.outputs if v is not None]) for op in operators]
-        taken = [(shapes[name].shape, shapes[name].dtype) for name in read if name in shapes]
-        batch = "b" if graph.any_batch else graph.batch
-        told = repr((graph.training, batch, len(receives), taken, work))
-        units.append(
-            Unit(
-                index=index,
-                name=next((op.module for op in operators if op.module), graph.name),
-                operators=tuple(range(begin, end)),
-                receives=receives,
-                sends=_made_by(operators[-1]) if end < len(graph.operators) else (),
-                parameters=tuple(name for name in read if name in parameters),
-                buffers=tuple(name for name in read if name in buffers),
-                inputs=tuple(value.name for value in graph.inputs if value.name in read),
-                structure=hashlib.sha256(told.encode()).hexdigest()[:16],
-            )
-        )
-    return tuple(units)
-
-
-class ChainFunction:
-    """Runs some consecutive units of a chain, as a `StageFunction` does those of a captured model."""
-
-    def __init__(
-        self, graph: Graph, units: Sequence[Unit], modules: Modules, *, loss: Loss | None = None
-    ) -> None:
-        self.receives = units[0].receives
-        self.sends = units[-1].sends
-        self.inputs = merged(unit.inputs for unit in units)
-        self.parameters = merged(unit.parameters for unit in units)
-        self.buffers = merged(unit.buffers for unit in units)
-        self._operators = [graph.operators[place] for unit in units for place in unit.operators]
-        made = {name for operator in self._operators for name in _made_by(operator)}
-        self._results = {
-            output.name: output.value.name
-            for output in graph.outputs
-            if isinstance(output.value, Reference) and output.value.name in made
-        }
-        self.outputs = tuple(self._results)
-        self._caller = Caller(links_of(modules), tuple(v.name for v in graph.inputs), loss, graph.training)
-        for operator in self._operators:
-            self._caller.check(operator)
-
-    def __call__(
-        self, parameters: Tensors, buffers: Tensors, inputs: Tensors, *, device: torch.device | None = None
-    ) -> dict[str, Tensor]:
-        """Run the units; `inputs` holds what they receive and what they need of the model's inputs."""
-        values = {name: parameters[name] for name in self.parameters}
-        values |= {name: buffers[name] for name in self.buffers}
-        values |= {name: inputs[name] for name in (*self.inputs, *self.receives)}
-        for operator in self._operators:
-            returned = self._caller.call(operator, values)
-            values |= zip(_made_by(operator), tensors_in(returned), strict=True)
-        results = {name: values[name] for name in self.sends}
-        return results | {name: values[made] for name, made in self._results.items()}
+def chain_resolver(graph: Graph, modules: Modules, *, loss: Loss | None = None) -> Resolve:
+    """What `stage_function` needs to run a chain's graph: the modules and the loss that it was made of."""
+    caller = Caller(links_of(modules), tuple(value.name for value in graph.inputs), loss, graph.training)
+    return caller.function_of
 
 
 def _made_by(operator: Operator) -> tuple[str, ...]:
@@ -167,7 +95,7 @@ def _by_name(example_inputs: Inputs, links: Mapping[str, Link]) -> dict[str, Ten
     return {name: value.detach().to(device) for name, value in named.items()}
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Notes whether anything is drawn at random."""
 
     def __init__(self) -> None:
@@ -207,12 +135,12 @@ def _traced(
 
 def _run(bare: Operator, name: str, caller: Caller, values: dict[str, Tensor]) -> Operator:
     """The operator with what running it tells; what it makes is put among the values."""
-    held = {one: values[one]._version for one in bare.reads()}
+    held = {one: version_of(values[one]) for one in bare.reads()}
     with FlopCounterMode(display=False) as counter, _Watch() as watch:
-        returned = caller.call(bare, values)
+        returned = caller.function_of(bare)(*_filled(bare.arguments, values))
     is_tuple = isinstance(returned, tuple | list)
     outputs = []
-    for place, part in enumerate(tensors_in(returned)):
+    for place, part in enumerate(returned if is_tuple else (returned,)):
         if not isinstance(part, Tensor):
             who = (
                 f"Link {bare.module} of the chain ({bare.target})" if bare.module else "The loss of the chain"
@@ -229,10 +157,19 @@ def _run(bare: Operator, name: str, caller: Caller, values: dict[str, Tensor]) -
         bare,
         outputs=tuple(outputs),
         is_tuple=is_tuple,
-        mutates=tuple(one for one, version in held.items() if values[one]._version != version),
+        mutates=tuple(one for one, version in held.items() if version_of(values[one]) != version),
         is_random=watch.has_drawn,
         flops=float(counter.get_total_flops()),
     )
+
+
+def _filled(argument: Argument, values: Tensors) -> Any:
+    match argument:
+        case Reference(name):
+            return values[name]
+        case tuple():
+            return tuple(_filled(part, values) for part in argument)
+    return argument
 
 
 def _for_any_batch(operator: Operator, larger: Operator, batch: int) -> Operator:

@@ -14,6 +14,7 @@ from bireme.errors import BiremeError
 from bireme.model.flops import flops_of
 from bireme.model.graph import Argument, Graph, Operator, Output, Reference, State, Token, Value
 from bireme.model.length import Length
+from bireme.model.torch_private import OpOverload, schema_of
 
 __all__ = ["converted", "dtype_name"]
 
@@ -232,7 +233,7 @@ class _Reader:
         return fresh
 
     def _mutated(self, node: torch.fx.Node) -> Iterator[str]:
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node.target)
         for place, argument in enumerate(schema.arguments if schema else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
@@ -298,7 +299,7 @@ def _length(n: Any) -> Length:
 
 
 def _target_name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{target.__module__.removeprefix('_')}.{target.__name__}"
 

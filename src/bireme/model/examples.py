@@ -11,14 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._export.utils import _compiling_state_context
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 
 from bireme.errors import BiremeError
+from bireme.model.torch_private import NUMBERS_NEEDED, as_in_capture, fake_tensors
 
 __all__ = ["example_inputs"]
 
@@ -39,7 +34,9 @@ OWN_INPUTS = "Write a function that returns (model, inputs) and give it as pytho
 def example_inputs(
     model: torch.nn.Module, config: object, batch: int, length: int | None = None
 ) -> dict[str, Tensor]:
-    """Inputs and labels by name, on the model's device; the first axis of each is the batch.
+    """Inputs and labels by name; the first axis of each is the batch.
+
+    They are on the model's device, or on the CPU where the model holds no numbers: they do hold some.
 
     `config` holds the sizes under the names that transformers uses. `length` is that of sequences.
     """
@@ -51,7 +48,7 @@ def example_inputs(
     if "labels" in inputs:
         _check_loss(model, inputs)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
+    return inputs if device.type == "meta" else {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 @dataclass(slots=True)
@@ -191,12 +188,12 @@ def _returned(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Mapping[str,
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
         # As capture will see it, and as if on the CPU: what a model does can depend on both.
-        with FakeTensorMode(allow_non_fake_inputs=True), _compiling_state_context(), torch.no_grad():
+        with fake_tensors(), as_in_capture(), torch.no_grad():
             named = (*model.named_parameters(), *model.named_buffers())
             states = {name: torch.empty_like(tensor, device="cpu") for name, tensor in named}
             given = {name: torch.empty_like(tensor, device="cpu") for name, tensor in inputs.items()}
             returned = torch.func.functional_call(model, states, (), given | extra)
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except NUMBERS_NEEDED:
         return {}
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -97,7 +97,7 @@ Argument = None | bool | int | float | str | Reference | Token | tuple["Argument
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One call of one of torch's operators.
+    """One call of one of torch's operators, or of a module of a chain.
 
     `outputs` names what it makes, None where a result is not used; an operator with one result has
     `is_tuple` unset. `flops` is of one call at the captured batch size, where it is known. `mutates` are
@@ -115,6 +115,11 @@ class Operator:
     is_pointwise: bool = False
     flops: float = 0.0
     module: str = ""
+
+    @property
+    def is_of_chain(self) -> bool:
+        """Whether it is a whole module, or the loss, of a chain: then it runs with these at hand only."""
+        return self.target.startswith("chain.")
 
     def reads(self) -> Iterator[str]:
         """The names of what it is given."""

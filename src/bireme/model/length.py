@@ -3,13 +3,14 @@
 import ast
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
-__all__ = ["Length", "evaluate"]
+__all__ = ["Length", "evaluate", "expand"]
 
 Length = int | str
 """A number, or an expression in the batch size b: names, whole numbers, + − * // % and parentheses."""
 
-OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
@@ -23,12 +24,17 @@ def evaluate(length: Length, batch: int) -> int:
     return length if isinstance(length, int) else _evaluated(length, batch)
 
 
-@lru_cache(maxsize=4096)
-def _evaluated(expression: str, batch: int) -> int:
+def expand(expression: str, batch: Any) -> Any:
+    """The same for a batch size that is no number yet, but something that can be reckoned with like one."""
     return _value(ast.parse(expression, mode="eval").body, batch)
 
 
-def _value(node: ast.expr, batch: int) -> int:
+@lru_cache(maxsize=4096)
+def _evaluated(expression: str, batch: int) -> int:
+    return int(expand(expression, batch))
+
+
+def _value(node: ast.expr, batch: Any) -> Any:
     match node:
         case ast.Constant(value=int(number)):
             return number

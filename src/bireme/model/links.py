@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from bireme.model.capture import Inputs, Loss
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Argument, Operator, Reference, State
 
-__all__ = ["LOSS", "Caller", "Link", "Modules", "first_arguments", "links_of", "tensors_in"]
+__all__ = ["LOSS", "Caller", "Link", "Modules", "first_arguments", "links_of"]
 
 LOSS = "chain.loss"
 """The target of the operator that is the loss; it is given the last link's result and all inputs."""
@@ -36,10 +36,13 @@ class Link:
 
 def links_of(modules: Modules) -> dict[str, Link]:
     """The modules by their names in an nn.Sequential."""
-    named = dict(modules._modules) if isinstance(modules, nn.Sequential) else dict(enumerate(modules))
-    if not named:
+    if isinstance(modules, nn.Sequential):
+        inside = modules.named_modules(remove_duplicate=False)
+        whole = {key: module for key, module in inside if key and "." not in key}
+    else:
+        whole = {str(place): module for place, module in enumerate(modules)}
+    if not whole:
         raise BiremeError("The chain has no modules. It needs at least one.")
-    whole = {str(key): module for key, module in named.items() if module is not None}
     for key, module in whole.items():
         if not isinstance(module, nn.Module):
             raise BiremeError(f"Link {key} of the chain is a {type(module).__name__}. It must be a module.")
@@ -86,7 +89,10 @@ def _target(module: nn.Module) -> str:
 
 
 class Caller:
-    """Calls the operators of a chain: a module with the weights it is given, or the loss."""
+    """Makes functions of the operators of a chain: a module called with the weights it is given, or the loss.
+
+    They take the operator's two arguments, what is given and the module's states.
+    """
 
     def __init__(
         self, links: Mapping[str, Link], inputs: tuple[str, ...], loss: Loss | None, training: bool
@@ -96,12 +102,12 @@ class Caller:
         self.loss = loss
         self.training = training
 
-    def check(self, operator: Operator) -> None:
-        """Raise unless the modules are those that the operator stands for."""
+    def function_of(self, operator: Operator) -> Callable[..., Any]:
+        """What runs for an operator, if the modules are those that it was made of."""
         if operator.target == LOSS:
             if self.loss is None:
                 raise BiremeError("The chain's graph ends in a loss. Give the loss that it was made with.")
-            return
+            return self._function_of_loss(self.loss)
         link = self.links.get(operator.module)
         if link is None or link.target != operator.target:
             found = f"{type(link.module).__name__} of another kind" if link is not None else "nothing"
@@ -109,24 +115,32 @@ class Caller:
                 f"The graph has {operator.target} as link {operator.module} of its chain, and the modules "
                 f"have {found} there. Give the modules that the graph was made of."
             )
+        return self._function_of_link(link)
 
-    def call(self, operator: Operator, values: Mapping[str, Tensor]) -> Any:
-        """What the operator returns, given the values that it refers to by name."""
-        given, states = (_filled(argument, values) for argument in operator.arguments)
-        if operator.target == LOSS:
-            assert self.loss is not None
+    def _function_of_loss(self, loss: Loss) -> Callable[..., Any]:
+        names = self.inputs
+        are_named = names != tuple(str(place) for place in range(len(names)))
+
+        def call_loss(given: tuple[Any, tuple[Tensor, ...]], _states: tuple[()]) -> Any:
             returned, inputs = given
-            are_named = self.inputs != tuple(str(place) for place in range(len(self.inputs)))
-            return self.loss(returned, dict(zip(self.inputs, inputs, strict=True)) if are_named else inputs)
-        link = self.links[operator.module]
-        held = dict(zip(link.names, states, strict=True))
-        with _mode(link.module, self.training):
-            returned = torch.func.functional_call(link.module, held, given, tie_weights=False)
-        for now, before in zip(held.values(), states, strict=True):
-            if now is not before:  # the module has put another tensor in the place of its buffer
-                with torch.no_grad():
-                    before.copy_(now)
-        return returned
+            return loss(returned, dict(zip(names, inputs, strict=True)) if are_named else inputs)
+
+        return call_loss
+
+    def _function_of_link(self, link: Link) -> Callable[..., Any]:
+        training = self.training
+
+        def call_link(given: tuple[Any, ...], states: tuple[Tensor, ...]) -> Any:
+            held = dict(zip(link.names, states, strict=True))
+            with _mode(link.module, training):
+                returned = torch.func.functional_call(link.module, held, given, tie_weights=False)
+            for now, before in zip(held.values(), states, strict=True):
+                if now is not before:  # the module has put another tensor in the place of its buffer
+                    with torch.no_grad():
+                        before.copy_(now)
+            return returned
+
+        return call_link
 
 
 def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument, ...]:
@@ -151,20 +165,6 @@ def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument
                 f"example inputs are {', '.join(example_inputs)}. Name one of them {parameter.name}."
             )
     return tuple(given)
-
-
-def tensors_in(returned: Any) -> tuple[Any, ...]:
-    """The tensors in what a link returns: one, or several in a tuple."""
-    return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-
-
-def _filled(argument: Argument, values: Mapping[str, Tensor]) -> Any:
-    match argument:
-        case Reference(name):
-            return values[name]
-        case tuple():
-            return tuple(_filled(part, values) for part in argument)
-    return argument
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError, closest
+from bireme.model.capture import resized
 from bireme.model.examples import example_inputs
 from bireme.model.gpt import GPT, GPTConfig
 
@@ -52,7 +53,11 @@ ON_META = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model and what to call it with. `folder` is where its weights lie, None where there are none."""
+    """A model and what to call it with. `folder` is where its weights lie, None where there are none.
+
+    The inputs are on the model's device. Where that is meta they are on the CPU, so that they hold numbers, but
+    for those that a function of the user's made on meta.
+    """
 
     text: str
     model: nn.Module
@@ -61,11 +66,18 @@ class Source:
 
 
 def load_source(
-    text: str, *, batch: int = 1, length: int | None = None, device: str = "meta", training: bool = True
+    text: str,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    device: str = "meta",
+    dtype: str | None = None,
+    training: bool = True,
 ) -> Source:
     """The model that `text` names, in training or evaluation mode, with inputs of `batch` samples.
 
-    `length` is that of made sequences where the source leaves it open. Weights in a folder are not read.
+    `length` is that of made sequences where the source leaves it open, `dtype` that of parameters and of all
+    else that is not whole numbers. Weights in a folder are not read.
     """
     for name, number in (("batch", batch), ("length", length)):
         if number is not None and number < 1:
@@ -86,10 +98,22 @@ def load_source(
             model, inputs = _from_function(rest, batch, length, where)
         case _:
             raise BiremeError(f"There is no model source {text!r}. Write one of: {', '.join(NOTATIONS)}.")
+    if dtype is not None:
+        model, inputs = _converted(model, inputs, dtype)
     return Source(text, model.train(training), inputs, folder)
 
 
 Made = tuple[nn.Module, dict[str, Tensor]]
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def _converted(model: nn.Module, inputs: dict[str, Tensor], dtype: str) -> Made:
+    if dtype not in DTYPES:
+        raise BiremeError(f"There is no type of number {dtype!r} for a model. {closest(dtype, DTYPES)}")
+    kind: torch.dtype = getattr(torch, dtype)
+    floating = {name: tensor.to(kind) for name, tensor in inputs.items() if tensor.is_floating_point()}
+    return model.to(kind), inputs | floating
 
 
 def _from_sizes(text: str, batch: int, device: torch.device) -> Made:
@@ -97,7 +121,8 @@ def _from_sizes(text: str, batch: int, device: torch.device) -> Made:
     with device:
         model = GPT(config)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab, (batch, config.context), generator=generator).to(device)
+    ids = torch.randint(config.vocab, (batch, config.context), generator=generator)
+    ids = ids if device.type == "meta" else ids.to(device)
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -280,8 +305,8 @@ def _own_inputs(
             f"The example inputs of {path} do not fit. They must be tensors whose first axis is the batch: "
             "in a dict by the names of the model's forward, or in its order in a tuple."
         )
-    rows = torch.arange(batch, device=device)
-    return {name: value.to(device)[rows % len(value)] for name, value in given.items()}
+    own = resized(given, batch)
+    return own if device.type == "meta" else {name: value.to(device) for name, value in own.items()}
 
 
 def _is_sample_tensor(value: object) -> bool:

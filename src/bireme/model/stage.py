@@ -1,24 +1,53 @@
 """Stages: consecutive units as one function of parameters, buffers and inputs.
 
 The function is built from the graph's operators and is as fast as the module they came from. It knows no
-weights: two versions of them are two calls with different arguments.
+weights: two versions of them are two calls with different arguments. Whether the graph was captured or is a
+chain of modules shows only in what resolves its operators.
 """
 
 import importlib
 import operator as python_operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bireme.errors import BiremeError
 from bireme.model.graph import Argument, Graph, Operator, Reference, State, Token, Value
-from bireme.model.length import Length, evaluate
+from bireme.model.length import Length, evaluate, expand
+from bireme.model.torch_private import compiler_errors, cpp_compiler, set_grad_enabled
 from bireme.model.units import Unit
 
-__all__ = ["StageFunction", "merged", "stage_function"]
+__all__ = ["Resolve", "StageFunction", "stage_function", "torch_operator"]
 
 Tensors = Mapping[str, torch.Tensor]
+
+Resolve = Callable[[Operator], Callable[..., Any]]
+"""From an operator of a graph to what is called with its arguments."""
+
+
+def torch_operator(operator: Operator) -> Callable[..., Any]:
+    """What the operator's target names: an operator of torch, or a function of Python's operator module."""
+    if operator.is_of_chain:
+        raise BiremeError(
+            f"The graph is a chain with {operator.target} in it, which is code of yours and not in the "
+            "graph. Give the modules and the loss that it was made of: stage_function(graph, units, "
+            "resolve=chain_resolver(graph, modules, loss=loss))."
+        )
+    space, _, rest = operator.target.partition(".")
+    found: Callable[..., Any]
+    if space in ("operator", "math"):
+        found = getattr(importlib.import_module(space), rest)
+        return found
+    name, _, overload = rest.partition(".")
+    try:
+        found = getattr(getattr(getattr(torch.ops, space), name), overload)
+    except (AttributeError, RuntimeError) as error:
+        raise BiremeError(
+            f"The graph calls {operator.target}, which this process does not have. Import the package that "
+            "brings it before running the stage."
+        ) from error
+    return found
 
 
 class StageFunction:
@@ -26,64 +55,125 @@ class StageFunction:
 
     `receives` are the tensors that come from the stage before, `sends` those for the stage behind,
     `inputs` those of the model's inputs that it needs. Calling it gives what it sends and the model's
-    outputs that are made in it, all by name.
+    outputs that are made in it, all by name. `is_random` tells whether anything in it is drawn.
     """
 
-    def __init__(self, graph: Graph, units: Sequence[Unit]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        units: Sequence[Unit],
+        resolve: Resolve,
+        *,
+        compile: bool,  # noqa: A002
+        outputs: Collection[str] | None,
+        also: Sequence[str],
+    ) -> None:
         self.receives = units[0].receives
         self.sends = units[-1].sends
-        self.inputs = merged(unit.inputs for unit in units)
-        self.parameters = merged(unit.parameters for unit in units)
-        self.buffers = merged(unit.buffers for unit in units)
+        self.inputs = _merged(unit.inputs for unit in units)
+        self.parameters = _merged(unit.parameters for unit in units)
+        self.buffers = _merged(unit.buffers for unit in units)
+        self._compiles = compile
         self._constants = {state.name: state for state in graph.constants}
         self._built: dict[torch.device, Callable[..., tuple[Any, ...]]] = {}
         self._graph = graph
         self._values = {v.name: v for op in graph.operators for v in op.outputs if v is not None}
         self._values |= {value.name: value for value in graph.inputs}
-        self._places = sorted({place for unit in units for place in unit.operators})
-        made = {v.name for place in self._places for v in graph.operators[place].outputs if v is not None}
+        places = sorted({place for unit in units for place in unit.operators})
+        self._calls = [(place, graph.operators[place], resolve(graph.operators[place])) for place in places]
+        made = {v.name for _, operator, _ in self._calls for v in operator.outputs if v is not None}
         self.outputs = tuple(
             output.name
             for output in graph.outputs
-            if isinstance(output.value, Reference) and output.value.name in made
+            if isinstance(output.value, Reference)
+            and output.value.name in made
+            and (outputs is None or output.name in outputs)
         )
+        self._also = tuple(also)
+        self._unit_of = {
+            place: unit.index
+            for unit in units
+            for place in unit.operators
+            if graph.operators[place].is_random
+        }
+        self.is_random = bool(self._unit_of)
 
     def __call__(
-        self, parameters: Tensors, buffers: Tensors, inputs: Tensors, *, device: torch.device | None = None
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        inputs: Tensors,
+        *,
+        device: torch.device | None = None,
+        seed: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Run the stage; `inputs` holds what it receives and what it needs of the model's inputs."""
+        """Run the stage; `inputs` holds what it receives and what it needs of the model's inputs.
+
+        With a `seed` every unit draws from a stream of its own, which depends on the seed and on the unit's
+        place in the model alone, and the state of torch's generator is left as it was.
+        """
         given = [parameters[name] for name in self.parameters]
         given += [buffers[name] for name in self.buffers]
         given += [inputs[name] for name in (*self.inputs, *self.receives)]
         where = device or (given[0].device if given else torch.device("cpu"))
         if where not in self._built:
             self._built[where] = self._build(where)
-        results = self._built[where](*given)
-        return dict(zip((*self.sends, *self.outputs), results, strict=True))
+        if seed is None or not self.is_random:
+            results = self._built[where](*given, None)
+        else:
+            generator = default_generator(where)
+            state = generator.get_state()
+            results = self._built[where](*given, seed)
+            generator.set_state(state)
+        return dict(zip((*self.sends, *self.outputs, *self._also), results, strict=True))
 
     def _build(self, device: torch.device) -> Callable[..., tuple[Any, ...]]:
         builder = _Builder(device)
         for name in (*self.parameters, *self.buffers, *self.inputs, *self.receives):
             builder.take(name, self._values.get(name))
-        read = {name for place in self._places for name in self._graph.operators[place].reads()}
+        read = {name for _, operator, _ in self._calls for name in operator.reads()}
         for state in self._constants.values():
             if state.name in read:
                 builder.hold(state)
-        for place in self._places:
-            builder.call(self._graph.operators[place])
+        seed = builder.take_seed()
+        seeded: int | None = None
+        for place, operator, target in self._calls:
+            unit = self._unit_of.get(place)
+            if unit is not None and unit != seeded and not self._compiles:
+                builder.start_stream(seed, unit)
+                seeded = unit
+            builder.call(operator, target)
         named = {output.name: output.value for output in self._graph.outputs}
         results = [Reference(name) for name in self.sends]
-        return builder.finish([*results, *(named[name] for name in self.outputs)])
+        built = builder.finish(
+            [*results, *(named[name] for name in self.outputs), *map(Reference, self._also)]
+        )
+        return _compiled(built, device) if self._compiles else built
 
 
-def stage_function(graph: Graph, units: Sequence[Unit]) -> StageFunction:
-    """The function of some consecutive units of a graph."""
+def stage_function(
+    graph: Graph,
+    units: Sequence[Unit],
+    *,
+    resolve: Resolve = torch_operator,
+    compile: bool = False,  # noqa: A002
+    outputs: Collection[str] | None = None,
+    also: Sequence[str] = (),
+) -> StageFunction:
+    """The function of some consecutive units of a graph.
+
+    Of the model's outputs it gives those in `outputs`, or all; what is not given is freed early. `also` are
+    names of values inside the stage to give besides. `resolve` says what runs for an operator; a chain needs
+    `chain_resolver` with its modules. With `compile` torch compiles the stage at its first call and again
+    where a batch size needs it. Its numbers are equal then but for rounding, and what is drawn at random, as
+    by dropout, differs: a seed has no effect.
+    """
     if not units:
         raise BiremeError("A stage needs at least one unit.")
-    return StageFunction(graph, units)
+    return StageFunction(graph, units, resolve, compile=compile, outputs=outputs, also=also)
 
 
-def merged(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+def _merged(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """All names, each once, in the order they come."""
     return tuple(dict.fromkeys(name for part in names for name in part))
 
@@ -109,6 +199,12 @@ class _Builder:
             if times is not None and self.batch_axis is None:
                 self.batch_axis = self.nodes[name], axis, times
 
+    def take_seed(self) -> torch.fx.Node:
+        return self.graph.placeholder("seed")
+
+    def start_stream(self, seed: torch.fx.Node, unit: int) -> None:
+        self.graph.call_function(_start_stream, (seed, unit, self.device))
+
     def hold(self, state: State) -> None:
         attribute = f"constant{len(self.nodes)}"
         dtype = getattr(torch, state.dtype)
@@ -120,10 +216,10 @@ class _Builder:
         self.root.register_buffer(attribute, data.reshape(state.shape).to(self.device))
         self.nodes[state.name] = self.graph.get_attr(attribute)
 
-    def call(self, operator: Operator) -> None:
+    def call(self, operator: Operator, target: Callable[..., Any]) -> None:
         self._switch_grad(operator.no_grad)
         node = self.graph.call_function(
-            _resolved(operator.target),
+            target,
             self._given(operator.arguments),
             {key: self._given(value) for key, value in operator.keywords},
         )
@@ -147,9 +243,9 @@ class _Builder:
             return
         if outside:
             self.before = self.graph.call_function(torch.is_grad_enabled)
-            self.graph.call_function(torch._C._set_grad_enabled, (False,))
+            self.graph.call_function(set_grad_enabled, (False,))
         else:
-            self.graph.call_function(torch._C._set_grad_enabled, (self.before,))
+            self.graph.call_function(set_grad_enabled, (self.before,))
         self.is_outside = outside
 
     def _length(self, expression: str) -> Any:
@@ -162,9 +258,7 @@ class _Builder:
             self.batch = self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, axis))
             if times > 1:
                 self.batch = self.graph.call_function(python_operator.floordiv, (self.batch, times))
-        return (
-            self.batch if expression == "b" else self.graph.call_function(evaluate, (expression, self.batch))
-        )
+        return self.batch if expression == "b" else expand(expression, torch.fx.Proxy(self.batch)).node
 
     def _given(self, argument: Argument) -> Any:
         match argument:
@@ -185,27 +279,51 @@ class _Builder:
         return argument
 
 
+def _start_stream(seed: int | None, unit: int, device: torch.device) -> None:
+    """Let what a unit draws next depend on the seed and on the unit alone."""
+    if seed is not None:
+        default_generator(device).manual_seed(_mixed(seed * 0x9E3779B97F4A7C15 + unit))
+
+
+def _mixed(number: int) -> int:
+    """Sixty-three bits that look unlike those of a neighbouring number (the end of SplitMix64)."""
+    number &= 0xFFFFFFFFFFFFFFFF
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return (number ^ (number >> 31)) >> 1
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operators on a device draw from unless told otherwise."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator
+
+
+def _compiled(function: Callable[..., tuple[Any, ...]], device: torch.device) -> Callable[..., Any]:
+    """The function, compiled by torch when it is called; what can go wrong there is said in a sentence."""
+    if device.type == "cpu" and cpp_compiler() is None:
+        raise BiremeError(
+            "A stage on the cpu is compiled with a C++ compiler, and torch finds none. Install g++, name "
+            "yours in the environment variable CXX, or leave compile out."
+        )
+    compiled = torch.compile(function)
+
+    def run(*given: Any) -> Any:
+        try:
+            return compiled(*given)
+        except compiler_errors() as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".:")
+            raise BiremeError(f"torch.compile fails on a stage: {reason}. Leave compile out.") from error
+
+    return run
+
+
 def _times_batch(length: Length) -> int | None:
     """How many times the batch a length is, where it is just that: `b`, `5*b`."""
     if isinstance(length, int):
         return None
     times, one, two = (evaluate(length, batch) for batch in (1, 2, 3))
     return times if times > 0 and one == 2 * times and two == 3 * times else None
-
-
-def _resolved(target: str) -> Callable[..., Any]:
-    """The operator of that name: `aten.linear.default`, or a function of Python's operator or math module."""
-    space, _, rest = target.partition(".")
-    found: Callable[..., Any]
-    if space in ("operator", "math"):
-        found = getattr(importlib.import_module(space), rest)
-        return found
-    name, _, overload = rest.partition(".")
-    try:
-        found = getattr(getattr(getattr(torch.ops, space), name), overload)
-    except (AttributeError, RuntimeError) as error:
-        raise BiremeError(
-            f"The graph calls {target}, which this process does not have. Import the package that brings it "
-            "before running the stage."
-        ) from error
-    return found

@@ -8,6 +8,9 @@ one narrow cut is enough: the one with the fewest bytes, of these one between tw
 Some values are live for most of a model, such as an encoder's output for all of the decoder, and would leave
 no narrow cut there. A value that whole layers pass by is taken out of the count; it crosses every cut on its
 way beside the one tensor.
+
+A chain of modules is cut ahead of every module with parameters, whatever crosses there. Nothing in it is
+free, as nobody knows what a module does.
 """
 
 import hashlib
@@ -16,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bireme.model.graph import Argument, Graph, Reference, Token, Value
+from bireme.model.graph import Argument, Graph, Reference, Token, Value, references
 
 __all__ = ["Unit", "units_of"]
 
@@ -80,7 +83,8 @@ class _Flow:
                 or (name in self.made_by and not free[self.made_by[name]])
                 for name in operator.reads()
             )
-            free.append(not depends and not operator.is_random and not operator.mutates)
+            can_repeat = not operator.is_random and not operator.mutates and not operator.is_of_chain
+            free.append(not depends and can_repeat)
         return free
 
     def _last_uses(self) -> dict[str, int]:
@@ -99,11 +103,13 @@ class _Flow:
         group = 0
         live: dict[str, None] = {}
         pass_by = self._passing_by()
+        is_chain = any(operator.is_of_chain for operator in operators)
         for place in range(1, len(operators)):
             group += place - 1 in heavy
             self._advance(live, place)
             counted = [name for name in live if name not in pass_by]
-            if len(counted) == 1 and 0 < group < len(heavy) and self._can_cross(live, place):
+            is_narrow = place in heavy if is_chain else len(counted) == 1
+            if is_narrow and 0 < group < len(heavy) and self._can_cross(live, place):
                 num_bytes = sum(self.values[name].num_bytes(self.graph.batch) for name in live)
                 candidate = num_bytes, self.layer[place - 1] == self.layer[place], place
                 best[group] = min(best.get(group, candidate), candidate)
@@ -119,15 +125,20 @@ class _Flow:
             live.update((v.name, None) for v in operator.outputs if v is not None and v.name in self.last_use)
 
     def _multiplying(self) -> set[int]:
-        """The operators that work with a matrix of weights; of look-ups in a row only the last."""
+        """The operators that work with a matrix of weights; of look-ups in a row only the last.
+
+        In a chain those with any parameters: it has no others to cut between.
+        """
         heavy = [
             place
             for place, operator in enumerate(self.graph.operators)
             if not operator.is_pointwise
-            and any(self._is_matrix(n) for n in operator.reads() if n in self.parameters)
+            and any(
+                operator.is_of_chain or self._is_matrix(n) for n in operator.reads() if n in self.parameters
+            )
         ]
         looks_up = [self.graph.operators[place].target.startswith("aten.embedding.") for place in heavy]
-        following = [*looks_up[1:], False]
+        following = [*looks_up, False][1:]
         return {
             p for p, one, next_one in zip(heavy, looks_up, following, strict=True) if not (one and next_one)
         }
@@ -176,7 +187,10 @@ class _Flow:
     def unit(self, index: int, begin: int, end: int) -> Unit:
         """The unit between two cuts."""
         own = [place for place in range(begin, end) if not self.is_free[place]]
-        free = self._free_for(own)
+        read_by_own = (name for place in own for name in self.graph.operators[place].reads())
+        is_last = end == len(self.graph.operators)
+        results = (name for out in self.graph.outputs if is_last for name in references(out.value))
+        free = self._free_for((*read_by_own, *results))
         places = tuple(sorted((*free, *own)))
         read = {name: None for place in places for name in self.graph.operators[place].reads()}
         outside = {value.name for value in self.graph.inputs}
@@ -193,16 +207,15 @@ class _Flow:
             structure=self._structure(places, self.live_at(begin), self.live_at(end)),
         )
 
-    def _free_for(self, own: list[int]) -> tuple[int, ...]:
-        """The free operators that these need, directly or through others, in order."""
+    def _free_for(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The free operators that make these values, directly or through others, in order."""
         needed: set[int] = set()
-        todo = list(own)
+        todo = list(names)
         while todo:
-            for name in self.graph.operators[todo.pop()].reads():
-                made = self.made_by.get(name)
-                if made is not None and self.is_free[made] and made not in needed:
-                    needed.add(made)
-                    todo.append(made)
+            made = self.made_by.get(todo.pop())
+            if made is not None and self.is_free[made] and made not in needed:
+                needed.add(made)
+                todo.extend(self.graph.operators[made].reads())
         return tuple(sorted(needed))
 
     def _name(self, own: list[int]) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bireme.errors import BiremeError, closest
+from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters, schema_of, storage_id
 
 __all__ = ["materialise"]
 
@@ -69,7 +69,7 @@ class _Parts:
         self.fresh: dict[str, Tensor] = {}
         self.of_module: dict[str, list[str]] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for local, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for local, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
                 if tensor is not None:
                     name = f"{prefix}.{local}" if prefix else local
                     self.place[name] = module, local
@@ -92,15 +92,15 @@ class _Parts:
     def swapped(self) -> Iterator[None]:
         """Put tensors without numbers in the place of all; then put all back."""
         modules = {module for module, _ in self.place.values()}
-        before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+        before = [(module, dict(own_parameters(module)), dict(own_buffers(module))) for module in modules]
         try:
             for name in self.own:
                 self._put(name, "meta")
             yield
         finally:
             for module, parameters, buffers in before:
-                module._parameters.update(parameters)
-                module._buffers.update(buffers)
+                own_parameters(module).update(parameters)
+                own_buffers(module).update(buffers)
 
     def bring(self, module: str) -> list[str]:
         """Put memory in the place of a module's own tensors.
@@ -121,20 +121,20 @@ class _Parts:
         module, local = self.place[name]
         fresh = torch.empty_like(self.own[name], device=device, requires_grad=False)
         if self.is_parameter(name):
-            fresh = module._parameters[local] = nn.Parameter(fresh, requires_grad=False)
+            fresh = own_parameters(module)[local] = nn.Parameter(fresh, requires_grad=False)
         else:
-            module._buffers[local] = fresh
+            own_buffers(module)[local] = fresh
         self.fresh[name] = fresh
 
     def now(self, name: str) -> Tensor:
         """What is in the place of a tensor now; the model's code may have put in something of its own."""
         module, local = self.place[name]
-        found = module._parameters.get(local, module._buffers.get(local))
+        found = own_parameters(module).get(local, own_buffers(module).get(local))
         assert found is not None
         return found
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _Draws(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Seeds every draw by where it is made, and remembers which storages are written to."""
 
     def __init__(self, seed: int) -> None:
@@ -154,16 +154,13 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
             digest = hashlib.sha256(text.encode()).digest()
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             self.num_draws += 1
-        for place, argument in enumerate(func._schema.arguments):
+        schema = schema_of(func)
+        for place, argument in enumerate(schema.arguments if schema else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
                 if isinstance(given, Tensor):
-                    self.written.add(_storage(given))
+                    self.written.add(storage_id(given))
         return func(*args, **kwargs)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _initialised(model: nn.Module, module: str, seed: int) -> _Draws:
@@ -215,7 +212,7 @@ def _takes(function: Any, num_arguments: int) -> bool:
 def _made(name: str, parts: _Parts, draws: _Draws) -> Tensor:
     """What a wanted tensor has become."""
     own, now = parts.own[name], parts.now(name)
-    is_written = now is not parts.fresh[name] or _storage(now) in draws.written
+    is_written = now is not parts.fresh[name] or storage_id(now) in draws.written
     if parts.is_parameter(name):
         if not own.is_meta and (own.numel() > 1 or not is_written) and _is_constant(own):
             return own.detach().cpu().clone()

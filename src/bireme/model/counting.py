@@ -1,0 +1,117 @@
+"""How many things the loss of some inputs is the mean of: tokens that count, or else samples.
+
+A batch's loss is the mean over all of it. Cut into micro-batches, each with a mean of its own, it is their mean
+weighted by these counts; only then is a pipeline's loss that of one process. The count is read off the graph:
+what its loss is the mean of.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from bireme.model.graph import Argument, Graph, Operator, Reference, Value
+from bireme.model.stage import stage_function
+from bireme.model.units import Unit
+
+__all__ = ["Count", "count_of"]
+
+Count = Callable[[Mapping[str, Tensor]], float]
+"""From the inputs of some samples to the weight that the mean of their losses has."""
+
+LOSS = "loss"
+
+MEAN = 1
+"""Torch's number for the reduction to a mean."""
+
+MEANS = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
+"""The losses that leave out some targets. They are given, by position, the scores, the targets, weights of
+the classes, the reduction, and the target that is left out."""
+
+IGNORED = -100
+
+
+def count_of(graph: Graph) -> Count:
+    """The count for a graph."""
+    found = _mean_loss(graph)
+    if found is None:
+        return _num_samples
+    _, target, _, _, ignored = _arguments(found)
+    assert isinstance(target, Reference)
+    if target.name in {value.name for value in graph.inputs}:
+        return lambda inputs: _num_counted(inputs[target.name], ignored)
+    places = _makers(graph, target.name)
+    if places is None:
+        return _num_samples
+    read = {name for place in places for name in graph.operators[place].reads()}
+    unit = Unit(
+        index=0,
+        name="target",
+        operators=places,
+        receives=(),
+        sends=(target.name,),
+        parameters=(),
+        buffers=(),
+        inputs=tuple(value.name for value in graph.inputs if value.name in read),
+        structure="",
+    )
+    function = stage_function(graph, [unit])
+
+    def count(inputs: Mapping[str, Tensor]) -> float:
+        with torch.no_grad():
+            made = function({}, {}, inputs)[target.name]
+        return _num_counted(made, ignored)
+
+    return count
+
+
+def _num_counted(target: Tensor, ignored: Argument) -> float:
+    return float(torch.ne(target, ignored).sum())  # type: ignore[arg-type]  # it is a number there
+
+
+def _num_samples(inputs: Mapping[str, Tensor]) -> float:
+    return float(max(len(value) for value in inputs.values() if value.ndim))
+
+
+def _mean_loss(graph: Graph) -> Operator | None:
+    """The operator that makes the loss, if it is a mean over targets of which some may be left out."""
+    loss = next((output.value for output in graph.outputs if output.name == LOSS), None)
+    makes = {v.name: op for op in graph.operators for v in op.outputs if v is not None}
+    operator = makes.get(loss.name) if isinstance(loss, Reference) else None
+    if operator is None or operator.target not in MEANS:
+        return None
+    _, target, weights, reduction, _ = _arguments(operator)
+    types = {value.name: value.dtype for value in (*graph.inputs, *_values(graph))}
+    is_plain = isinstance(target, Reference) and types.get(target.name) == "int64"
+    return operator if is_plain and weights is None and reduction == MEAN else None
+
+
+def _values(graph: Graph) -> Iterator[Value]:
+    return (value for op in graph.operators for value in op.outputs if value is not None)
+
+
+def _arguments(operator: Operator) -> tuple[Argument, ...]:
+    """The five arguments of such a loss, those that are left out at what they are then."""
+    names = ("self", "target", "weight", "reduction", "ignore_index")
+    whole: dict[str, Argument] = {"weight": None, "reduction": MEAN, "ignore_index": IGNORED}
+    whole |= dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)
+    return tuple(whole[name] for name in names)
+
+
+def _makers(graph: Graph, name: str) -> tuple[int, ...] | None:
+    """The operators that make a value of inputs and constants alone; None where it takes more than these."""
+    made_by = {v.name: place for place, op in enumerate(graph.operators) for v in op.outputs if v is not None}
+    known = {value.name for value in graph.inputs} | {constant.name for constant in graph.constants}
+    needed: set[int] = set()
+    todo = [name]
+    while todo:
+        one = todo.pop()
+        if one in known:
+            continue
+        place = made_by.get(one)
+        if place is None or graph.operators[place].is_random or graph.operators[place].mutates:
+            return None
+        needed.add(place)
+        known.add(one)
+        todo.extend(graph.operators[place].reads())
+    return tuple(sorted(needed))

@@ -1,0 +1,244 @@
+"""The backward of a stage in two halves, for schedules that leave the gradients of weights for later.
+
+The first half gives the gradients of the stage's inputs, which the stage before waits for; the second, when
+there is time, those of its parameters. Both are autograd's own work on its own graph, by public functions.
+
+In the picture gradients flow down and to the right. N are the nodes of autograd's graph that lead to the
+inputs, C those that lead to parameters only; an N with an edge to a C is a junction.
+
+      outputs            The first half runs the left column, and keeps what flows into every junction.
+         │
+         N ──► C ──► w   The second half runs every junction again, for its edges to the right alone, and
+         │               then what is to the right of them.
+         N ──► C ──► w
+         │               A node leaves out what nobody asks it for, so no product of matrices is made twice.
+      inputs
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+__all__ = ["Rest", "backward_input"]
+
+Gradients = tuple[Tensor | None, ...]
+
+Edge = tuple[Node, int]
+"""Where a gradient flows into: a node, and the place among the gradients that it takes."""
+
+Children = dict[Node, list[Edge]]
+
+
+class Rest:
+    """What the first half of a backward gave, and the second half that is left to do."""
+
+    def __init__(
+        self,
+        input_gradients: Gradients,
+        parameters: Sequence[Edge | None],
+        early: dict[Edge, Tensor],
+        second_half: "_SecondHalf",
+    ) -> None:
+        self.input_gradients = input_gradients
+        self._parameters = parameters
+        self._early = early
+        self._second_half: _SecondHalf | None = second_half
+
+    def weight_gradients(self) -> Gradients:
+        """The second half: the gradients of the parameters, None for one that nothing flows to.
+
+        It runs once and lets go of all that was held for it.
+        """
+        if self._second_half is None:
+            raise RuntimeError("The second half of a backward runs once, and this one has run.")
+        found = self._early | self._second_half.run()
+        gradients = tuple(None if edge is None else found.get(edge) for edge in self._parameters)
+        self._second_half, self._early, self._parameters = None, {}, ()
+        return gradients
+
+
+def backward_input(
+    outputs: Sequence[Tensor],
+    output_gradients: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+) -> Rest:
+    """The first half: what it returns has the gradients of `inputs`, and gives those of `parameters` later.
+
+    `output_gradients` are what flows into the outputs, None where nothing does; a loss gets its one like any
+    other. Tensors that need no gradient get None. Where no input needs one, all is left to the second half.
+
+    Some parameters get their gradients in the first half, because to wait would count a part twice or do it
+    twice: those behind a node that several others lead to, as a bias that two layers share, and those behind
+    an `autograd.Function`, which cannot leave out a part. A compiled stage is one such function as a whole.
+
+    What the forward has saved stays in memory until the second half, and parameters must not be written to
+    until then. A hook on a tensor inside the stage may run twice. Under `torch.utils.checkpoint` every
+    junction would recompute; to recompute a stage, run it again instead.
+    """
+    flows = [
+        _Flow(_edge(tensor), gradient)
+        for tensor, gradient in zip(outputs, output_gradients, strict=True)
+        if tensor.requires_grad and gradient is not None
+    ]
+    into, weights = ([_edge(t) if t.requires_grad else None for t in some] for some in (inputs, parameters))
+    ways = _ways([flow.edge for flow in flows], _known(into), _known(weights))
+    second_half = _SecondHalf(ways, flows)
+    handles = [node.register_prehook(second_half.keeper(node)) for node in ways.exits]
+    try:
+        found = _run(flows, [*_known(into), *ways.early], keeps_graph=second_half.has_work())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Rest(
+        tuple(None if edge is None else found.get(edge) for edge in into),
+        weights,
+        {edge: found[edge] for edge in ways.early if edge in found},
+        second_half,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """A gradient, and where it flows into."""
+
+    edge: Edge
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Where gradients leave the left column for the right one.
+
+    `exits` are the edges to the right of every junction, those nearer to the outputs first; `right` the edges
+    from the outputs straight into the right column. `early` and `late` are the parameters of the two halves.
+    """
+
+    exits: dict[Node, tuple[Edge, ...]]
+    right: frozenset[Edge]
+    early: tuple[Edge, ...]
+    late: tuple[Edge, ...]
+
+
+class _SecondHalf:
+    """What flows into the right column from outputs and junctions, kept until it runs."""
+
+    def __init__(self, ways: _Ways, flows: Iterable[_Flow]) -> None:
+        self.exits = ways.exits
+        self.parameters = ways.late
+        self.flows = [flow for flow in flows if flow.edge in ways.right]
+        self.kept: dict[Node, Gradients] = {}
+
+    def has_work(self) -> bool:
+        return bool(self.exits or self.flows)
+
+    def keeper(self, node: Node) -> Callable[[Gradients], None]:
+        """A hook ahead of a junction."""
+
+        def keep(gradients: Gradients) -> None:
+            self.kept[node] = gradients
+
+        return keep
+
+    def run(self) -> dict[Edge, Tensor]:
+        """The gradients of its parameters."""
+        flows = self.flows
+        for node, exits in self.exits.items():
+            # One junction at a time: of several at once, gradients would flow from one into the other again.
+            given = enumerate(self.kept.pop(node, ()))
+            into = [_Flow((node, place), gradient) for place, gradient in given if gradient is not None]
+            flows += [_Flow(edge, gradient) for edge, gradient in _run(into, exits).items()]
+        return _run(flows, self.parameters)
+
+
+def _run(flows: Sequence[_Flow], wanted: Iterable[Edge], *, keeps_graph: bool = False) -> dict[Edge, Tensor]:
+    """What of the flows comes to each of the wanted edges, where anything does."""
+    edges = list(dict.fromkeys(wanted))
+    if not flows or not edges:
+        return {}
+    found = torch.autograd.grad(
+        [GradientEdge(*flow.edge) for flow in flows],
+        [GradientEdge(*edge) for edge in edges],
+        [flow.gradient for flow in flows],
+        retain_graph=keeps_graph,
+        allow_unused=True,
+    )
+    return {edge: gradient for edge, gradient in zip(edges, found, strict=True) if gradient is not None}
+
+
+def _edge(tensor: Tensor) -> Edge:
+    found = get_gradient_edge(tensor)
+    return found.node, found.output_nr
+
+
+def _known(edges: Iterable[Edge | None]) -> list[Edge]:
+    return [edge for edge in edges if edge is not None]
+
+
+def _ways(begins: Sequence[Edge], inputs: Sequence[Edge], parameters: Sequence[Edge]) -> _Ways:
+    children = _children(begins)
+    left = _leading_to(inputs, children)
+    early = _early(children, left, parameters)
+    late = dict.fromkeys(edge for edge in parameters if edge not in early)
+    leading = _leading_to(late, children)
+
+    def goes_right(edge: Edge) -> bool:
+        return edge[0] not in left and (edge[0] in leading or edge in late)
+
+    exits = {node: tuple(filter(goes_right, children[node])) for node in reversed(children) if node in left}
+    return _Ways(
+        exits={node: edges for node, edges in exits.items() if edges},
+        right=frozenset(filter(goes_right, begins)),
+        early=tuple(early),
+        late=tuple(late),
+    )
+
+
+def _children(begins: Iterable[Edge]) -> Children:
+    """The edges out of every node that gradients can flow to; a node comes behind all that it leads to."""
+    edges: Children = {}
+    finished: Children = {}
+    waiting = [node for node, _ in begins]
+    while waiting:
+        node = waiting[-1]
+        if node not in edges:
+            edges[node] = [(child, place) for child, place in node.next_functions if child is not None]
+            waiting += [child for child, _ in edges[node] if child not in edges]
+        else:
+            finished.setdefault(waiting.pop(), edges[node])
+    return finished
+
+
+def _leading_to(wanted: Iterable[Edge], children: Children) -> set[Node]:
+    """The nodes that have a way to one of these edges."""
+    goals = set(wanted)
+    found: set[Node] = set()
+    for node, edges in children.items():
+        if any(edge in goals or edge[0] in found for edge in edges):
+            found.add(node)
+    return found
+
+
+def _early(children: Children, left: set[Node], parameters: Iterable[Edge]) -> dict[Edge, None]:
+    """The parameters that cannot wait.
+
+    A junction's flow into a node to its right is only then surely its own if no other node leads there.
+    """
+    num_parents: dict[Node, int] = {}
+    for edges in children.values():
+        for child in {child for child, _ in edges}:
+            num_parents[child] = num_parents.get(child, 0) + 1
+    cannot_wait = {
+        child
+        for node in left
+        for child, _ in children[node]
+        if child not in left and (num_parents[child] > 1 or isinstance(node, BackwardCFunction))
+    }
+    for node, edges in reversed(children.items()):
+        if node in cannot_wait:
+            cannot_wait.update(child for child, _ in edges)
+    return dict.fromkeys(edge for edge in parameters if edge[0] in left | cannot_wait)

@@ -1,0 +1,120 @@
+"""The names private to torch that this room uses, in one place, each with why and what would replace it.
+
+They can change with any version of torch. So no other file of this room imports or reaches for one: they
+take what is here, under names that say what it is for.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _set_grad_enabled
+from torch._export.utils import _compiling_state_context
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "NUMBERS_NEEDED",
+    "DispatchMode",
+    "OpOverload",
+    "as_in_capture",
+    "compiler_errors",
+    "cpp_compiler",
+    "fake_tensors",
+    "own_buffers",
+    "own_parameters",
+    "schema_of",
+    "set_grad_enabled",
+    "storage_id",
+    "version_of",
+]
+
+DispatchMode = TorchDispatchMode
+"""Sees every operator that runs. Torch documents it, but has no public module for it."""
+
+NUMBERS_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised where a tensor without numbers is asked for them. A public exception of fake tensors would do."""
+
+set_grad_enabled = _set_grad_enabled
+"""Switches autograd as a plain call, which a graph can hold: `torch.set_grad_enabled` is a class, whose call
+leaves an object that switches back."""
+
+
+def fake_tensors() -> FakeTensorMode:
+    """A context in which tensors have shapes and devices and no numbers, those from outside included.
+
+    Unlike the meta device it keeps apart what is on which device. Fake tensors have no public module.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def as_in_capture() -> Iterator[None]:
+    """A context in which code that asks is told that it is being exported.
+
+    It may take another way then. `torch.compiler` can be asked, but offers nothing that sets the answer.
+    """
+    with _compiling_state_context():
+        yield
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that `torch.compile` uses on the CPU, None where it finds none.
+
+    Torch looks for it while it compiles and would fail in the middle. Imported late: it takes a second.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return None
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises where its compiler fails. There is no public name for these."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return (BackendCompilerFailed,)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, as long as one of them lives.
+
+    `data_ptr()` would do if it was not zero for every tensor without numbers.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to. Autograd counts it and shows it under this name alone."""
+    return int(tensor._version)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module itself holds, to be changed in place.
+
+    `named_parameters` only reads, and setting an attribute may run code of the module's class.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that a module itself holds, to be changed in place, for the same reason."""
+    return module._buffers
+
+
+def schema_of(operator: Any) -> torch.FunctionSchema | None:
+    """What an operator takes and which of it it writes to; None for what is no operator of torch.
+
+    `torch.library` offers schemas only to those who define operators.
+    """
+    return getattr(operator, "_schema", None)
