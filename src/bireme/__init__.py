@@ -1,10 +1,49 @@
 """Bireme trains neural networks that do not fit on one device, over few, unequal, slowly joined machines.
 
-The package's own namespace stays light: importing `bireme` imports no torch.
+The package's own namespace stays light: importing `bireme` imports no torch, and what needs it is fetched
+when it is first asked for.
 """
 
-__all__ = ["BiremeError", "__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from bireme.errors import BiremeError
 
+if TYPE_CHECKING:
+    from bireme.model.capture import capture
+    from bireme.model.chain import chain
+    from bireme.plan.plan import Plan
+    from bireme.runtime.launch import launch
+    from bireme.runtime.optimizers import named_optimizer
+    from bireme.runtime.pipeline import Pipeline
+    from bireme.runtime.world import World
+
+__all__ = [
+    "BiremeError",
+    "Pipeline",
+    "Plan",
+    "World",
+    "__version__",
+    "capture",
+    "chain",
+    "launch",
+    "named_optimizer",
+]
+
 __version__ = "0.1.0"
+
+PLACES = {
+    "Pipeline": "bireme.runtime.pipeline",
+    "Plan": "bireme.plan.plan",
+    "World": "bireme.runtime.world",
+    "capture": "bireme.model.capture",
+    "chain": "bireme.model.chain",
+    "launch": "bireme.runtime.launch",
+    "named_optimizer": "bireme.runtime.optimizers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in PLACES:
+        return getattr(importlib.import_module(PLACES[name]), name)
+    raise AttributeError(f"module 'bireme' has no attribute {name!r}")

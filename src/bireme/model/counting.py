@@ -1,8 +1,8 @@
 """How many things the loss of some inputs is the mean of: tokens that count, or else samples.
 
-A batch's loss is the mean over all of it. Cut into micro-batches, each with a mean of its own, it is their mean
-weighted by these counts; only then is a pipeline's loss that of one process. The count is read off the graph:
-what its loss is the mean of.
+A batch's loss is the mean over all of it. Cut into micro-batches, each with a mean of its own, it is their
+mean weighted by these counts; only then is a pipeline's loss that of one process. The count is read off the
+graph: what its loss is the mean of.
 """
 
 from collections.abc import Callable, Iterator, Mapping

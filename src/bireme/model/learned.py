@@ -1,4 +1,4 @@
-"""Which values of a graph learn: those that a gradient comes back to because a trainable parameter is behind them.
+"""Which values of a graph learn: a gradient comes back to them, as a trainable parameter is behind them.
 
 Where nothing behind a cut learns, as behind a frozen embedding, no gradient crosses it.
 """
@@ -15,11 +15,14 @@ def learned_values(graph: Graph) -> frozenset[str]:
     """The names of the floating values that depend on a trainable parameter."""
     learned = {state.name for state in graph.parameters if state.trainable}
     found: set[str] = set()
+    values: set[str] = set()
     for operator in graph.operators:
+        values |= {v.name for v in operator.outputs if v is not None and v.dtype in FLOATING}
         if operator.no_grad or operator.target.startswith(STOPS):
             continue
         if any(name in learned for name in operator.reads()):
-            made = {v.name for v in operator.outputs if v is not None and v.dtype in FLOATING}
+            made = {v.name for v in operator.outputs if v is not None} | set(operator.mutates)
+            made &= values  # a buffer that is written to, such as a running mean, gets no gradient
             learned |= made
             found |= made
     return frozenset(found)

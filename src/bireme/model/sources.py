@@ -55,8 +55,8 @@ ON_META = (
 class Source:
     """A model and what to call it with. `folder` is where its weights lie, None where there are none.
 
-    The inputs are on the model's device. Where that is meta they are on the CPU, so that they hold numbers, but
-    for those that a function of the user's made on meta.
+    The inputs are on the model's device. Where that is meta they are on the CPU, so that they hold numbers,
+    but for those that a function of the user's made on meta.
     """
 
     text: str

@@ -7,6 +7,7 @@ chain of modules shows only in what resolves its operators.
 
 import importlib
 import operator as python_operator
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from bireme.model.units import Unit
 __all__ = ["Resolve", "StageFunction", "stage_function", "torch_operator"]
 
 Tensors = Mapping[str, torch.Tensor]
+
+DRAWING = threading.Lock()
+"""Held while a stage draws from a generator that belongs to the whole process."""
 
 Resolve = Callable[[Operator], Callable[..., Any]]
 """From an operator of a graph to what is called with its arguments."""
@@ -122,9 +126,10 @@ class StageFunction:
             results = self._built[where](*given, None)
         else:
             generator = default_generator(where)
-            state = generator.get_state()
-            results = self._built[where](*given, seed)
-            generator.set_state(state)
+            with DRAWING:
+                state = generator.get_state()
+                results = self._built[where](*given, seed)
+                generator.set_state(state)
         return dict(zip((*self.sends, *self.outputs, *self._also), results, strict=True))
 
     def _build(self, device: torch.device) -> Callable[..., tuple[Any, ...]]:

@@ -132,6 +132,11 @@ class Program:
         return any(instruction.kind in kinds for track in self.tracks for instruction in track.written())
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether any backward runs in two halves."""
+        return any(i.kind is Kind.BACKWARD_INPUT for track in self.tracks for i in track.written())
+
+    @property
     def num_sliced(self) -> int:
         """How many micro-batches of a batch go forward in halves on the first stage."""
         first = self.tracks[self.rank_of_stage[0]].written()

@@ -1,0 +1,1 @@
+"""Which device does what: plans, and the search for the best."""

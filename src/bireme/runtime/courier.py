@@ -1,0 +1,125 @@
+"""The courier of one rank: brings what instructions need from other stages, and takes away what they make.
+
+Between ranks it packs a micro-batch's tensors into one message; between stages of one rank it hands them over
+as they are. It decides no order: the program's sends and receives do.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.borders import Borders
+from bireme.runtime.microbatches import Feed
+from bireme.runtime.transport import Pending, Transport
+from bireme.runtime.wire import WireFormat
+from bireme.schedule.instruction import Instruction, Message
+
+__all__ = ["Courier"]
+
+MOST_SENDS = 4
+"""Sends over one border in one direction that may be under way; before another, the oldest is waited for."""
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A message under way, with the memory that it is read from or written to."""
+
+    payload: Tensor
+    pending: Pending
+
+
+class Courier:
+    """Moves the messages of one rank. `feed` must be set to that of the batches that they are about."""
+
+    feed: Feed
+
+    def __init__(
+        self,
+        rank_of_stage: tuple[int, ...],
+        borders: Borders,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self._rank_of_stage = rank_of_stage
+        self._num_stages = len(rank_of_stage)
+        self._borders = borders
+        self._transport = transport
+        self._device = device
+        self._made: dict[Message, Tensors] = {}
+        """Messages made here that are not sent yet, or are for another stage of this rank."""
+        self._awaited: dict[Message, _UnderWay] = {}
+        self._sent: dict[tuple[bool, int], deque[_UnderWay]] = {}
+        self.receive_bytes = 0
+        """Of receives posted and not yet used."""
+        self.most_receive_bytes = 0
+
+    def receive(self, step: Instruction) -> None:
+        """Post a receive."""
+        key = step.carries()
+        payload = torch.empty(self._format(key).num_bytes, dtype=torch.uint8, device=self._device)
+        source = self._rank_of_stage[key.from_stage]
+        self._awaited[key] = _UnderWay(payload, self._transport.receive(key, source, payload))
+        self.receive_bytes += payload.numel()
+        self.most_receive_bytes = max(self.most_receive_bytes, self.receive_bytes)
+
+    def send(self, step: Instruction) -> None:
+        """Begin to send what was made for it."""
+        key = step.carries()
+        tensors = self._here(key)
+        if tensors is None:
+            raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
+        payload = self._format(key).pack(tensors, key)
+        channel = self._sent.setdefault((key.forward, key.to_stage), deque())
+        if len(channel) >= MOST_SENDS:
+            channel.popleft().pending.wait()
+        to = self._rank_of_stage[key.to_stage]
+        channel.append(_UnderWay(payload, self._transport.send(key, to, payload)))
+
+    def take(self, step: Instruction) -> Tensors:
+        """What an instruction needs from a neighbouring stage; waits until it is there."""
+        key = step.needs(self._num_stages)
+        if key is None:
+            return {}
+        here = self._here(key)
+        if here is not None:
+            return here
+        awaited = self._awaited.pop(key)
+        awaited.pending.wait()
+        self.receive_bytes -= awaited.payload.numel()
+        return self._format(key).unpack(awaited.payload, key)
+
+    def put(self, step: Instruction, tensors: Tensors) -> None:
+        """What an instruction made for a neighbouring stage."""
+        key = step.makes(self._num_stages)
+        if key is not None:
+            self._made[key] = tensors
+
+    def drain(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for channel in self._sent.values():
+            while channel:
+                channel.popleft().pending.wait()
+
+    def _here(self, key: Message) -> Tensors | None:
+        """What this rank made for a message, if it did. Halves are joined where the whole is asked for."""
+        if key in self._made:
+            return self._made.pop(key)
+        if key.half is not None:
+            return None
+        first, second = key._replace(half=0), key._replace(half=1)
+        if first not in self._made or second not in self._made:
+            return None
+        one, other = self._made.pop(first), self._made.pop(second)
+        axes = {name: self._borders.batch_axis(name) or 0 for name in one}
+        return {name: torch.cat([one[name], other[name]], axes[name]) for name in one}
+
+    def _format(self, key: Message) -> WireFormat:
+        assert key.microbatch is not None
+        whole = self.feed.portion(key.batch).micro_batches[key.microbatch]
+        one = whole if key.half is None else whole.halves[key.half]
+        of_border = self._borders.forward if key.forward else self._borders.backward
+        return of_border(key.to_stage, one.num_samples)

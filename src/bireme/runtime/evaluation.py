@@ -1,0 +1,165 @@
+"""Evaluation: batches through the pipeline forward, on the newest weights, in the model's evaluation mode."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bireme.model.stage import StageFunction
+from bireme.plan.plan import Plan
+from bireme.runtime.banks import WeightBanks
+from bireme.runtime.courier import Courier
+from bireme.runtime.interpreter import OnInstruction, micro_batch_of
+from bireme.runtime.layout import Layout
+from bireme.runtime.microbatches import Cutter, Feed, MicroBatch, num_samples_of
+from bireme.runtime.stage import LOSS
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.lowering import lower
+from bireme.schedule.program import Program, Track
+from bireme.schedule.rule import Rule
+from bireme.sync.group import Group
+
+__all__ = ["Evaluation", "EvaluationStage", "Evaluator", "forward_program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The mean loss over everything that counts in some batches, and how much that is."""
+
+    loss: float
+    weight: float
+    num_samples: int
+
+
+class Evaluator:
+    """Runs batches through the stages of one rank. `group` has all ranks of all replicas."""
+
+    def __init__(
+        self,
+        stages: "Mapping[int, EvaluationStage]",
+        layout: Layout,
+        plan: Plan,
+        courier: Courier,
+        group: Group,
+        cutter: Cutter,
+        on_instruction: OnInstruction,
+    ) -> None:
+        self._stages = stages
+        self._layout = layout
+        self._plan = plan
+        self._group = group
+        self._cutter = cutter
+        self._courier = courier
+        self._on_instruction = on_instruction
+        self._actions: dict[Kind, Callable[[Instruction], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.SEND_FORWARD: courier.send,
+            Kind.RECV_FORWARD: courier.receive,
+        }
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]]) -> Evaluation:
+        """The loss over some batches, each of any size down to one sample."""
+        for stage in self._stages.values():
+            stage.load()
+        loss = weight = 0.0
+        num_samples = 0
+        most = self._plan.width * self._plan.num_microbatches
+        for batch in batches:
+            size = num_samples_of(batch)
+            pieces = min(size, most)
+            # One replica's cutter gives all pieces; the replicas take turns at them.
+            cutter = replace(self._cutter, width=1, replica=0, num_microbatches=pieces, num_sliced=0)
+            feed = Feed([batch], cutter, 0)
+            feed.has(1)
+            weight += feed.portion(0).weight
+            num_samples += size
+            own = range(self._layout.replica, pieces, self._plan.width)
+            if len(own):
+                self._run(feed, own)
+                loss += feed.portion(0).weight * sum(stage.take_loss() for stage in self._stages.values())
+        for stage in self._stages.values():
+            stage.unload()
+        total = torch.tensor([loss], dtype=torch.float64)
+        self._group.all_reduce(total).wait()
+        return Evaluation(float(total) / weight if weight else math.nan, weight, num_samples)
+
+    def _run(self, feed: Feed, own: range) -> None:
+        feed.take(0, own)
+        self._courier.feed = feed
+        program = forward_program(self._layout.rank_of_stage, len(own))
+        for step in program.tracks[self._layout.pipeline_rank]:
+            self._on_instruction(step)
+            self._actions[step.kind](step)
+        self._courier.drain()
+
+    def _forward(self, step: Instruction) -> None:
+        received = self._courier.take(step)
+        micro_batch = micro_batch_of(step, self._courier.feed)
+        self._courier.put(step, self._stages[step.stage].forward(micro_batch, received))
+
+
+class EvaluationStage:
+    """A stage that only runs forward, and keeps nothing but the loss."""
+
+    def __init__(
+        self,
+        function: StageFunction,
+        banks: WeightBanks,
+        buffers: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.function = function
+        self._banks = banks
+        self._buffers = buffers
+        self._device = device
+        self._loss = 0.0
+        self._weights: Mapping[str, Tensor] = {}
+
+    def load(self) -> None:
+        """Take the newest weights, in what the stage computes with."""
+        self._weights = self._banks.newest_to_compute_with()
+
+    def unload(self) -> None:
+        """Let go of them."""
+        self._weights = {}
+
+    def forward(self, micro_batch: MicroBatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a micro-batch; gives what goes to the next stage."""
+        given = {**micro_batch.inputs, **received}
+        with torch.no_grad():
+            results = self.function(self._weights, self._buffers, given, device=self._device)
+        if LOSS in results and micro_batch.share:
+            self._loss += float(results[LOSS]) * micro_batch.share
+        return {name: results[name] for name in self.function.sends}
+
+    def take_loss(self) -> float:
+        """The sum of the losses since it was last asked, each by its share."""
+        loss, self._loss = self._loss, 0.0
+        return loss
+
+
+def forward_program(rank_of_stage: Sequence[int], num_microbatches: int) -> Program:
+    """One batch forward through all stages, each rank's stages one after the other."""
+    num_ranks = max(rank_of_stage) + 1
+    program = Program(
+        name="evaluation",
+        rule=Rule.SYNCHRONOUS,
+        rank_of_stage=tuple(rank_of_stage),
+        num_microbatches=num_microbatches,
+        num_batches=1,
+        banks=(1,) * len(rank_of_stage),
+        tracks=tuple(
+            Track(
+                tuple(
+                    Instruction(Kind.FORWARD, stage, 0, microbatch, version=0)
+                    for stage, owner in enumerate(rank_of_stage)
+                    if owner == rank
+                    for microbatch in range(num_microbatches)
+                )
+            )
+            for rank in range(num_ranks)
+        ),
+    )
+    return lower(program)

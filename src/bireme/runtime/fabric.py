@@ -1,0 +1,115 @@
+"""What joins the ranks of a run: messages between two of them, sums over groups of them.
+
+The engine knows ranks through this alone, so the same engine runs on processes and, in tests, on threads.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.runtime.dist_transport import open_transport
+from bireme.runtime.transport import Pending, Transport
+from bireme.runtime.world import World
+from bireme.schedule.instruction import Message
+from bireme.sync.group import DistGroup, Group, LonelyGroup
+
+__all__ = ["DistFabric", "Fabric", "LonelyFabric", "fabric_of"]
+
+
+def fabric_of(world: "World | Fabric | None", num_ranks: int) -> "Fabric":
+    """The fabric of a world, or the one given; of one process alone where nothing is given."""
+    if isinstance(world, World):
+        return DistFabric(world)
+    if world is not None:
+        return world
+    if num_ranks > 1:
+        raise BiremeError(
+            f"The plan is for {num_ranks} processes. Start them with bireme.launch or torchrun, and give the "
+            "pipeline the open World."
+        )
+    return LonelyFabric()
+
+
+class Fabric(Protocol):
+    """One rank's view of it. Groups must be made by all ranks, the same ones in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+        """Messages between some ranks, which are called 0, 1, 2, … in this order there; this one is of them.
+
+        `rank_of_stage` says, in these numbers, between which of them there are borders.
+        """
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """Sums over some ranks; None if this one is not of them."""
+
+
+class DistFabric:
+    """The fabric of processes that an open world has joined."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._world.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._world.size
+
+    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+        """Messages between some processes; given up as soon as another one has failed."""
+        transport = open_transport(
+            ranks, rank_of_stage, device=self._world.device, timeout_s=self._world.timeout_s
+        )
+        self._world.watch.on_failure(transport.abort)
+        return transport
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """Sums over some processes; None if this one is not of them."""
+        made = dist.new_group(list(ranks))
+        return DistGroup(made) if self.rank in ranks else None
+
+
+class LonelyFabric:
+    """The fabric of one process, which has nobody to talk to."""
+
+    rank = 0
+    size = 1
+
+    def transport(self, _ranks: Sequence[int], _rank_of_stage: Sequence[int], /) -> Transport:
+        """Nothing ever goes over it."""
+        return _Nowhere()
+
+    def group(self, _ranks: Sequence[int]) -> Group:
+        """This process alone."""
+        return LonelyGroup()
+
+
+class _Nowhere:
+    """A transport between no ranks."""
+
+    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
+        raise RuntimeError(f"There is no rank {to} to send the {key} to.")
+
+    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+        raise RuntimeError(f"There is no rank {source} for the {key} to come from.")
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def abort(self) -> None:
+        """Nobody waits."""

@@ -1,0 +1,115 @@
+"""What a rank's failure is: who, at what, why. The first one of a run is its root cause, and is told once.
+
+It travels between processes as text. That is why it holds a traceback and no exception.
+"""
+
+import json
+import traceback
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from bireme.errors import BiremeError
+
+__all__ = ["Blame", "Failure", "RankFailed", "grace_s"]
+
+
+class Blame(StrEnum):
+    """Whose doing a failure is, which decides how it is told."""
+
+    PROGRAM = "program"
+    """An exception, a process that died or stopped."""
+    USER = "user"
+    """A `BiremeError`: its text says all, a traceback adds nothing."""
+    INTERRUPT = "interrupt"
+    """Somebody wanted the end."""
+
+
+class RankFailed(Exception):  # noqa: N818 (it is an event: the error is in its text)
+    """A rank of the run failed, and all others were ended because of it.
+
+    `instruction` is what it was doing then, if that is known; `text` is the traceback of its error, or a
+    sentence where there is none; `summary` the same in a line.
+    """
+
+    def __init__(self, rank: int, instruction: str | None, text: str, summary: str | None = None) -> None:
+        super().__init__(rank, instruction, text, summary)
+        self.rank = rank
+        self.instruction = instruction
+        self.text = text.rstrip()
+        self.summary = summary or self.text.splitlines()[-1]
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        return f"{self._opening}: {self.summary}"
+
+    def __str__(self) -> str:
+        separator = "\n" if "\n" in self.text else " "
+        return f"{self._opening}:{separator}{self.text}"
+
+    @property
+    def _opening(self) -> str:
+        at = "" if self.instruction is None else f" at {self.instruction}"
+        return f"Rank {self.rank} failed{at}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failure, as it is written where all ranks can read it."""
+
+    rank: int
+    instruction: str | None
+    summary: str
+    text: str
+    blame: Blame = Blame.PROGRAM
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, instruction: str | None) -> "Failure":
+        """The failure that an exception is."""
+        what = str(error)
+        if isinstance(error, BiremeError):
+            return cls(rank, instruction, _first_line(what), what, Blame.USER)
+        if isinstance(error, KeyboardInterrupt):
+            return cls(rank, instruction, "it was interrupted", "it was interrupted", Blame.INTERRUPT)
+        name = type(error).__qualname__
+        summary = f"{name}: {_first_line(what)}" if what else name
+        return cls(rank, instruction, summary, "".join(traceback.format_exception(error)))
+
+    @classmethod
+    def told(cls, sentence: str, rank: int, instruction: str | None) -> "Failure":
+        """A failure that no exception tells of; the instruction is that of the last sign of life."""
+        if instruction is not None:
+            sentence += " (What it was doing is as of its last sign of life.)"
+        return cls(rank, instruction, sentence, sentence)
+
+    def encode(self) -> str:
+        """As text for `decode`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> "Failure":
+        """What `encode` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "blame": Blame(fields["blame"])})
+
+    def to_others(self) -> RankFailed:
+        """The exception that the other ranks end with."""
+        return RankFailed(self.rank, self.instruction, self.text, self.summary)
+
+    def to_starter(self) -> BaseException:
+        """The exception for who started the ranks: the user's mistake is one again, an interrupt too."""
+        if self.blame is Blame.USER:
+            return BiremeError(self.text)
+        if self.blame is Blame.INTERRUPT:
+            return KeyboardInterrupt()
+        return self.to_others()
+
+
+def grace_s(timeout_s: float) -> float:
+    """How long a rank that has to end may take to end by itself."""
+    return min(5.0, timeout_s / 4)
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if lines else ""

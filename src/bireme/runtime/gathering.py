@@ -1,0 +1,83 @@
+"""What the ranks of a run put together when nothing is under way: tensors by name, numbers, their clocks."""
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bireme.model.graph import State
+from bireme.sync.group import Group
+
+__all__ = ["clock_offset_s", "gather_rows", "gather_tensors"]
+
+NUM_ROUNDS = 15
+"""Of looking at the clocks together."""
+
+
+def clock_offset_s(group: Group) -> float:
+    """What to add to this rank's `perf_counter` to have rank 0's, to about the time a small message takes.
+
+    Ranks come out of a barrier at nearly the same time.
+    """
+    if group.size == 1:
+        return 0.0
+    differences = []
+    for _ in range(NUM_ROUNDS):
+        group.barrier()
+        now = perf_counter()
+        first = torch.tensor([now], dtype=torch.float64)
+        group.broadcast(first, 0)
+        differences.append(float(first) - now)
+    return median(differences)
+
+
+def gather_rows(group: Group, row: Sequence[float]) -> list["array[float]"]:
+    """Every rank's row of numbers; rows may be of different lengths."""
+    lengths = torch.zeros(group.size, dtype=torch.float64)
+    lengths[group.rank] = len(row)
+    group.all_reduce(lengths).wait()
+    rows = torch.zeros(group.size, max(int(lengths.max()), 1), dtype=torch.float64)
+    rows[group.rank, : len(row)] = torch.tensor(row, dtype=torch.float64)
+    group.all_reduce(rows).wait()
+    return [array("d", one[: int(n)].tolist()) for one, n in zip(rows, lengths.tolist(), strict=True)]
+
+
+def gather_tensors(
+    group: Group, states: Sequence[State], own: Mapping[str, Tensor], owner: Mapping[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each of the states from the rank that owns it, one after the other, on the CPU, on every rank."""
+    dtype = {name: tensor.dtype for name, tensor in own.items()}
+    kinds = _agreed_dtypes(group, states, dtype)
+    for state, kind in zip(states, kinds, strict=True):
+        if owner[state.name] == group.rank:
+            tensor = own[state.name].detach().cpu().clone()
+        else:
+            tensor = torch.empty(state.shape, dtype=kind)
+        group.broadcast(tensor, owner[state.name])
+        yield state.name, tensor
+
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def _agreed_dtypes(
+    group: Group, states: Sequence[State], own: Mapping[str, torch.dtype]
+) -> list[torch.dtype]:
+    """The dtype each is held in, which its owner alone knows: master weights are longer than the graph's."""
+    row = [float(DTYPES.index(own[s.name])) + 1.0 if s.name in own else 0.0 for s in states]
+    rows = gather_rows(group, row)
+    return [DTYPES[int(max(column)) - 1] for column in zip(*rows, strict=True)]

@@ -1,0 +1,113 @@
+"""The interpreter: one rank's part of any program, instruction by instruction.
+
+A table leads from each kind of instruction to what is done for it; there is no loop of any schedule's own.
+What takes long runs beside it: messages in the transport, the sums of gradients in the reducer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from time import perf_counter
+
+from bireme.runtime.courier import Courier
+from bireme.runtime.microbatches import Feed, MicroBatch
+from bireme.runtime.recorder import Recorder
+from bireme.runtime.stage import Place, Stage
+from bireme.runtime.updates import Finished, Updates
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.program import Block
+
+__all__ = ["Interpreter", "OnInstruction", "micro_batch_of", "place_of"]
+
+OnInstruction = Callable[[Instruction], None]
+"""Is told each instruction right before it is run."""
+
+
+class Interpreter:
+    """Runs one rank of a pipeline."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        courier: Courier,
+        updates: Updates,
+        on_instruction: OnInstruction,
+    ) -> None:
+        self._stages = stages
+        self._courier = courier
+        self._updates = updates
+        self._on_instruction = on_instruction
+        self._began_s = 0.0
+        """When the instruction under way began to work: behind its wait for a message or a sum."""
+        self._actions: dict[Kind, Callable[[Instruction], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.SEND_FORWARD: courier.send,
+            Kind.SEND_BACKWARD: courier.send,
+            Kind.RECV_FORWARD: courier.receive,
+            Kind.RECV_BACKWARD: courier.receive,
+            Kind.REDUCE: updates.reduce,
+            Kind.UPDATE: self._update,
+            Kind.TRIAL: updates.trial,
+        }
+
+    def run(self, blocks: Iterable[Block], feed: Feed, recorder: Recorder | None) -> Iterator[Finished]:
+        """Run what the blocks say on the batches of the feed; gives what came of each batch when it is
+        done.
+        """
+        self._courier.feed = feed
+        actions = self._actions
+        for block in blocks:
+            for written in block.instructions:
+                step = written.shifted(block.batches, block.versions) if block.batches else written
+                self._on_instruction(step)
+                self._began_s = perf_counter()
+                actions[step.kind](step)
+                if recorder is not None:
+                    recorder.note(self._began_s, perf_counter())
+                yield from self._updates.take_finished()
+        self._courier.drain()
+
+    def _forward(self, step: Instruction) -> None:
+        received = self._courier.take(step)
+        micro_batch = micro_batch_of(step, self._courier.feed)
+        self._began_s = perf_counter()
+        assert step.version is not None
+        sends = self._stages[step.stage].forward(place_of(step), step.version, micro_batch, received)
+        self._courier.put(step, sends)
+
+    def _backward(self, step: Instruction) -> None:
+        gradients = self._courier.take(step)
+        self._began_s = perf_counter()
+        self._courier.put(step, self._stages[step.stage].backward(place_of(step), gradients))
+
+    def _backward_input(self, step: Instruction) -> None:
+        gradients = self._courier.take(step)
+        self._began_s = perf_counter()
+        self._courier.put(step, self._stages[step.stage].backward_input(place_of(step), gradients))
+
+    def _backward_weight(self, step: Instruction) -> None:
+        self._stages[step.stage].backward_weight(place_of(step))
+
+    def _recompute(self, step: Instruction) -> None:
+        assert step.version is not None
+        self._stages[step.stage].recompute(place_of(step), step.version)
+
+    def _update(self, step: Instruction) -> None:
+        self._updates.wait(step.batch)
+        self._began_s = perf_counter()
+        self._updates.update(step)
+
+
+def place_of(step: Instruction) -> Place:
+    """The micro-batch that an instruction is about."""
+    assert step.microbatch is not None
+    return Place(step.batch, step.microbatch)
+
+
+def micro_batch_of(step: Instruction, feed: Feed) -> MicroBatch:
+    """What the model is given of it, or of the half that it is about."""
+    assert step.microbatch is not None
+    whole = feed.portion(step.batch).micro_batches[step.microbatch]
+    return whole if step.half is None else whole.halves[step.half]

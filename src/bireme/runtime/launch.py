@@ -1,0 +1,266 @@
+"""`launch`: run a function in new processes of this machine, and end them properly, whatever happens.
+
+This process holds the store, so that it survives any rank, and is the one that tells what went wrong: the
+root cause, once. The processes end with it, however it ends.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, current_process, get_context
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from bireme.errors import BiremeError
+from bireme.runtime.board import Board
+from bireme.runtime.failures import Blame, Failure, grace_s
+from bireme.runtime.rank_process import LOCALHOST, UNGUARDED_STATUS, Order, run_rank
+
+if TYPE_CHECKING:
+    from bireme.runtime.world import Backend
+
+__all__ = ["launch"]
+
+Result = TypeVar("Result")
+
+POLL_S = 0.1
+"""How often to look for a root cause that is no process's end."""
+TERMINATION_S = 1.0
+"""From SIGTERM to SIGKILL."""
+DELIVERY_S = 5.0
+"""How long an ended process's last bytes may be on their way."""
+
+
+def launch(
+    function: Callable[..., Result],
+    num_processes: int,
+    *args: object,
+    timeout_s: float = 60.0,
+    threads_per_process: int | None = None,
+    backend: "Backend" = "gloo",
+) -> list[Result]:
+    """Run `function(world, *args)` in that many new processes, and return what each returned, by rank.
+
+    The function must be importable, arguments and results go through pickle. If a process fails, all others
+    are ended: a `BiremeError` there is one here, an interrupt is one too, anything else is a `RankFailed`
+    with the traceback or what became of the process. `timeout_s` is how long a rank waits for another, and so
+    the most that a rank which dies or stops goes unnoticed. Without `threads_per_process` the processes
+    share the processor's cores.
+    """
+    if getattr(current_process(), "_inheriting", False):
+        # This process is one that is just being started, and runs a script that launches when it is imported.
+        os._exit(UNGUARDED_STATUS)
+    if num_processes < 1 or timeout_s <= 0:
+        raise BiremeError(
+            f"To launch {num_processes} processes with a timeout of {timeout_s:g} s is not possible: both "
+            "must be positive."
+        )
+    call = _pickled(function, args)
+    # It imports torch, which the processes must not do before their environment is set.
+    from bireme.runtime.stores import open_store
+
+    store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
+    order = Order(
+        parent_pid=os.getpid(),
+        port=store.port,
+        num_processes=num_processes,
+        timeout_s=timeout_s,
+        num_threads=threads_per_process or max(1, _num_cores() // num_processes),
+        backend=backend,
+    )
+    with _Crew(order, call, Board(store, num_processes)) as crew:
+        crew.start()
+        crew.supervise()
+    if crew.cause is not None:
+        raise crew.cause.to_starter() from None
+    return [pickle.loads(rank.result) for rank in crew.ranks if rank.result is not None]
+
+
+class _Rank:
+    """One process, and the thread that hands it its work and takes its result."""
+
+    def __init__(self, order: Order, rank: int, call: bytes) -> None:
+        self.number = rank
+        self.result: bytes | None = None
+        self._call = call
+        self._near, self._far = connection.Pipe()
+        self.process = get_context("spawn").Process(
+            target=run_rank, args=(order, rank, self._far), name=f"bireme rank {rank}"
+        )
+        # A thread, because a process that is stopped halfway through a message would block its reader.
+        self._talker = threading.Thread(target=self._talk, name=f"bireme talk {rank}", daemon=True)
+
+    def start(self) -> None:
+        self.process.start()
+        self._far.close()
+        self._talker.start()
+
+    @property
+    def lives(self) -> bool:
+        return self.process.pid is not None and self.process.is_alive()
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.lives and self.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def last_words(self) -> bytes | None:
+        """The result of a process that has ended."""
+        self._talker.join(DELIVERY_S)
+        return self.result
+
+    def _talk(self) -> None:
+        with self._near, suppress(EOFError, OSError):
+            self._near.send_bytes(self._call)
+            self.result = self._near.recv_bytes()
+
+
+class _Crew:
+    """All processes of a launch. Whatever happens inside this context, none of them is left after it."""
+
+    def __init__(self, order: Order, call: bytes, board: Board) -> None:
+        self.cause: Failure | None = None
+        self.ranks = [_Rank(order, rank, call) for rank in range(order.num_processes)]
+        self._grace_s = grace_s(order.timeout_s)
+        self._board = board
+
+    def start(self) -> None:
+        for rank in self.ranks:
+            with _interrupts_held():
+                rank.start()
+
+    def supervise(self) -> None:
+        """Wait for all results or the first failure."""
+        running = list(self.ranks)
+        while running:
+            connection.wait([rank.process.sentinel for rank in running], POLL_S)
+            # First what the ranks say: a process that ended of a failure has written it down before.
+            ended = [rank for rank in running if not rank.lives]
+            self.cause = self._board.cause()
+            for rank in ended:
+                if self.cause is None and rank.last_words() is None:
+                    self.cause = self._board.record(self._obituary(rank))
+            if self.cause is not None:
+                return
+            running = [rank for rank in running if rank not in ended and rank.result is None]
+
+    def _obituary(self, rank: _Rank) -> Failure:
+        """Why a process ended that said nothing."""
+        (pulse,) = self._board.pulses([rank.number])
+        status = rank.process.exitcode or 0
+        doing = None if pulse is None else pulse.doing
+        if status == UNGUARDED_STATUS and pulse is None:
+            return Failure.of(BiremeError(UNGUARDED), rank.number, None)
+        if status < 0:
+            return Failure.told(f"its process was killed by {_signal_name(-status)}.", rank.number, doing)
+        when = " before it could start its work" if pulse is None else ""
+        return Failure.told(
+            f"its process ended with status {status}{when}; what it printed may say why.", rank.number, doing
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        try:
+            if interrupted or (self.cause is not None and self.cause.blame is Blame.INTERRUPT):
+                self._signal_all(signal.SIGINT)
+            if error is None or interrupted:
+                self._wait(self._grace_s)
+            self._signal_all(signal.SIGTERM)
+            self._wait(TERMINATION_S)
+        finally:
+            # Also if the user has no more patience and interrupts this. A stopped process ends of this only.
+            with _interrupts_held():
+                self._signal_all(signal.SIGKILL)
+                for rank in self.ranks:
+                    if rank.process.pid is not None:
+                        rank.process.join()
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.signal(number)
+
+    def _wait(self, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while (living := [r.process.sentinel for r in self.ranks if r.lives]) and time.monotonic() < end:
+            connection.wait(living, max(0.0, end - time.monotonic()))
+
+
+UNGUARDED = (
+    "The script that launches processes would do so again in each of them, because they import it. Put "
+    'the part that is to run once under `if __name__ == "__main__":`.'
+)
+
+
+def _pickled(function: Callable[..., object], args: Iterable[object]) -> bytes:
+    name = getattr(function, "__qualname__", repr(function))
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if getattr(function, "__module__", None) == "__main__" and not (script and Path(script).exists()):
+        raise BiremeError(
+            f"{name} cannot be launched: it was typed in, and a new process has no file to import it from. "
+            "Put it in a file."
+        )
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise BiremeError(
+            f"{name} cannot be launched, because a new process cannot import it: {error}. Launch a function "
+            "that is defined with `def` at the top of a file."
+        ) from error
+    try:
+        return pickle.dumps((function, tuple(args)))
+    except Exception as error:
+        raise BiremeError(
+            f"The arguments of {name} cannot be handed to new processes: {error}. Pass tensors, numbers, "
+            "texts, and lists, dicts and data classes of them; make the rest inside of the function."
+        ) from error
+
+
+def _num_cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "no name"
+    hint = ". If nobody did it, the memory ran out" if number == signal.SIGKILL else ""
+    return f"signal {number} ({name}){hint}"
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let an interrupt come after this, and not at all to a process that is started inside.
+
+    That one would end with a traceback if it were interrupted while it imports; it takes interrupts again
+    once it can. And one that is half started would not be known here, so that nobody could end it.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, note) if is_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

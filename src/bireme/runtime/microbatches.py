@@ -1,0 +1,193 @@
+"""Batches, cut into the micro-batches of every replica, with what each weighs in the batch's loss.
+
+Every rank is given whole batches, the same ones, and takes from them what its stages and its replica need. So
+each knows the sizes and weights of all micro-batches without a message.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.model.counting import Count
+
+__all__ = ["Cutter", "Feed", "MicroBatch", "Portion", "micro_batch_seed", "num_samples_of"]
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch of this replica, or half of one: what the model is given of it.
+
+    `share` is its weight in the batch's mean; `seed` is its own, the same whatever the pipeline's shape.
+    `halves` are there where it goes forward in two.
+    """
+
+    num_samples: int
+    share: float
+    seed: int
+    inputs: dict[str, Tensor]
+    halves: tuple["MicroBatch", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one replica has of a batch. `weight` is that of the whole batch."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    weight: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts batches for one replica of some.
+
+    `required` are all inputs of the model, `needed` those that this rank's stages take. The first
+    `num_sliced` micro-batches are cut in halves.
+    """
+
+    width: int
+    replica: int
+    num_microbatches: int
+    num_sliced: int
+    count: Count
+    required: tuple[str, ...]
+    needed: tuple[str, ...]
+    device: torch.device
+    seed: int
+
+    def cut(self, batch: Batch, number: int) -> Portion:
+        """This replica's portion of a batch, which is the one of that number."""
+        num_samples = num_samples_of(batch)
+        pieces = self.width * self.num_microbatches
+        if num_samples < (2 * pieces if self.num_sliced else pieces):
+            raise BiremeError(
+                f"Batch {number} has {num_samples} samples, and the plan cuts it into {pieces} micro-batches "
+                f"({self.num_microbatches} for each of {self.width} replicas). Leave such a batch out, or "
+                "plan "
+                "for fewer micro-batches."
+            )
+        bounds = list(accumulate(_sizes(num_samples, pieces), initial=0))
+        weights = [self.count(_rows(batch, begin, end)) for begin, end in pairwise(bounds)]
+        total = sum(weights)
+        if not total:
+            raise BiremeError(f"Nothing in batch {number} counts for the loss. Leave such a batch out.")
+
+        def piece(begin: int, end: int, weight: float, seed: int) -> MicroBatch:
+            rows = _rows(batch, begin, end)
+            inputs = {name: rows[name].to(self.device) for name in self.needed}
+            return MicroBatch(end - begin, weight / total, seed, inputs)
+
+        def micro_batch(place: int) -> MicroBatch:
+            index = self.replica * self.num_microbatches + place
+            begin, end = bounds[index], bounds[index + 1]
+            seed = micro_batch_seed(self.seed, number, index)
+            whole = piece(begin, end, weights[index], seed)
+            if place >= self.num_sliced:
+                return whole
+            middle = (begin + end + 1) // 2
+            parts = [(begin, middle), (middle, end)]
+            counts = [self.count(_rows(batch, *part)) for part in parts]
+            halves = (
+                piece(*part, count, seed + SECOND_HALF * half)
+                for half, (part, count) in enumerate(zip(parts, counts, strict=True))
+            )
+            return replace(whole, halves=tuple(halves))
+
+        return Portion(tuple(map(micro_batch, range(self.num_microbatches))), total, num_samples)
+
+
+SECOND_HALF = 1 << 62
+"""Added to a micro-batch's seed for its second half."""
+
+
+def micro_batch_seed(seed: int, batch: int, index: int) -> int:
+    """The seed of one micro-batch, `index` of all that the batch is cut into."""
+    return ((seed * 1_000_003 + batch) * 1_000_003 + index) % SECOND_HALF
+
+
+class Feed:
+    """The batches of a stream: read no further than asked, and forgotten when they are done with."""
+
+    def __init__(self, batches: Iterable[Batch], cutter: Cutter, first_batch: int) -> None:
+        self._source: Iterator[Batch] = iter(batches)
+        self._cutter = cutter
+        self._first = first_batch
+        self._portions: dict[int, Portion] = {}
+        self._num_read = 0
+        self._has_ended = False
+
+    @property
+    def num_read(self) -> int:
+        """How many batches came so far."""
+        return self._num_read
+
+    def has(self, number: int) -> bool:
+        """Whether the stream has at least so many batches; reads them if it must."""
+        while self._num_read < number and not self._has_ended:
+            batch = next(self._source, None)
+            if batch is None:
+                self._has_ended = True
+                break
+            index = self._first + self._num_read
+            self._portions[index] = self._cutter.cut(_checked(batch, index, self._cutter.required), index)
+            self._num_read += 1
+        return self._num_read >= number
+
+    def portion(self, batch: int) -> Portion:
+        """This replica's portion of a batch."""
+        return self._portions[batch]
+
+    def take(self, batch: int, places: Iterable[int]) -> None:
+        """Keep of a batch only the micro-batches at these places."""
+        portion = self._portions[batch]
+        kept = tuple(portion.micro_batches[place] for place in places)
+        self._portions[batch] = replace(portion, micro_batches=kept)
+
+    def drop(self, batch: int) -> None:
+        """Forget a batch."""
+        del self._portions[batch]
+
+
+def _checked(batch: Batch, index: int, required: Sequence[str]) -> Batch:
+    if not isinstance(batch, Mapping):
+        raise BiremeError(
+            f"Batch {index} is a {type(batch).__name__}. A batch is a dict of tensors by the names of the "
+            "model's "
+            "inputs."
+        )
+    missing = [name for name in required if name not in batch]
+    if missing:
+        raise BiremeError(
+            f"Batch {index} lacks {', '.join(missing)}: it has {', '.join(batch)}. A batch holds every "
+            "input that "
+            "the model was captured with."
+        )
+    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+def num_samples_of(batch: Batch) -> int:
+    """How many samples a batch has."""
+    sizes = {len(value) for value in batch.values() if value.ndim}
+    if len(sizes) != 1:
+        raise BiremeError(
+            f"A batch has first axes of lengths {sorted(sizes)}. The first axis of each tensor is the "
+            "batch, and "
+            "equally long."
+        )
+    return sizes.pop()
+
+
+def _rows(batch: Batch, begin: int, end: int) -> dict[str, Tensor]:
+    return {name: value[begin:end] if value.ndim else value for name, value in batch.items()}
+
+
+def _sizes(num_samples: int, pieces: int) -> list[int]:
+    """As equal as can be, the larger ones first."""
+    small, larger = divmod(num_samples, pieces)
+    return [small + (index < larger) for index in range(pieces)]

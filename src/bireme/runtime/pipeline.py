@@ -1,0 +1,424 @@
+"""The engine's face: a `Pipeline` trains a model over the ranks of a run, batch after batch.
+
+Every rank makes one, with the same arguments, and gives it the same batches. What it gives back, a loss for
+each batch, is the same on every rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from bireme.errors import BiremeError
+from bireme.model.capture import Inputs, Loss
+from bireme.model.counting import count_of
+from bireme.model.graph import Graph
+from bireme.model.segments import SegmentedFunction
+from bireme.model.stage import Resolve, stage_function, torch_operator
+from bireme.model.units import Unit, units_of
+from bireme.plan.plan import Plan
+from bireme.runtime.banks import WeightBanks
+from bireme.runtime.borders import Borders
+from bireme.runtime.courier import Courier
+from bireme.runtime.evaluation import Evaluation, EvaluationStage, Evaluator
+from bireme.runtime.fabric import Fabric, fabric_of
+from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
+from bireme.runtime.interpreter import Interpreter, OnInstruction
+from bireme.runtime.layout import Layout, layout_of
+from bireme.runtime.microbatches import Cutter, Feed
+from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.prepared import Weights, prepared
+from bireme.runtime.recorder import Recorder, Recording, timeline_of
+from bireme.runtime.stage import LOSS, AnyStageFunction, Stage
+from bireme.runtime.updates import Finished, Settings, Updates
+from bireme.runtime.world import World
+from bireme.schedule.instruction import Instruction
+from bireme.schedule.rule import Rule
+from bireme.schedule.stream import stream
+from bireme.sync.group import Group, LonelyGroup
+from bireme.sync.reducer import Reducer
+from bireme.timeline.timeline import Timeline
+
+__all__ = ["Pipeline", "Result", "Weights"]
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
+    one.
+    """
+
+    batch: int
+    loss: float
+    grad_norm: float
+    lr_factor: float
+    is_skipped: bool
+    num_samples: int
+    seconds: float
+
+
+class Pipeline:
+    """One rank's part of a pipeline, joined with the others through `world`.
+
+    `model` is a module, captured with `example_inputs` and `loss`, or a graph captured before. `weights`
+    gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
+    name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
+    on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
+    it is shorter than what the weights come in, keeps float32 master weights.
+    """
+
+    def __init__(
+        self,
+        model: Graph | nn.Module,
+        plan: Plan,
+        world: World | Fabric | None = None,
+        *,
+        example_inputs: Inputs | None = None,
+        loss: Loss | None = None,
+        weights: Weights | None = None,
+        optimizer: OptimizerFactory | str = "adamw",
+        evaluation: Graph | None = None,
+        resolve: Resolve = torch_operator,
+        clip_norm: float | None = None,
+        lr: Callable[[int], float] = lambda _batch: 1.0,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        bank_dtype: torch.dtype | None = None,
+        compile: bool = False,  # noqa: A002
+        on_instruction: OnInstruction | None = None,
+    ) -> None:
+        fabric = fabric_of(world, plan.num_ranks)
+        made_of = prepared(
+            model,
+            evaluation=evaluation,
+            weights=weights,
+            example_inputs=example_inputs,
+            loss=loss,
+            seed=seed,
+        )
+        graph = made_of.graph
+        tell = on_instruction or _teller(world)
+        self.graph = graph
+        self.plan = plan
+        self.num_trained = 0
+        self._device = torch.device(device)
+        if plan.program(1).rule is Rule.STASHED:
+            raise BiremeError(
+                f"The engine does not run {plan.schedule}, whose stages step after every micro-batch and so "
+                "never "
+                "agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
+                "simulate` shows "
+                "both."
+            )
+        units = units_of(graph)
+        self.layout = layout_of(graph, units, plan, fabric.rank, fabric.size)
+        functions = {
+            stage: self._function(own, resolve, compiles=compile)
+            for stage, own in self.layout.units.items()
+        }
+        self._borders = Borders(graph, _receives(units, plan))
+        self._check_halves()
+        factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
+        self.stages = {
+            stage: self._stage(stage, function, made_of.weights, factory, bank_dtype)
+            for stage, function in functions.items()
+        }
+        self._cutter = self._make_cutter(seed)
+        transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
+        self._transport = transport
+        groups = _groups(fabric, self.layout)
+        self._reducer = Reducer(
+            self._templates(),
+            groups.replicas,
+            groups.control,
+            keep_gradients=plan.program(1).rule is Rule.FRESH,
+            tied=groups.tied,
+            counted=self.layout.counted,
+        )
+        self._updates = Updates(self.stages, self._reducer, Settings(lr, clip_norm))
+        self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
+        self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
+        self._evaluator: Evaluator | None = None
+        if made_of.evaluation is not None:
+            self._evaluator = Evaluator(
+                self._evaluation_stages(made_of.evaluation, resolve),
+                self.layout,
+                plan,
+                self._courier,
+                groups.spare,
+                self._cutter,
+                tell,
+            )
+        self._spare = groups.spare
+        self._is_running = False
+        self.recording: Recording | None = None
+        """When this rank's instructions of the last `train` ran, if it was asked to record them."""
+        self._recorded = range(0)
+        """The batches that the recording is of."""
+
+    def train(self, batches: Iterable[Batch], *, record: bool = False) -> Iterator[Result]:
+        """Train on batches, and give what came of each as soon as it is known.
+
+        The pipeline stays full from the first batch to the last, so batches are read some ahead, and a result
+        comes a while after its batch went in. Take all results: the ranks agree on when to stop only through
+        the batches' end.
+        """
+        if self._is_running:
+            raise BiremeError(
+                "The pipeline is not drained: a training was left before its batches had ended. Take all "
+                "results "
+                "of train(); to end early, end the batches."
+            )
+        self._is_running = True
+        for stage in self.stages.values():
+            stage.banks.settle()
+        first = self.num_trained
+        feed = Feed(batches, self._cutter, first)
+        blocks = stream(lambda count: self.plan.program(count, first), self.layout.pipeline_rank, feed.has)
+        recorder = Recorder() if record else None
+        before = perf_counter()
+        for finished in self._interpreter.run(blocks, feed, recorder):
+            now = perf_counter()
+            result = _result(finished, feed.portion(finished.batch).num_samples, now - before)
+            feed.drop(finished.batch)
+            self.num_trained += 1
+            before = now
+            yield result
+        if recorder is not None:
+            self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
+        self._is_running = False
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """The loss over some batches, on the newest weights; the same on every rank.
+
+        A batch may be of any size, down to one sample.
+        """
+        if self._evaluator is None:
+            raise BiremeError(
+                "The pipeline was made without a graph of the model in evaluation mode. Capture one with "
+                "training=False and give it as evaluation=."
+            )
+        if self._is_running:
+            raise BiremeError("The pipeline is training. Take all results of train() before evaluating.")
+        return self._evaluator.evaluate(batches)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The newest weights of this rank's stages, by the model's own names. They are the engine's: only
+        look.
+        """
+        return {
+            name: tensor for stage in self.stages.values() for name, tensor in stage.banks.newest().items()
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of this rank's newest weights and of its persistent buffers, by the model's own names."""
+        persistent = {state.name for state in self.graph.buffers if state.persistent}
+        buffers = {
+            name: tensor
+            for stage in self.stages.values()
+            for name, tensor in stage.buffers.items()
+            if name in persistent
+        }
+        return {name: tensor.detach().clone() for name, tensor in (self.parameters() | buffers).items()}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
+
+        All ranks must call it. Shared weights are there under each of their names.
+        """
+        wanted = [state for state in (*self.graph.parameters, *self.graph.buffers) if state.persistent]
+        owners = self.layout.owners
+        held = [state for state in wanted if state.name in owners]
+        whole: dict[str, Tensor] = {}
+        for name, tensor in gather_tensors(self._spare, held, self.state_dict(), owners):
+            if self._spare.rank == 0:
+                whole[name] = tensor
+        return {
+            name: whole[state.name]
+            for state in held
+            if state.name in whole
+            for name in (state.name, *state.aliases)
+        }
+
+    def timeline(self) -> Timeline:
+        """What the first replica's ranks did in the last recorded training, on one clock. All ranks must
+        call it.
+        """
+        if self.recording is None:
+            raise BiremeError("No training was recorded. Call train(batches, record=True) first.")
+        offset_s = clock_offset_s(self._spare)
+        starts, ends = (gather_rows(self._spare, [t + offset_s for t in times]) for times in self.recording)
+        program = self.plan.program(len(self._recorded), self._recorded.start)
+        return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self._reducer.close()
+        self._transport.close()
+
+    def _function(self, units: tuple[Unit, ...], resolve: Resolve, *, compiles: bool) -> AnyStageFunction:
+        """What runs a stage in training."""
+        again = set(self.plan.recompute_units) & {unit.index for unit in units}
+        if not again:
+            return stage_function(self.graph, units, resolve=resolve, compile=compiles, outputs=(LOSS,))
+        if self.plan.program(1).splits_backward:
+            raise BiremeError(
+                f"{self.plan.schedule} runs backwards in two halves, and units that recompute would do so in "
+                "each. Recompute whole stages, or use a schedule whose backwards are whole."
+            )
+        return SegmentedFunction(
+            self.graph, units, again, resolve=resolve, compile=compiles, outputs=(LOSS,)
+        )
+
+    def _stage(
+        self,
+        stage: int,
+        function: AnyStageFunction,
+        weights: Weights,
+        factory: OptimizerFactory,
+        bank_dtype: torch.dtype | None,
+    ) -> Stage:
+        """A stage with its weights."""
+        states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
+        names = (*function.parameters, *function.buffers)
+        given = {name: tensor.to(self._device) for name, tensor in weights(names).items()}
+        for name in names:
+            if name not in given or tuple(given[name].shape) != states[name].shape:
+                found = tuple(given[name].shape) if name in given else "none"
+                raise BiremeError(
+                    f"The weights given for {name} are {found}, and the model has {states[name].shape} there."
+                )
+        trainable = tuple(name for name in function.parameters if states[name].trainable)
+        program = self.plan.program(1)
+        banks = WeightBanks(
+            {name: given[name] for name in function.parameters},
+            trainable,
+            rule=program.rule,
+            num_banks=program.banks[stage],
+            factory=factory,
+            bank_dtype=bank_dtype,
+            stage=stage,
+        )
+        return Stage(
+            stage,
+            function,
+            banks,
+            {name: given[name] for name in function.buffers},
+            self._borders,
+            trainable=trainable,
+            device=self._device,
+            recomputes=stage in self.plan.recompute,
+        )
+
+    def _evaluation_stages(self, evaluation: Graph, resolve: Resolve) -> dict[int, EvaluationStage]:
+        """The stages in evaluation mode. They must be cut where the stages in training are."""
+        units = units_of(evaluation)
+        own_units = units_of(self.graph)
+        if [unit.parameters for unit in units] != [unit.parameters for unit in own_units]:
+            raise BiremeError(
+                f"In evaluation mode {evaluation.name} is cut into other units ({len(units)}) than in "
+                "training "
+                f"({len(own_units)}), so its stages hold other parameters."
+            )
+        found = {}
+        for stage, training in self.stages.items():
+            own = [units[unit.index] for unit in self.layout.units[stage]]
+            function = stage_function(evaluation, own, resolve=resolve, outputs=(LOSS,))
+            found[stage] = EvaluationStage(function, training.banks, training.buffers, self._device)
+        return found
+
+    def _make_cutter(self, seed: int) -> Cutter:
+        needed = [name for stage in self.stages.values() for name in stage.function.inputs]
+        return Cutter(
+            width=self.plan.width,
+            replica=self.layout.replica,
+            num_microbatches=self.plan.num_microbatches,
+            num_sliced=self.plan.program(1).num_sliced,
+            count=count_of(self.graph),
+            required=tuple(value.name for value in self.graph.inputs),
+            needed=tuple(dict.fromkeys(needed)),
+            device=self._device,
+            seed=seed,
+        )
+
+    def _templates(self) -> dict[str, Tensor]:
+        """A tensor like each gradient of this rank."""
+        found: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            found |= stage.templates()
+        return found
+
+    def _check_halves(self) -> None:
+        """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
+        if not self.plan.program(1).num_sliced:
+            return
+        for names in self._borders.receives:
+            for name in names:
+                if self._borders.batch_axis(name) is None:
+                    raise BiremeError(
+                        f"{self.plan.schedule} sends micro-batches in halves, and {name}, which crosses "
+                        "between "
+                        "stages, is not cut by samples. Use 1f1b."
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Sums over this rank's replicas, over all ranks (two, for two threads), and over holders of a
+    parameter.
+    """
+
+    replicas: Group
+    control: Group
+    spare: Group
+    tied: Mapping[str, Group]
+
+
+def _groups(fabric: Fabric, layout: Layout) -> _Groups:
+    """Every rank makes all groups, in the same order, and keeps its own."""
+    replicas: Group = LonelyGroup()
+    for pipeline_rank in range(layout.num_pipeline_ranks):
+        ranks = layout.replicas_of(pipeline_rank)
+        made = fabric.group(ranks) if len(ranks) > 1 else None
+        if made is not None and pipeline_rank == layout.pipeline_rank:
+            replicas = made
+    everyone = range(fabric.size)
+    both = [fabric.group(everyone) if fabric.size > 1 else LonelyGroup() for _ in range(2)]
+    assert both[0] is not None
+    assert both[1] is not None
+    of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
+    tied = {name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None}
+    return _Groups(replicas, both[0], both[1], tied)
+
+
+def _teller(world: World | Fabric | None) -> OnInstruction:
+    """Tells a world's watch what this rank is doing, for when it has to be told why it does not go on."""
+    if not isinstance(world, World):
+        return lambda _step: None
+    watch = world.watch
+
+    def tell(step: Instruction) -> None:
+        watch.doing = step
+
+    return tell
+
+
+def _receives(units: Sequence[Unit], plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """What each stage receives."""
+    return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))
+
+
+def _result(finished: Finished, num_samples: int, seconds: float) -> Result:
+    return Result(
+        batch=finished.batch,
+        loss=finished.loss,
+        grad_norm=finished.grad_norm,
+        lr_factor=finished.lr_factor,
+        is_skipped=finished.is_skipped,
+        num_samples=num_samples,
+        seconds=seconds,
+    )

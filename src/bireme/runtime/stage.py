@@ -1,0 +1,243 @@
+"""One stage on its rank: the forwards, backwards and recomputations of its micro-batches.
+
+Between the passes of a micro-batch it keeps what the backward needs, and holds the weight version that the
+micro-batch runs on. It knows no other rank: what it receives is given to it, what it sends it gives back.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bireme.model.halves import Rest, backward_input
+from bireme.model.segments import SegmentedFunction
+from bireme.model.stage import StageFunction
+from bireme.runtime.accumulator import GradientAccumulator
+from bireme.runtime.banks import WeightBanks
+from bireme.runtime.borders import Borders
+from bireme.runtime.microbatches import MicroBatch
+
+__all__ = ["LOSS", "AnyStageFunction", "Place", "Stage"]
+
+LOSS = "loss"
+
+Tensors = dict[str, Tensor]
+
+AnyStageFunction = StageFunction | SegmentedFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which micro-batch of which batch."""
+
+    batch: int
+    microbatch: int
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward of a micro-batch or of half of one, and what its backward needs of it."""
+
+    micro_batch: MicroBatch
+    received: Tensors
+    roots: Tensors = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of a micro-batch from its first forward to its last backward."""
+
+    version: int
+    passes: list[_Pass] = field(default_factory=list)
+    rest: list[Rest] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """The results that a backward starts from, and their gradients."""
+
+    roots: list[Tensor]
+    gradients: list[Tensor]
+
+
+class Stage:
+    """Runs one stage. `recomputes` says that a forward keeps only what comes in."""
+
+    def __init__(
+        self,
+        index: int,
+        function: AnyStageFunction,
+        banks: WeightBanks,
+        buffers: Tensors,
+        borders: Borders,
+        *,
+        trainable: tuple[str, ...],
+        device: torch.device,
+        recomputes: bool,
+    ) -> None:
+        self.index = index
+        self.function = function
+        self.banks = banks
+        self.buffers = buffers
+        self.accumulator = GradientAccumulator(trainable)
+        self._borders = borders
+        self._device = device
+        self._recomputes = recomputes
+        self._trainable = trainable
+        self._kept: dict[Place, _Kept] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._shares: dict[int, float] = {}
+        self._sends_gradients = tuple(name for name in function.receives if name in borders.learned)
+        self._gets_gradients = borders.gradients_into(index)
+
+    @property
+    def num_kept(self) -> int:
+        """How many micro-batches wait for their backward."""
+        return len(self._kept)
+
+    def forward(
+        self, place: Place, version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
+    ) -> Tensors:
+        """Run a micro-batch, or half of one; gives what goes to the next stage."""
+        kept = self._kept.get(place)
+        if kept is None:
+            self.banks.hold(version)
+            kept = self._kept[place] = _Kept(version)
+        one = _Pass(micro_batch, self._leaves(received))
+        kept.passes.append(one)
+        with torch.set_grad_enabled(not self._recomputes):
+            results = self._run(one, version, self.buffers)
+        if LOSS in results and micro_batch.share:
+            loss = results[LOSS].detach().double() * micro_batch.share
+            known = self._losses.get(place.batch)
+            self._losses[place.batch] = loss if known is None else known + loss
+        if not self._recomputes:
+            one.roots = self._roots(results)
+        return {name: results[name].detach() for name in self.function.sends}
+
+    def recompute(self, place: Place, version: int) -> None:
+        """Run the forwards of a micro-batch again, for what the backward needs of them."""
+        # What a forward writes to its buffers it wrote the first time.
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        for one in self._kept[place].passes:
+            with torch.enable_grad():
+                one.roots = self._roots(self._run(one, version, buffers))
+
+    def backward(self, place: Place, gradients: Mapping[str, Tensor]) -> Tensors:
+        """Run the backward of a micro-batch; gives the gradients that go to the stage before."""
+        kept = self._kept.pop(place)
+        leaves = self.banks.leaves(kept.version)
+        given = self._split(kept, gradients)
+        with self.accumulator.into(place.batch, leaves):
+            for one, own in zip(kept.passes, given, strict=True):
+                begin = self._begin(one, own)
+                if begin.roots:
+                    torch.autograd.backward(begin.roots, begin.gradients)
+        self._has_seen(place, kept)
+        self.banks.release(kept.version)
+        return self._gradients_back(kept, lambda one, name: one.received[name].grad)
+
+    def backward_input(self, place: Place, gradients: Mapping[str, Tensor]) -> Tensors:
+        """Run the half of the backward that gives the gradients for the stage before."""
+        kept = self._kept[place]
+        leaves = self.banks.leaves(kept.version)
+        parameters = [leaves[name] for name in self._trainable]
+        found: list[dict[str, Tensor | None]] = []
+        for one, own in zip(kept.passes, self._split(kept, gradients), strict=True):
+            begin = self._begin(one, own)
+            inputs = [one.received[name] for name in self._sends_gradients]
+            rest = backward_input(begin.roots, begin.gradients, inputs, parameters)
+            kept.rest.append(rest)
+            found.append(dict(zip(self._sends_gradients, rest.input_gradients, strict=True)))
+            one.roots = {}
+        of_pass = {id(one): own for one, own in zip(kept.passes, found, strict=True)}
+        return self._gradients_back(kept, lambda one, name: of_pass[id(one)][name])
+
+    def backward_weight(self, place: Place) -> None:
+        """Run the other half, which gives the gradients of the weights."""
+        kept = self._kept.pop(place)
+        for rest in kept.rest:
+            for name, gradient in zip(self._trainable, rest.weight_gradients(), strict=True):
+                if gradient is not None:
+                    self.accumulator.add(place.batch, name, gradient)
+        self._has_seen(place, kept)
+        self.banks.release(kept.version)
+
+    def loss(self, batch: int) -> float:
+        """This replica's part of a batch's loss, if the loss is made here; forgets it."""
+        found = self._losses.pop(batch, None)
+        return 0.0 if found is None else float(found)
+
+    def templates(self) -> Tensors:
+        """A tensor like the gradient of each trainable parameter."""
+        leaves = self.banks.leaves(self.banks.living[-1])
+        return {name: leaves[name].detach() for name in self._trainable}
+
+    def gradients(self, batch: int) -> Mapping[str, Tensor | None]:
+        """The sums of a batch's gradients so far."""
+        return self.accumulator.gradients(batch)
+
+    def seen_share(self, batch: int) -> float:
+        """The share of a batch, by weight, whose gradients are accumulated."""
+        return self._shares.get(batch, 0.0)
+
+    def forget(self, batch: int) -> None:
+        """Drop the gradients of a batch."""
+        self.accumulator.release(batch)
+        self._shares.pop(batch, None)
+
+    def _run(self, one: _Pass, version: int, buffers: Tensors) -> Tensors:
+        given = {**one.micro_batch.inputs, **one.received}
+        return self.function(
+            self.banks.leaves(version), buffers, given, device=self._device, seed=one.micro_batch.seed
+        )
+
+    def _leaves(self, received: Mapping[str, Tensor]) -> Tensors:
+        """What came in as the begin of this stage's own autograd graph."""
+        learned = self._borders.learned
+        return {name: tensor.detach().requires_grad_(name in learned) for name, tensor in received.items()}
+
+    def _roots(self, results: Mapping[str, Tensor]) -> Tensors:
+        """The results that a backward starts from."""
+        return {name: results[name] for name in (*self._gets_gradients, LOSS) if name in results}
+
+    def _begin(self, one: _Pass, gradients: Mapping[str, Tensor]) -> "_Begin":
+        begin = _Begin([], [])
+        for name, root in one.roots.items():
+            if root.requires_grad and name in gradients:
+                begin.roots.append(root)
+                begin.gradients.append(gradients[name])
+            elif root.requires_grad and name == LOSS and one.micro_batch.share:
+                begin.roots.append(root)
+                begin.gradients.append(torch.full_like(root, one.micro_batch.share))
+        return begin
+
+    def _split(self, kept: _Kept, gradients: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """The gradients of a whole micro-batch, cut as its forwards were."""
+        if len(kept.passes) == 1:
+            return [gradients]
+        parts: list[dict[str, Tensor]] = [{} for _ in kept.passes]
+        for name, gradient in gradients.items():
+            axis = self._borders.batch_axis(name) or 0
+            lengths = [one.roots[name].shape[axis] for one in kept.passes]
+            for part, piece in zip(parts, torch.split(gradient, lengths, axis), strict=True):
+                part[name] = piece
+        return list(parts)
+
+    def _gradients_back(self, kept: _Kept, of: Callable[[_Pass, str], Tensor | None]) -> Tensors:
+        """The gradients of what was received; zero where nothing came back."""
+        back: Tensors = {}
+        for name in self._sends_gradients:
+            parts = []
+            for one in kept.passes:
+                found = of(one, name)
+                parts.append(torch.zeros_like(one.received[name]) if found is None else found)
+            back[name] = (
+                parts[0] if len(parts) == 1 else torch.cat(parts, self._borders.batch_axis(name) or 0)
+            )
+        return back
+
+    def _has_seen(self, place: Place, kept: _Kept) -> None:
+        share = sum(one.micro_batch.share for one in kept.passes)
+        self._shares[place.batch] = self._shares.get(place.batch, 0.0) + share

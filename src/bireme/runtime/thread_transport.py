@@ -1,0 +1,272 @@
+"""Ranks as threads of one process, for tests: the same contracts as between processes, and stricter ones.
+
+With rendezvous a send holds its rank up until the receive is posted, which is the most a transport may do, so
+that a program that can deadlock anywhere does so here. Nothing is shared between ranks: what is sent is
+copied. All waits end.
+"""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.peers import PeerLost
+from bireme.runtime.transport import AbortedError, Pending, Transport, nothing_came, nothing_taken
+from bireme.schedule.instruction import Message
+from bireme.sync.group import CollectiveError, Group
+
+__all__ = ["ThreadFabric", "ThreadRank"]
+
+Delay = Callable[[Message], float]
+
+
+class ThreadFabric:
+    """What joins the ranks. `delay` says how many seconds a message takes; none if it is left out."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        rendezvous: bool = False,
+        delay: Delay | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.num_ranks = num_ranks
+        self._hub = _Hub(timeout_s, rendezvous, delay or (lambda _key: 0.0))
+
+    def of(self, rank: int) -> "ThreadRank":
+        """One rank's view, for its thread. It makes it once."""
+        return ThreadRank(self._hub, rank, self.num_ranks)
+
+    def lose(self, rank: int) -> None:
+        """Let the others see what they would if the rank's process had died."""
+        self._hub.lose(rank)
+
+
+class ThreadRank:
+    """The fabric as one rank sees it. All ranks make the same transports and groups in the same order."""
+
+    def __init__(self, hub: "_Hub", rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._hub = hub
+        self._num_made: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def transport(
+        self, ranks: Sequence[int] | None = None, _rank_of_stage: Sequence[int] = ()
+    ) -> Transport:
+        """Messages between some ranks, or all, which are called 0, 1, 2, … in this order there."""
+        members = tuple(range(self.size) if ranks is None else ranks)
+        lines = self._hub.lines[self._key(members)]
+        return _ThreadTransport(self._hub, lines, members, members.index(self.rank))
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """Sums over some ranks; None if this one is not of them."""
+        members = tuple(ranks)
+        if self.rank not in members:
+            return None
+        rounds = self._hub.rounds[self._key(members)]
+        return _ThreadGroup(self._hub, rounds, members, members.index(self.rank))
+
+    def _key(self, members: tuple[int, ...]) -> "_Key":
+        """The same on every member for what they make together."""
+        self._num_made[members] += 1
+        return members, self._num_made[members]
+
+
+_Key = tuple[tuple[int, ...], int]
+_Channel = tuple[int, int, bool, int, int]
+"""From rank, to rank, direction, stage, bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Parcel:
+    """A copy of what was sent."""
+
+    payload: Tensor
+    arrives_s: float
+    is_taken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A posted receive, and what it got."""
+
+    parcel: _Parcel | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """What a channel holds that was sent and not received, or posted and not sent: one or the other."""
+
+    parcels: deque[_Parcel] = field(default_factory=deque)
+    slots: deque[_Slot] = field(default_factory=deque)
+
+    def match(self) -> None:
+        while self.parcels and self.slots:
+            slot, parcel = self.slots.popleft(), self.parcels.popleft()
+            slot.parcel, parcel.is_taken = parcel, True
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """One collective: what it is, what each member brought, and who has its result."""
+
+    what: str
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    num_left: int = 0
+
+
+class _Hub:
+    """The one lock of a fabric and all that lies under it."""
+
+    def __init__(self, timeout_s: float, rendezvous: bool, delay: Delay) -> None:
+        self.timeout_s = timeout_s
+        self.rendezvous = rendezvous
+        self.delay = delay
+        self.changed = threading.Condition()
+        self.lost: set[int] = set()
+        self.lines: dict[_Key, dict[_Channel, _Line]] = defaultdict(lambda: defaultdict(_Line))
+        self.rounds: dict[_Key, dict[int, _Round]] = defaultdict(dict)
+
+    def lose(self, rank: int) -> None:
+        with self.changed:
+            self.lost.add(rank)
+            self.changed.notify_all()
+
+    def wait(self, is_done: Callable[[], bool], needed: Collection[int]) -> bool:
+        """Wait until it is done, a rank that it needs is lost, or the time is over; whether it is done."""
+        with self.changed:
+            self.changed.wait_for(lambda: is_done() or not self.lost.isdisjoint(needed), self.timeout_s)
+            return is_done()
+
+
+class _ThreadTransport:
+    """The transport of one rank. Messages of other sizes never meet, as over gloo."""
+
+    def __init__(self, hub: _Hub, lines: dict[_Channel, _Line], members: tuple[int, ...], rank: int) -> None:
+        self._hub = hub
+        self._lines = lines
+        self._members = members
+        self._rank = rank
+
+    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
+        """Send; with rendezvous, hold the rank up until it is received."""
+        parcel = _Parcel(payload.clone(), time.monotonic() + self._hub.delay(key))
+        with self._hub.changed:
+            line = self._lines[self._rank, to, key.forward, key.to_stage, payload.numel()]
+            line.parcels.append(parcel)
+            line.match()
+            self._hub.changed.notify_all()
+
+        def wait() -> None:
+            if self._hub.rendezvous and not self._wait(lambda: parcel.is_taken, to):
+                raise self._reason(to, nothing_taken(key, to, payload, self._hub.timeout_s))
+
+        wait()
+        return _Waiting(wait)
+
+    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+        """Post a receive."""
+        slot = _Slot()
+        with self._hub.changed:
+            line = self._lines[source, self._rank, key.forward, key.to_stage, payload.numel()]
+            line.slots.append(slot)
+            line.match()
+            self._hub.changed.notify_all()
+
+        def wait() -> None:
+            if not self._wait(lambda: slot.parcel is not None, source):
+                raise self._reason(source, nothing_came(key, source, payload, self._hub.timeout_s))
+            assert slot.parcel is not None
+            time.sleep(max(slot.parcel.arrives_s - time.monotonic(), 0.0))
+            payload.copy_(slot.parcel.payload)
+
+        return _Waiting(wait)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def abort(self) -> None:
+        """Give up, as if this rank's process had died."""
+        self._hub.lose(self._members[self._rank])
+
+    def _wait(self, is_done: Callable[[], bool], peer: int) -> bool:
+        return self._hub.wait(is_done, (self._members[self._rank], self._members[peer]))
+
+    def _reason(self, peer: int, late: Exception) -> Exception:
+        """Why a wait was in vain."""
+        if self._members[self._rank] in self._hub.lost:
+            return AbortedError("This rank has given its transport up.")
+        return PeerLost(peer, "its thread has ended") if self._members[peer] in self._hub.lost else late
+
+
+class _Waiting:
+    """Something under way, and how to wait for it."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+class _ThreadGroup:
+    """One member of a group. Sums are made in the order of the members, on each of them."""
+
+    def __init__(self, hub: _Hub, rounds: dict[int, _Round], members: tuple[int, ...], rank: int) -> None:
+        self.rank = rank
+        self.size = len(members)
+        self._hub = hub
+        self._rounds = rounds
+        self._members = members
+        self._num_called = 0
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the group."""
+        place = self._bring(f"sum of {tensor.dtype} {list(tensor.shape)}", tensor.clone())
+
+        def wait() -> None:
+            brought = self._all_brought(place)
+            tensor.copy_(sum(brought[1:], start=brought[0]))
+
+        return _Waiting(wait)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with that of the member `source`."""
+        what = f"broadcast of {tensor.dtype} {list(tensor.shape)} from {source}"
+        tensor.copy_(self._all_brought(self._bring(what, tensor.clone()))[source])
+
+    def barrier(self) -> None:
+        """Return once every member has called this."""
+        self._all_brought(self._bring("barrier", torch.empty(0)))
+
+    def _bring(self, what: str, tensor: Tensor) -> int:
+        """Take part in the next collective; gives its number."""
+        place, self._num_called = self._num_called, self._num_called + 1
+        with self._hub.changed:
+            round_ = self._rounds.setdefault(place, _Round(what))
+            if round_.what != what:
+                raise CollectiveError(
+                    f"The ranks {self._members} disagree: {round_.what} on one, {what} on member {self.rank}."
+                )
+            round_.brought[self.rank] = tensor
+            self._hub.changed.notify_all()
+        return place
+
+    def _all_brought(self, place: int) -> list[Tensor]:
+        """What the members brought, in their order, once all are there."""
+        round_ = self._rounds[place]
+        if not self._hub.wait(lambda: len(round_.brought) == self.size, self._members):
+            missing = sorted(set(range(self.size)) - round_.brought.keys())
+            raise CollectiveError(
+                f"A {round_.what} over the ranks {self._members} waits for the members {missing} in vain."
+            )
+        with self._hub.changed:
+            round_.num_left += 1
+            if round_.num_left == self.size:
+                del self._rounds[place]
+        return [round_.brought[member] for member in range(self.size)]

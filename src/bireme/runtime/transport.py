@@ -1,0 +1,82 @@
+"""How a message gets from one rank to another: the contract that every transport keeps, and its words.
+
+A message is one piece of memory, made by a `WireFormat`. Messages of different borders or directions never
+mix, even between the same two ranks: each pair (direction, stage) is a channel of its own. Within a channel
+messages are received in the order they were sent.
+"""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.schedule.instruction import Message
+from bireme.sync.group import Pending
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "AbortedError",
+    "Channel",
+    "Pending",
+    "Transport",
+    "nothing_came",
+    "nothing_taken",
+]
+
+DEFAULT_TIMEOUT_S = 300.0
+"""How long a rank waits for a message. It must be longer than the longest pause of a healthy neighbour."""
+
+
+class Channel(NamedTuple):
+    """One direction over one border."""
+
+    forward: bool
+    to_stage: int
+
+
+class AbortedError(Exception):
+    """This rank itself has given its transport up."""
+
+
+class Transport(Protocol):
+    """Point-to-point messages of one rank with the others of its pipeline.
+
+    Ranks are places in the pipeline. `payload` is contiguous, of uint8, on the device that the transport is
+    for, and must stay alive, a sent one also unchanged, until `wait` of what is returned has returned. Stages
+    that share a rank need no transport, and none sends to its own rank.
+    """
+
+    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
+        """Begin to send. To wait is to know that the payload may be used for something else."""
+
+    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+        """Begin to receive into the payload, which must have the message's size. To wait is to have it.
+
+        Where another size is sent the two never meet, and waiting ends with an error.
+        """
+
+    def close(self) -> None:
+        """Let go of the transport. Every send and receive has been waited for."""
+
+    def abort(self) -> None:
+        """Give up: whoever waits here, in any thread, or on a rank for this one, is told at once."""
+
+
+def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) -> BiremeError:
+    """The error of a receive that took too long."""
+    return BiremeError(
+        f"The {key} ({payload.numel()} bytes) did not come from rank {source} within {waited_s:g} s. That "
+        "rank may be gone, or stuck, or was given a batch of other shapes, so that its message has another "
+        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
+        "long."
+    )
+
+
+def nothing_taken(key: Message, to: int, payload: Tensor, waited_s: float) -> BiremeError:
+    """The error of a send that took too long."""
+    return BiremeError(
+        f"Rank {to} did not take the {key} ({payload.numel()} bytes) within {waited_s:g} s. That rank may be "
+        "gone, or stuck, or was given a batch of other shapes, so that it waits for a message of another "
+        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
+        "long."
+    )

@@ -1,0 +1,136 @@
+"""The end of a batch on one rank: sums over the replicas, the global norm, the optimiser, trial steps.
+
+A batch ends on a rank when all its stages have their gradients. Its sums then run in the background until a
+stage needs its new weights; they give every rank the same loss, the same norm and the same verdict whether
+the batch counts.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from bireme.runtime.stage import Stage
+from bireme.schedule.instruction import Instruction
+from bireme.sync.reducer import Reduced, Reducer
+
+__all__ = ["Finished", "Settings", "Updates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How gradients become updates: the factor on the learning rate by batch, and the largest norm, if
+    any.
+    """
+
+    lr_factor: Callable[[int], float] = field(default=lambda _batch: 1.0)
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What came of a batch, the same on all ranks. `is_skipped` says that its gradient was not finite."""
+
+    batch: int
+    loss: float
+    grad_norm: float
+    lr_factor: float
+    is_skipped: bool
+
+
+class Updates:
+    """Makes the weight versions of one rank's stages."""
+
+    def __init__(self, stages: Mapping[int, Stage], reducer: Reducer, settings: Settings) -> None:
+        self._stages = stages
+        self._reducer = reducer
+        self.settings = settings
+        self._ended: dict[int, set[int]] = {}
+        self._reduced: dict[int, Reduced] = {}
+        self._updated: dict[int, set[int]] = {}
+        self._finished: list[Finished] = []
+        self.scale = 1.0
+        """The last known factor that brings the gradient's norm down to the limit."""
+
+    def reduce(self, step: Instruction) -> None:
+        """A stage has all its gradients of a batch."""
+        ended = self._ended.setdefault(step.batch, set())
+        ended.add(step.stage)
+        if len(ended) < len(self._stages):
+            return
+        del self._ended[step.batch]
+        gradients: dict[str, Tensor | None] = {}
+        for stage in self._stages.values():
+            _merge(gradients, stage.gradients(step.batch))
+        loss_sum = sum(stage.loss(step.batch) for stage in self._stages.values())
+        self._reducer.start(step.batch, gradients, loss_sum=loss_sum)
+
+    def wait(self, batch: int) -> None:
+        """Wait until a batch's sums are there."""
+        if batch not in self._reduced:
+            reduced = self._reduced[batch] = self._reducer.finish(batch)
+            self.scale = self._scale(reduced)
+
+    def update(self, step: Instruction) -> None:
+        """Make a stage's next weights from a batch's whole gradient, which must have been waited for."""
+        assert step.version is not None
+        reduced = self._reduced[step.batch]
+        stage = self._stages[step.stage]
+        own = {name: reduced.gradients[name] for name in stage.gradients(step.batch)}
+        stage.banks.update(
+            step.version,
+            own,
+            lr_factor=self.settings.lr_factor(step.batch),
+            scale=self.scale,
+            skip=not reduced.is_finite,
+        )
+        stage.forget(step.batch)
+        updated = self._updated.setdefault(step.batch, set())
+        updated.add(step.stage)
+        if len(updated) == len(self._stages):
+            del self._updated[step.batch], self._reduced[step.batch]
+            self._finished.append(
+                Finished(
+                    batch=step.batch,
+                    loss=reduced.loss,
+                    grad_norm=reduced.grad_norm,
+                    lr_factor=self.settings.lr_factor(step.batch),
+                    is_skipped=not reduced.is_finite,
+                )
+            )
+
+    def trial(self, step: Instruction) -> None:
+        """Make a stage's weights for a batch from what is known of the gradient of the batch before."""
+        assert step.version is not None
+        stage = self._stages[step.stage]
+        before = step.batch - 1
+        seen = stage.seen_share(before)
+        stage.banks.trial(
+            step.version,
+            stage.gradients(before) if seen else None,
+            gradient_scale=1.0 / seen if seen else 1.0,
+            lr_factor=self.settings.lr_factor(before),
+            scale=self.scale,
+        )
+
+    def take_finished(self) -> Iterator[Finished]:
+        """The batches that were finished since it was last asked."""
+        while self._finished:
+            yield self._finished.pop(0)
+
+    def _scale(self, reduced: Reduced) -> float:
+        limit = self.settings.clip_norm
+        if limit is None or not math.isfinite(reduced.grad_norm):
+            return 1.0 if limit is None else self.scale
+        return min(1.0, limit / (reduced.grad_norm + 1e-6))
+
+
+def _merge(gradients: dict[str, Tensor | None], own: Mapping[str, Tensor | None]) -> None:
+    """Add a stage's gradients to those of the rank's other stages, which may share a parameter."""
+    for name, gradient in own.items():
+        known = gradients.get(name)
+        if known is not None and gradient is not None:
+            known += gradient
+        elif known is None:
+            gradients[name] = gradient

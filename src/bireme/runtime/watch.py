@@ -1,0 +1,262 @@
+"""The watch of a rank: it shows the others that this one lives, and finds out why others do not.
+
+A daemon thread does all the talking to the store, because a store can block; the rank's own thread asks this
+object only, and never waits longer than it says. The thread cannot free the main thread from a wait in gloo
+or NCCL, except by what `on_failure` was given; so it ends the process if that does not end by itself.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from bireme.runtime.board import Board, Pulse
+from bireme.runtime.failures import Failure, RankFailed, grace_s
+from bireme.runtime.peers import PeerLost
+from bireme.runtime.transport import AbortedError
+
+__all__ = ["Watch", "is_of_a_peer"]
+
+MISSED_BEATS = 3
+"""After so many a rank is suspect, if there is a failure that wants an explanation."""
+SILENCE = 0.5
+"""After this part of the timeout a silent rank is a failure itself: the rest is for ending all."""
+STORE_S = 3.0
+"""How long to wait for a store that does not answer."""
+
+
+def is_of_a_peer(error: BaseException | None) -> bool:
+    """Whether the error says no more than that another rank, or the way to it, is gone."""
+    while error is not None:
+        if isinstance(error, PeerLost | AbortedError | dist.DistError):
+            return True
+        # Gloo has no type of its own: its errors name the line of gloo that they come from.
+        if isinstance(error, RuntimeError) and "gloo/" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+class Watch:
+    """The watch of rank `rank` among `size`. `doing` is what the engine sets, as often as it likes.
+
+    It is any object, turned into text only when that is needed: once a beat, or when something failed.
+    `ends_quietly` is for ranks whose starter tells of the failure.
+    """
+
+    def __init__(
+        self, board: Board, rank: int, size: int, *, timeout_s: float, ends_quietly: bool = False
+    ) -> None:
+        self.doing: object = None
+        self._board = board
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._timeout_s = timeout_s
+        self._beat_s = min(1.0, timeout_s / 10)
+        # While somebody waits here; the store has to bear it from every rank, with a pulse of every rank.
+        self._hurried_s = min(self._beat_s, 0.02 * size)
+        self._ends_quietly = ends_quietly
+        self._acts: list[Callable[[], None]] = []
+        self._poke = threading.Event()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._finished = False
+        self._waiting = False
+        self._knows = False
+        self._count = 0
+        self._looked_at = time.monotonic()
+        self._to_record: Failure | None = None
+        self._cause: Failure | None = None
+        self._cause_since = 0.0
+        self._store_error: Exception | None = None
+        self._pulses: dict[int, Pulse] = {}
+        self._changed_at: dict[int, float] = {}
+
+    def start(self) -> None:
+        """Begin to give signs of life."""
+        threading.Thread(target=self._run, name="bireme watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the watch. The others will take this rank for dead if it has not failed nor left."""
+        self._stopping = True
+        self._poke.set()
+
+    def on_failure(self, act: Callable[[], None]) -> None:
+        """Have something called, from the watch's thread, when another rank has failed.
+
+        It is for what frees the main thread from a wait.
+        """
+        self._acts.append(act)
+
+    def wait_for_everyone(self, limit_s: float) -> None:
+        """Wait until every rank has given a sign of life. Raises `RankFailed` if that does not happen."""
+        self._wait(limit_s, lambda: len(self._pulses) == len(self._others))
+        missing = [other for other in self._others if other not in self._pulses]
+        cause = self._cause
+        if cause is None and missing:
+            absent = Failure.told(f"it has not joined within {limit_s:g} s.", missing[0], None)
+            cause = self._record(self._out_of_touch() or absent)
+        if cause is not None:
+            self._knows = True
+            raise cause.to_others()
+
+    def leave(self) -> None:
+        """Say that this rank's work is done, and wait for the others as long as they live.
+
+        A connection closed early could cost the others what is still on its way. Raises `RankFailed` if
+        another rank fails while this one waits.
+        """
+        self._finished = True
+        while not self._wait(STORE_S, lambda: all(pulse.finished for pulse in self._pulses.values())):
+            if self._cause is not None:
+                self._knows = True
+                raise self._cause.to_others()
+            if self._store_error is not None:
+                return  # Who holds the store left, and that one leaves last.
+
+    def failed(self, error: BaseException) -> Failure:
+        """Write down that this rank failed by its own error. What comes back is the one that counts."""
+        return self._record(Failure.of(error, self._rank, self._doing_now()))
+
+    def explain(self, error: BaseException) -> Exception:
+        """The exception to end with, for a rank whose wait for another one failed with `error`.
+
+        That is a `RankFailed` with the root cause if there is one, else with the rank that gives no sign of
+        life, else with what all are doing. It takes no longer than a few beats.
+        """
+        beats = (MISSED_BEATS + 1) * self._beat_s
+        self._wait(beats + 0.5, lambda: self._silent(MISSED_BEATS * self._beat_s) is not None)
+        found = self._cause or self._silence(MISSED_BEATS * self._beat_s) or self._out_of_touch()
+        if found is None:
+            own = Failure.of(error, self._rank, self._doing_now())
+            more = f"All ranks live: {self._all_doing(own.instruction)}."
+            if "Timed out" in str(error):
+                more += f" If a step can take longer than {self._timeout_s:g} s, raise the timeout."
+            found = replace(own, summary=f"{own.summary} {more}", text=f"{own.text.rstrip()}\n{more}")
+        return self._record(found).to_others()
+
+    def _wait(self, limit_s: float, predicate: Callable[[], bool]) -> bool:
+        """Wait until that is so, or there is a root cause, or no more store, at most so long."""
+        with self._changed:
+            looked_at = self._looked_at
+            self._waiting = True
+            self._poke.set()
+
+            def so() -> bool:
+                return self._looked_at > looked_at and predicate()
+
+            self._changed.wait_for(lambda: self._cause or self._store_error or so(), limit_s)
+            self._waiting = False
+            return so()
+
+    def _record(self, failure: Failure) -> Failure:
+        """Have a root cause written down, unless there is one already or the store does not answer."""
+        self._knows = True
+        with self._changed:
+            if self._cause is None:
+                self._to_record = failure
+                self._poke.set()
+                self._changed.wait_for(lambda: self._cause or self._store_error, STORE_S)
+            return self._cause or failure
+
+    def _silent(self, limit_s: float) -> int | None:
+        """The rank that has been silent for longest, if that is longer than the limit."""
+        now = self._looked_at
+        silent = {r: now - at for r, at in self._changed_at.items() if not self._pulses[r].finished}
+        longest = max(silent, key=lambda rank: silent[rank], default=None)
+        return longest if longest is not None and silent[longest] > limit_s else None
+
+    def _silence(self, limit_s: float) -> Failure | None:
+        rank = self._silent(limit_s)
+        if rank is None:
+            return None
+        silence_s = self._looked_at - self._changed_at[rank]
+        sentence = (
+            f"it has given no sign of life for {silence_s:.1f} s: its process, its machine or the network to "
+            "it is stopped or gone."
+        )
+        return Failure.told(sentence, rank, self._pulses[rank].doing)
+
+    def _out_of_touch(self) -> Failure | None:
+        """The failure of having no store to ask."""
+        if self._store_error is None and time.monotonic() - self._looked_at < MISSED_BEATS * self._beat_s:
+            return None
+        why = "does not answer" if self._store_error is None else f"is gone ({self._store_error})"
+        sentence = (
+            f"it lost another rank, and the store, which would know why, {why}. "
+            "What holds it is the launcher, or rank 0 where there is none."
+        )
+        return Failure.told(sentence, self._rank, self._doing_now())
+
+    def _all_doing(self, own: str | None) -> str:
+        doing = {self._rank: own or "no instruction"}
+        for rank, pulse in self._pulses.items():
+            doing[rank] = "finished" if pulse.finished else pulse.doing or "no instruction"
+        return ", ".join(f"rank {rank} at {doing[rank]}" for rank in sorted(doing))
+
+    def _doing_now(self) -> str | None:
+        return None if self.doing is None else str(self.doing)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._look()
+            except Exception as error:
+                with self._changed:
+                    self._store_error = error
+                    self._changed.notify_all()
+                return
+            self._poke.wait(self._hurried_s if self._waiting else self._beat_s)
+            self._poke.clear()
+
+    def _look(self) -> None:
+        """One look at the board: say what there is to say, read what there is to read."""
+        board = self._board
+        with self._changed:
+            failure, self._to_record = self._to_record, None
+        if failure is not None:
+            board.record(failure)
+        self._count += 1
+        board.beat(self._rank, Pulse(self._count, self._finished, self._doing_now()))
+        cause = board.cause()
+        pulses = board.pulses(self._others)
+        with self._changed:
+            now = time.monotonic()
+            # Who slept itself, or got no processor, cannot say how long the others were silent.
+            slept = now - self._looked_at > MISSED_BEATS * self._beat_s
+            for rank, pulse in zip(self._others, pulses, strict=True):
+                if pulse is not None and (slept or pulse != self._pulses.get(rank)):
+                    self._pulses[rank], self._changed_at[rank] = pulse, now
+            self._looked_at = now
+            news = cause is not None and self._cause is None
+            if news:
+                self._cause, self._cause_since = cause, now
+            self._changed.notify_all()
+        if cause is None:
+            silence = self._silence(SILENCE * self._timeout_s)
+            if silence is not None:
+                board.record(silence)
+                self._poke.set()
+        elif not self._knows and not self._stopping:
+            if news:
+                self._act()
+            if now - self._cause_since > grace_s(self._timeout_s):
+                self._end(cause.to_others())
+
+    def _act(self) -> None:
+        for act in self._acts:
+            # The failure is there already; another one here would only hide it.
+            with suppress(Exception):
+                act()
+
+    def _end(self, why: RankFailed) -> None:
+        if not self._ends_quietly:
+            print(f"bireme: rank {self._rank} ends. {why.line}", file=sys.stderr, flush=True)  # noqa: T201
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)

@@ -1,0 +1,138 @@
+"""A group of ranks that do the same at the same time: sums, broadcasts, barriers.
+
+Collectives on one group are matched by the order of the calls, so every member must make the same ones in the
+same order, and a group belongs to one thread of its process. Nothing here knows what the numbers mean.
+"""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["CollectiveError", "DistGroup", "Group", "LonelyGroup", "Pending"]
+
+
+class CollectiveError(Exception):
+    """A collective did not come about, mostly because a member is gone. The group is of no use any more."""
+
+
+class Pending(Protocol):
+    """Something under way. The tensors it uses must stay alive and untouched until `wait` returns."""
+
+    def wait(self) -> None:
+        """Return when it is done, or raise why it never will be.
+
+        On a CUDA device the wait may be put into the current stream instead of holding up the caller.
+        """
+
+
+class Group(Protocol):
+    """Some ranks, numbered from 0 within the group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the group; the same bits on every member."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with that of the member `source`."""
+
+    def barrier(self) -> None:
+        """Return once every member has called this."""
+
+
+class DistGroup:
+    """A process group of torch.distributed, which nobody else may use: its collectives have no names.
+
+    Collectives give up after the timeout that the process group was made with.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._group = process_group
+        self._rank = dist.get_rank(process_group)
+        self._size = dist.get_world_size(process_group)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the group."""
+        try:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._failed("sum", error) from error
+        assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
+        return _Sum(self, work)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with that of the member `source`."""
+        try:
+            dist.broadcast(tensor, group=self._group, group_src=source)
+        except RuntimeError as error:
+            raise self._failed("broadcast", error) from error
+
+    def barrier(self) -> None:
+        """Return once every member has called this."""
+        try:
+            dist.barrier(group=self._group)
+        except RuntimeError as error:
+            raise self._failed("barrier", error) from error
+
+    def _failed(self, what: str, error: RuntimeError) -> CollectiveError:
+        members = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+        return CollectiveError(f"A {what} over the processes {members} failed: {error}")
+
+
+class _Sum:
+    """A sum under way, and its errors in our words."""
+
+    __slots__ = ("_group", "_work")
+
+    def __init__(self, group: DistGroup, work: dist.Work) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._group._failed("sum", error) from error
+
+
+class LonelyGroup:
+    """A group of this rank alone, which agrees with itself at once."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """The sum of one tensor is the tensor."""
+        return _Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """The tensor is its own source."""
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+
+class _Done:
+    """What was done before it began."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Return at once."""

@@ -1,0 +1,173 @@
+"""The watch by itself: ranks are threads here, and the store is memory."""
+
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from bireme.errors import BiremeError
+from bireme.runtime.board import Board, Pulse
+from bireme.runtime.failures import Blame, Failure, RankFailed
+from bireme.runtime.peers import PeerLost
+from bireme.runtime.stores import HashStore, Store
+from bireme.runtime.watch import Watch, is_of_a_peer
+
+TIMEOUT_S = 2.0
+LOST = PeerLost(1, "connection closed")
+
+
+@contextmanager
+def watching(store: Store, num_ranks: int, *, size: int | None = None) -> Iterator[list[Watch]]:
+    """The watches of the first so many of all ranks."""
+    size = num_ranks if size is None else size
+    watches = [Watch(Board(store, size), rank, size, timeout_s=TIMEOUT_S) for rank in range(num_ranks)]
+    for watch in watches:
+        watch.start()
+    try:
+        yield watches
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
+def test_the_first_failure_is_the_root_cause_and_stays() -> None:
+    with watching(HashStore(), 3) as (first, second, third):
+        first.doing = "1F0"
+        assert first.failed(ArithmeticError("the sum is wrong")).rank == 0
+        assert second.failed(ArithmeticError("so is this")).rank == 0
+        error = third.explain(LOST)
+
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.instruction, error.summary) == (0, "1F0", "ArithmeticError: the sum is wrong")
+
+
+def test_a_rank_that_no_longer_beats_is_named() -> None:
+    with watching(HashStore(), 3) as (first, second, third):
+        second.doing = "2B1"
+        first.wait_for_everyone(TIMEOUT_S)
+        second.stop()
+        error = first.explain(LOST)
+        assert isinstance(third.explain(LOST), RankFailed)
+
+    assert isinstance(error, RankFailed)
+    assert error.rank == 1
+    assert "no sign of life" in error.text
+
+
+def test_a_rank_that_no_longer_beats_is_named_by_itself_if_nobody_waits_for_it() -> None:
+    freed = threading.Event()
+    with watching(HashStore(), 2) as (first, second):
+        first.on_failure(freed.set)
+        first.wait_for_everyone(TIMEOUT_S)
+        second.stop()
+        assert freed.wait(10 * TIMEOUT_S)
+        assert "no sign of life" in str(first.explain(LOST))
+
+
+def test_where_all_live_it_says_what_they_do() -> None:
+    with watching(HashStore(), 3) as (first, second, third):
+        second.doing, third.doing = "1B0", ["any", "object"]
+        first.wait_for_everyone(TIMEOUT_S)
+        text = str(first.explain(RuntimeError("[gloo/unbound.cc] Timed out waiting 2000ms")))
+
+    assert "All ranks live: rank 0 at no instruction, rank 1 at 1B0, rank 2 at ['any', 'object']." in text
+    assert "longer than 2 s, raise the timeout" in text
+
+
+def test_a_rank_that_never_joins_is_named() -> None:
+    with (
+        watching(HashStore(), 2, size=3) as (first, _),
+        pytest.raises(RankFailed, match="not joined") as caught,
+    ):
+        first.wait_for_everyone(0.3)
+    assert caught.value.rank == 2
+
+
+def test_who_waits_to_join_hears_of_a_failure() -> None:
+    with watching(HashStore(), 2, size=3) as (first, second):
+        second.failed(BiremeError("there is no such model"))
+        with pytest.raises(RankFailed, match="no such model"):
+            first.wait_for_everyone(60.0)
+
+
+def test_ranks_leave_together() -> None:
+    left: list[int] = []
+
+    def leave(watch: Watch, rank: int) -> None:
+        watch.leave()
+        left.append(rank)
+
+    with watching(HashStore(), 2) as (first, second):
+        first.wait_for_everyone(TIMEOUT_S)
+        thread = threading.Thread(target=leave, args=(first, 0))
+        thread.start()
+        thread.join(0.3)
+        assert left == []
+        leave(second, 1)
+        thread.join()
+    assert sorted(left) == [0, 1]
+
+
+class NoStore(Store):
+    """A store whose server is stopped, then gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.gone.wait()
+        raise dist.DistNetworkError("connection reset")
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
+    store = NoStore()
+    with watching(store, 1, size=2) as (watch,):
+        assert "the store, which would know why, does not answer" in str(watch.explain(LOST))
+        store.gone.set()
+        with pytest.raises(RankFailed, match=r"is gone \(connection reset\)"):
+            watch.wait_for_everyone(60.0)
+
+
+def test_errors_of_peers_are_told_from_own_ones() -> None:
+    wrapped = ValueError("in the second step")
+    wrapped.__cause__ = RuntimeError(
+        "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer"
+    )
+
+    assert is_of_a_peer(LOST)
+    assert is_of_a_peer(dist.DistBackendError("NCCL"))
+    assert is_of_a_peer(wrapped)
+    assert not is_of_a_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_of_a_peer(None)
+
+
+def test_failures_survive_the_way_between_processes() -> None:
+    for error, blame in (
+        (ArithmeticError("two\nlines"), Blame.PROGRAM),
+        (BiremeError("a mistake"), Blame.USER),
+        (KeyboardInterrupt(), Blame.INTERRUPT),
+        (ArithmeticError(), Blame.PROGRAM),
+    ):
+        failure = Failure.of(error, 1, None)
+        assert failure.blame is blame
+        assert Failure.decode(failure.encode()) == failure
+
+    assert Failure.of(ArithmeticError("two\nlines"), 1, None).summary == "ArithmeticError: two"
+    assert Failure.of(ArithmeticError(), 1, None).summary == "ArithmeticError"
+    assert type(Failure.of(BiremeError("a mistake"), 1, None).to_starter()) is BiremeError
+    assert isinstance(Failure.of(KeyboardInterrupt(), 1, None).to_starter(), KeyboardInterrupt)
+    error_again = pickle.loads(pickle.dumps(RankFailed(1, "1F0", "a\nb")))
+    assert (str(error_again), error_again.line) == ("Rank 1 failed at 1F0:\na\nb", "Rank 1 failed at 1F0: b")
+
+
+def test_the_board_shows_who_is_not_there_yet() -> None:
+    board = Board(HashStore(), 3)
+    pulse = Pulse(count=1, finished=False, doing="1F0")
+    board.beat(1, pulse)
+
+    assert board.pulses([0, 1, 2]) == [None, pulse, None]
+    assert board.cause() is None
