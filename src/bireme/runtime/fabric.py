@@ -4,6 +4,7 @@ The engine knows ranks through this alone, so the same engine runs on processes 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.dist_transport import open_transport
+from bireme.runtime.meeting import meet
+from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
@@ -59,6 +62,7 @@ class DistFabric:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._num_meetings = 0
 
     @property
     def rank(self) -> int:
@@ -71,17 +75,39 @@ class DistFabric:
         return self._world.size
 
     def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
-        """Messages between some processes; given up as soon as another one has failed."""
-        transport = open_transport(
-            ranks, rank_of_stage, device=self._world.device, timeout_s=self._world.timeout_s
-        )
-        self._world.watch.on_failure(transport.abort)
+        """Messages between some processes; given up as soon as another one has failed.
+
+        Between CPUs they go over sockets of their own, between CUDA devices over torch.distributed.
+        """
+        world = self._world
+        transport: Transport
+        if world.device.type == "cuda":
+            transport = open_transport(ranks, rank_of_stage, device=world.device, timeout_s=world.timeout_s)
+        else:
+            place = ranks.index(world.rank)
+            self._num_meetings += 1
+            lines = meet(
+                world.store,
+                f"meeting {self._num_meetings}",
+                rank=place,
+                ranks=ranks,
+                neighbours=neighbours_of(place, rank_of_stage),
+                timeout_s=world.timeout_s,
+            )
+            transport = SocketTransport(lines, timeout_s=world.timeout_s)
+        world.watch.on_failure(transport.abort)
         return transport
 
     def group(self, ranks: Sequence[int]) -> Group | None:
         """Sums over some processes; None if this one is not of them."""
         made = dist.new_group(list(ranks))
         return DistGroup(made) if self.rank in ranks else None
+
+
+def neighbours_of(rank: int, rank_of_stage: Sequence[int]) -> set[int]:
+    """The ranks that a rank has borders with."""
+    pairs = [pair for pair in pairwise(rank_of_stage) if rank in pair]
+    return {other for pair in pairs for other in pair} - {rank}
 
 
 class LonelyFabric:

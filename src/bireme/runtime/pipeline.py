@@ -117,8 +117,7 @@ class Pipeline:
         units = units_of(graph)
         self.layout = layout_of(graph, units, plan, fabric.rank, fabric.size)
         functions = {
-            stage: self._function(own, resolve, compiles=compile)
-            for stage, own in self.layout.units.items()
+            stage: self._function(own, resolve, compiles=compile) for stage, own in self.layout.units.items()
         }
         self._borders = Borders(graph, _receives(units, plan))
         self._check_halves()
@@ -270,9 +269,7 @@ class Pipeline:
                 f"{self.plan.schedule} runs backwards in two halves, and units that recompute would do so in "
                 "each. Recompute whole stages, or use a schedule whose backwards are whole."
             )
-        return SegmentedFunction(
-            self.graph, units, again, resolve=resolve, compile=compiles, outputs=(LOSS,)
-        )
+        return SegmentedFunction(self.graph, units, again, resolve=resolve, compile=compiles, outputs=(LOSS,))
 
     def _stage(
         self,

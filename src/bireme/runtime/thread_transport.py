@@ -56,9 +56,7 @@ class ThreadRank:
         self._hub = hub
         self._num_made: dict[tuple[int, ...], int] = defaultdict(int)
 
-    def transport(
-        self, ranks: Sequence[int] | None = None, _rank_of_stage: Sequence[int] = ()
-    ) -> Transport:
+    def transport(self, ranks: Sequence[int] | None = None, _rank_of_stage: Sequence[int] = ()) -> Transport:
         """Messages between some ranks, or all, which are called 0, 1, 2, … in this order there."""
         members = tuple(range(self.size) if ranks is None else ranks)
         lines = self._hub.lines[self._key(members)]

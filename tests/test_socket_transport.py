@@ -1,0 +1,164 @@
+"""Messages over sockets: all arrives, of any size and in any order, and what goes wrong is named at once."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.runtime.fabric import neighbours_of
+from bireme.runtime.meeting import meet
+from bireme.runtime.peers import PeerLost
+from bireme.runtime.socket_transport import LARGE_BYTES, Lines, SocketTransport
+from bireme.runtime.stores import open_store
+from bireme.runtime.transport import AbortedError
+from bireme.schedule.instruction import Message
+from tests.test_transport import SCENARIOS
+from tests.together import run_threads
+
+SIZES = (0, 1, 4096, LARGE_BYTES, LARGE_BYTES + 1, 6 * 2**20)
+
+
+def pair(timeout_s: float = 20.0) -> list[SocketTransport]:
+    """Two transports, joined."""
+    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+    for one in (small, its_small):
+        one.setblocking(False)
+    return [
+        SocketTransport({1: Lines(small, large)}, timeout_s=timeout_s),
+        SocketTransport({0: Lines(its_small, its_large)}, timeout_s=timeout_s),
+    ]
+
+
+@pytest.fixture
+def both() -> Iterator[list[SocketTransport]]:
+    made = pair()
+    yield made
+    for transport in made:
+        transport.close()
+
+
+def key(microbatch: int, *, forward: bool = True) -> Message:
+    return Message(forward, 1 if forward else 0, 3, microbatch, None)
+
+
+def bytes_of(number: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_arrives_in_order(both: list[SocketTransport], name: str) -> None:
+    assert run_threads(2, lambda rank: SCENARIOS[name](rank, both[rank])) == [True, True]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_of_any_size_cross_in_both_directions_at_once(
+    both: list[SocketTransport], size: int
+) -> None:
+    """More bytes than the kernel buffers, so that each side must read while it writes."""
+
+    def work(rank: int) -> bool:
+        forward = rank == 0
+        received = [torch.empty(size, dtype=torch.uint8) for _ in range(5)]
+        waiting = [
+            both[rank].receive(key(n, forward=not forward), 1 - rank, one) for n, one in enumerate(received)
+        ]
+        sent = [
+            both[rank].send(key(n, forward=forward), 1 - rank, bytes_of(10 * rank + n, size))
+            for n in range(5)
+        ]
+        for pending in (*sent, *waiting):
+            pending.wait()
+        return all(torch.equal(one, bytes_of(10 * (1 - rank) + n, size)) for n, one in enumerate(received))
+
+    assert run_threads(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("size", [640, LARGE_BYTES + 640])
+def test_another_size_than_expected_is_told_at_once_and_what_follows_still_comes(
+    both: list[SocketTransport], size: int
+) -> None:
+    both[0].send(key(0), 1, bytes_of(0, size))
+    both[0].send(key(1), 1, bytes_of(1, size))
+    wrong, right = torch.full((size + 64,), 7, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    with pytest.raises(BiremeError, match=rf"with {size} bytes, and {size + 64} were expected"):
+        both[1].receive(key(0), 0, wrong).wait()
+    assert bool(wrong.eq(7).all())
+    both[1].receive(key(1), 0, right).wait()
+    assert torch.equal(right, bytes_of(1, size))
+
+
+@pytest.mark.parametrize("size", [64, LARGE_BYTES + 1])
+def test_what_never_comes_is_named(size: int) -> None:
+    transports = pair(timeout_s=0.3)
+    with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not come from rank 0"):
+        transports[1].receive(key(2), 0, torch.empty(size, dtype=torch.uint8)).wait()
+
+
+@pytest.mark.parametrize("size", [64, LARGE_BYTES + 1])
+def test_a_rank_that_is_gone_is_named(both: list[SocketTransport], size: int) -> None:
+    pending = both[1].receive(key(0), 0, torch.empty(size, dtype=torch.uint8))
+    both[0].close()
+    with pytest.raises(PeerLost, match="Rank 0 is gone"):
+        pending.wait()
+
+
+@pytest.mark.parametrize("size", [64, LARGE_BYTES + 1])
+def test_giving_up_wakes_who_waits_here_and_there(both: list[SocketTransport], size: int) -> None:
+    def work(rank: int) -> Any:
+        pending = both[rank].receive(
+            key(0, forward=rank == 1), 1 - rank, torch.empty(size, dtype=torch.uint8)
+        )
+        if rank == 0:
+            threading.Thread(target=lambda: (time.sleep(0.05), both[0].abort())).start()
+        try:
+            pending.wait()
+        except (AbortedError, PeerLost) as error:
+            return type(error)
+        return None
+
+    assert run_threads(2, work) == [AbortedError, PeerLost]
+
+
+def test_ranks_meet_through_the_store_and_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIREME_ADDRESS", "127.0.0.1")
+    store = open_store("127.0.0.1", 0, serve=True, timeout_s=20)
+    rank_of_stage = (0, 1, 2, 0)
+
+    def work(rank: int) -> list[float]:
+        own = open_store("127.0.0.1", store.port, serve=False, timeout_s=20)
+        if rank == 1:
+            own.wait(["here/7"])
+            _, port, _ = own.get("here/7").decode().split()
+            with socket.create_connection(("127.0.0.1", int(port))) as stranger:
+                stranger.sendall(bytes(21))
+        neighbours = neighbours_of(rank, rank_of_stage)
+        lines = meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbours=neighbours, timeout_s=20)
+        transport = SocketTransport(lines, timeout_s=20)
+        came = {peer: torch.empty(8, dtype=torch.uint8) for peer in neighbours}
+        waiting = [
+            transport.receive(Message(True, rank, 0, peer, None), peer, one) for peer, one in came.items()
+        ]
+        for peer in neighbours:
+            transport.send(
+                Message(True, peer, 0, rank, None), peer, torch.full((8,), rank, dtype=torch.uint8)
+            ).wait()
+        for pending in waiting:
+            pending.wait()
+        transport.close()
+        return sorted(float(one[0]) for one in came.values())
+
+    assert run_threads(3, work) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+
+
+def test_neighbours_are_the_ranks_of_stages_next_door() -> None:
+    assert neighbours_of(0, (0, 1, 2, 3)) == {1}
+    assert neighbours_of(2, (0, 1, 2, 3)) == {1, 3}
+    assert neighbours_of(0, (0, 1, 1, 0)) == {1}
+    assert neighbours_of(0, (0,)) == set()
