@@ -12,7 +12,9 @@ __all__ = ["Freight", "Load"]
 
 
 class Load:
-    """One large message under way. `error` says why it will never arrive, `size_sent` that it is another size."""
+    """One large message under way. `error` says why it will never arrive, `size_sent` that it is another
+    size.
+    """
 
     __slots__ = ("data", "error", "is_done", "key", "size_sent")
 
@@ -25,7 +27,9 @@ class Load:
 
 
 class Freight:
-    """Both directions of one socket, which blocks. The threads start with the first message that needs them."""
+    """Both directions of one socket, which blocks. The threads start with the first message that needs
+    them.
+    """
 
     def __init__(self, peer: int, line: socket.socket) -> None:
         self.peer = peer

@@ -56,8 +56,7 @@ def layout_of(graph: Graph, units: Sequence[Unit], plan: Plan, rank: int, num_ra
     if num_ranks != per_replica * plan.width:
         raise BiremeError(
             f"The plan is for {per_replica * plan.width} processes ({plan.width} replicas of "
-            f"{per_replica}), and "
-            f"there are {num_ranks}. Start as many, or plan for {num_ranks}."
+            f"{per_replica}), and there are {num_ranks}. Start as many, or plan for {num_ranks}."
         )
     holders: dict[str, set[int]] = {}
     for stage, owner in enumerate(rank_of_stage):

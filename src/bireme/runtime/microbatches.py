@@ -67,10 +67,9 @@ class Cutter:
         pieces = self.width * self.num_microbatches
         if num_samples < (2 * pieces if self.num_sliced else pieces):
             raise BiremeError(
-                f"Batch {number} has {num_samples} samples, and the plan cuts it into {pieces} micro-batches "
-                f"({self.num_microbatches} for each of {self.width} replicas). Leave such a batch out, or "
-                "plan "
-                "for fewer micro-batches."
+                f"Batch {number} has {num_samples} samples, and the plan cuts it into {pieces} "
+                f"micro-batches ({self.num_microbatches} for each of {self.width} replicas). Leave such a "
+                "batch out, or plan for fewer micro-batches."
             )
         bounds = list(accumulate(_sizes(num_samples, pieces), initial=0))
         weights = [self.count(_rows(batch, begin, end)) for begin, end in pairwise(bounds)]
@@ -158,15 +157,13 @@ def _checked(batch: Batch, index: int, required: Sequence[str]) -> Batch:
     if not isinstance(batch, Mapping):
         raise BiremeError(
             f"Batch {index} is a {type(batch).__name__}. A batch is a dict of tensors by the names of the "
-            "model's "
-            "inputs."
+            "model's inputs."
         )
     missing = [name for name in required if name not in batch]
     if missing:
         raise BiremeError(
             f"Batch {index} lacks {', '.join(missing)}: it has {', '.join(batch)}. A batch holds every "
-            "input that "
-            "the model was captured with."
+            "input that the model was captured with."
         )
     return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
@@ -177,8 +174,7 @@ def num_samples_of(batch: Batch) -> int:
     if len(sizes) != 1:
         raise BiremeError(
             f"A batch has first axes of lengths {sorted(sizes)}. The first axis of each tensor is the "
-            "batch, and "
-            "equally long."
+            "batch, and equally long."
         )
     return sizes.pop()
 

@@ -15,29 +15,27 @@ from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.counting import count_of
 from bireme.model.graph import Graph
-from bireme.model.segments import SegmentedFunction
-from bireme.model.stage import Resolve, stage_function, torch_operator
+from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import Unit, units_of
 from bireme.plan.plan import Plan
-from bireme.runtime.banks import WeightBanks
+from bireme.runtime.assembly import Assembly
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
-from bireme.runtime.evaluation import Evaluation, EvaluationStage, Evaluator
+from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, fabric_of
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
+from bireme.runtime.groups import groups_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
-from bireme.runtime.layout import Layout, layout_of
+from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
-from bireme.runtime.stage import LOSS, AnyStageFunction, Stage
 from bireme.runtime.updates import Finished, Settings, Updates
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
 from bireme.schedule.rule import Rule
 from bireme.schedule.stream import stream
-from bireme.sync.group import Group, LonelyGroup
 from bireme.sync.reducer import Reducer
 from bireme.timeline.timeline import Timeline
 
@@ -109,27 +107,20 @@ class Pipeline:
         if plan.program(1).rule is Rule.STASHED:
             raise BiremeError(
                 f"The engine does not run {plan.schedule}, whose stages step after every micro-batch and so "
-                "never "
-                "agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
-                "simulate` shows "
-                "both."
+                "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
+                "simulate` shows both."
             )
         units = units_of(graph)
         self.layout = layout_of(graph, units, plan, fabric.rank, fabric.size)
-        functions = {
-            stage: self._function(own, resolve, compiles=compile) for stage, own in self.layout.units.items()
-        }
         self._borders = Borders(graph, _receives(units, plan))
         self._check_halves()
+        assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile)
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
-        self.stages = {
-            stage: self._stage(stage, function, made_of.weights, factory, bank_dtype)
-            for stage, function in functions.items()
-        }
+        self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self._cutter = self._make_cutter(seed)
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._transport = transport
-        groups = _groups(fabric, self.layout)
+        groups = groups_of(fabric, self.layout)
         self._reducer = Reducer(
             self._templates(),
             groups.replicas,
@@ -144,7 +135,7 @@ class Pipeline:
         self._evaluator: Evaluator | None = None
         if made_of.evaluation is not None:
             self._evaluator = Evaluator(
-                self._evaluation_stages(made_of.evaluation, resolve),
+                assembly.evaluation_stages(made_of.evaluation, self.stages),
                 self.layout,
                 plan,
                 self._courier,
@@ -169,8 +160,7 @@ class Pipeline:
         if self._is_running:
             raise BiremeError(
                 "The pipeline is not drained: a training was left before its batches had ended. Take all "
-                "results "
-                "of train(); to end early, end the batches."
+                "results of train(); to end early, end the batches."
             )
         self._is_running = True
         for stage in self.stages.values():
@@ -259,75 +249,6 @@ class Pipeline:
         self._reducer.close()
         self._transport.close()
 
-    def _function(self, units: tuple[Unit, ...], resolve: Resolve, *, compiles: bool) -> AnyStageFunction:
-        """What runs a stage in training."""
-        again = set(self.plan.recompute_units) & {unit.index for unit in units}
-        if not again:
-            return stage_function(self.graph, units, resolve=resolve, compile=compiles, outputs=(LOSS,))
-        if self.plan.program(1).splits_backward:
-            raise BiremeError(
-                f"{self.plan.schedule} runs backwards in two halves, and units that recompute would do so in "
-                "each. Recompute whole stages, or use a schedule whose backwards are whole."
-            )
-        return SegmentedFunction(self.graph, units, again, resolve=resolve, compile=compiles, outputs=(LOSS,))
-
-    def _stage(
-        self,
-        stage: int,
-        function: AnyStageFunction,
-        weights: Weights,
-        factory: OptimizerFactory,
-        bank_dtype: torch.dtype | None,
-    ) -> Stage:
-        """A stage with its weights."""
-        states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
-        names = (*function.parameters, *function.buffers)
-        given = {name: tensor.to(self._device) for name, tensor in weights(names).items()}
-        for name in names:
-            if name not in given or tuple(given[name].shape) != states[name].shape:
-                found = tuple(given[name].shape) if name in given else "none"
-                raise BiremeError(
-                    f"The weights given for {name} are {found}, and the model has {states[name].shape} there."
-                )
-        trainable = tuple(name for name in function.parameters if states[name].trainable)
-        program = self.plan.program(1)
-        banks = WeightBanks(
-            {name: given[name] for name in function.parameters},
-            trainable,
-            rule=program.rule,
-            num_banks=program.banks[stage],
-            factory=factory,
-            bank_dtype=bank_dtype,
-            stage=stage,
-        )
-        return Stage(
-            stage,
-            function,
-            banks,
-            {name: given[name] for name in function.buffers},
-            self._borders,
-            trainable=trainable,
-            device=self._device,
-            recomputes=stage in self.plan.recompute,
-        )
-
-    def _evaluation_stages(self, evaluation: Graph, resolve: Resolve) -> dict[int, EvaluationStage]:
-        """The stages in evaluation mode. They must be cut where the stages in training are."""
-        units = units_of(evaluation)
-        own_units = units_of(self.graph)
-        if [unit.parameters for unit in units] != [unit.parameters for unit in own_units]:
-            raise BiremeError(
-                f"In evaluation mode {evaluation.name} is cut into other units ({len(units)}) than in "
-                "training "
-                f"({len(own_units)}), so its stages hold other parameters."
-            )
-        found = {}
-        for stage, training in self.stages.items():
-            own = [units[unit.index] for unit in self.layout.units[stage]]
-            function = stage_function(evaluation, own, resolve=resolve, outputs=(LOSS,))
-            found[stage] = EvaluationStage(function, training.banks, training.buffers, self._device)
-        return found
-
     def _make_cutter(self, seed: int) -> Cutter:
         needed = [name for stage in self.stages.values() for name in stage.function.inputs]
         return Cutter(
@@ -358,38 +279,8 @@ class Pipeline:
                 if self._borders.batch_axis(name) is None:
                     raise BiremeError(
                         f"{self.plan.schedule} sends micro-batches in halves, and {name}, which crosses "
-                        "between "
-                        "stages, is not cut by samples. Use 1f1b."
+                        "between stages, is not cut by samples. Use 1f1b."
                     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Sums over this rank's replicas, over all ranks (two, for two threads), and over holders of a
-    parameter.
-    """
-
-    replicas: Group
-    control: Group
-    spare: Group
-    tied: Mapping[str, Group]
-
-
-def _groups(fabric: Fabric, layout: Layout) -> _Groups:
-    """Every rank makes all groups, in the same order, and keeps its own."""
-    replicas: Group = LonelyGroup()
-    for pipeline_rank in range(layout.num_pipeline_ranks):
-        ranks = layout.replicas_of(pipeline_rank)
-        made = fabric.group(ranks) if len(ranks) > 1 else None
-        if made is not None and pipeline_rank == layout.pipeline_rank:
-            replicas = made
-    everyone = range(fabric.size)
-    both = [fabric.group(everyone) if fabric.size > 1 else LonelyGroup() for _ in range(2)]
-    assert both[0] is not None
-    assert both[1] is not None
-    of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
-    tied = {name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None}
-    return _Groups(replicas, both[0], both[1], tied)
 
 
 def _teller(world: World | Fabric | None) -> OnInstruction:

@@ -42,15 +42,13 @@ def prepared(
         if weights is None:
             raise BiremeError(
                 "A graph holds no weights. Give a function as weights= that has them by name, such as one "
-                "that "
-                "calls materialise(model, names, seed=0)."
+                "that calls materialise(model, names, seed=0)."
             )
         return Prepared(model, evaluation, weights)
     if example_inputs is None:
         raise BiremeError(
             f"To capture {type(model).__name__}, the pipeline needs example_inputs=: a dict of tensors that "
-            "the "
-            "model can be called with."
+            "the model can be called with."
         )
     graph = capture(model, example_inputs, loss=loss)
     if evaluation is None:

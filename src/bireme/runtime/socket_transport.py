@@ -1,9 +1,9 @@
 """Messages between CPUs over TCP sockets, read and written by the rank's own thread.
 
-A message of ordinary size lies in the kernel's buffers while it is under way, so it takes no thread to move it:
-the sender writes and goes on, the receiver reads when it needs it. That saves the wake-ups that a transport
-with threads costs, which is most of what a small message takes. Large messages, which the buffers do not hold,
-go over a second socket with a thread at each end, so that they move while the rank computes.
+A message of ordinary size lies in the kernel's buffers while it is under way, so it takes no thread to move
+it: the sender writes and goes on, the receiver reads when it needs it. That saves the wake-ups that a
+transport with threads costs, which is most of what a small message takes. Large messages, which the buffers
+do not hold, go over a second socket with a thread at each end, so that they move while the rank computes.
 """
 
 import select

@@ -1,0 +1,116 @@
+"""The stages of one rank, put together: the function of each, its weights, its part of the evaluation."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.segments import SegmentedFunction
+from bireme.model.stage import Resolve, stage_function
+from bireme.model.units import Unit, units_of
+from bireme.plan.plan import Plan
+from bireme.runtime.banks import WeightBanks
+from bireme.runtime.borders import Borders
+from bireme.runtime.evaluation import EvaluationStage
+from bireme.runtime.layout import Layout
+from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.prepared import Weights
+from bireme.runtime.stage import LOSS, AnyStageFunction, Stage
+
+__all__ = ["Assembly"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What stages are made of, and how they run."""
+
+    graph: Graph
+    plan: Plan
+    layout: Layout
+    borders: Borders
+    device: torch.device
+    resolve: Resolve
+    compiles: bool
+
+    def stages(
+        self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
+    ) -> dict[int, Stage]:
+        """The rank's stages, each with its weights."""
+        return {
+            stage: self._stage(stage, self._function(own), weights, factory, bank_dtype)
+            for stage, own in self.layout.units.items()
+        }
+
+    def evaluation_stages(self, evaluation: Graph, stages: dict[int, Stage]) -> dict[int, EvaluationStage]:
+        """The same in evaluation mode, on the same weights. They must be cut where those in training are."""
+        units = units_of(evaluation)
+        in_training = units_of(self.graph)
+        if [unit.parameters for unit in units] != [unit.parameters for unit in in_training]:
+            raise BiremeError(
+                f"In evaluation mode {evaluation.name} is cut into other units ({len(units)}) than in "
+                "training "
+                f"({len(in_training)}), so its stages hold other parameters. Leave evaluation out."
+            )
+        found = {}
+        for stage, training in stages.items():
+            own = [units[unit.index] for unit in self.layout.units[stage]]
+            function = stage_function(evaluation, own, resolve=self.resolve, outputs=(LOSS,))
+            found[stage] = EvaluationStage(function, training.banks, training.buffers, self.device)
+        return found
+
+    def _function(self, units: tuple[Unit, ...]) -> AnyStageFunction:
+        """What runs some units in training."""
+        again = set(self.plan.recompute_units) & {unit.index for unit in units}
+        if not again:
+            return stage_function(
+                self.graph, units, resolve=self.resolve, compile=self.compiles, outputs=(LOSS,)
+            )
+        if self.plan.program(1).splits_backward:
+            raise BiremeError(
+                f"{self.plan.schedule} runs backwards in two halves, and units that recompute would do so in "
+                "each. Recompute whole stages, or use a schedule whose backwards are whole."
+            )
+        return SegmentedFunction(
+            self.graph, units, again, resolve=self.resolve, compile=self.compiles, outputs=(LOSS,)
+        )
+
+    def _stage(
+        self,
+        stage: int,
+        function: AnyStageFunction,
+        weights: Weights,
+        factory: OptimizerFactory,
+        bank_dtype: torch.dtype | None,
+    ) -> Stage:
+        states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
+        names = (*function.parameters, *function.buffers)
+        given = {name: tensor.to(self.device) for name, tensor in weights(names).items()}
+        for name in names:
+            found = tuple(given[name].shape) if name in given else None
+            if found != states[name].shape:
+                what = "are not there" if found is None else f"have the shape {found}"
+                raise BiremeError(
+                    f"The weights given for {name} {what}, and the model has {states[name].shape} there."
+                )
+        trainable = tuple(name for name in function.parameters if states[name].trainable)
+        program = self.plan.program(1)
+        banks = WeightBanks(
+            {name: given[name] for name in function.parameters},
+            trainable,
+            rule=program.rule,
+            num_banks=program.banks[stage],
+            factory=factory,
+            bank_dtype=bank_dtype,
+            stage=stage,
+        )
+        return Stage(
+            stage,
+            function,
+            banks,
+            {name: given[name] for name in function.buffers},
+            self.borders,
+            trainable=trainable,
+            device=self.device,
+            recomputes=stage in self.plan.recompute,
+        )
