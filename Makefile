@@ -41,6 +41,8 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/profiles.py
+	$(BIN)/python benchmarks/engine.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

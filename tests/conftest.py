@@ -1,9 +1,21 @@
-"""Property tests look for new cases on a developer's machine, and try the same ones every time in CI."""
+"""What holds for all tests: profiles are cached in a folder that goes away, never in the user's own.
+
+Property tests look for new cases on a developer's machine, and try the same ones every time in CI.
+"""
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache") / "bireme"
+    monkeypatch.setenv("BIREME_CACHE", str(folder))
+    return folder

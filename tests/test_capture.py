@@ -235,3 +235,32 @@ def test_a_model_of_billions_is_captured_without_a_weight() -> None:
     assert len(units) == 1 + 2 * 32 + 1
     assert len({unit.structure for unit in units}) == 4
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+class _WritesThroughAView(torch.nn.Module):
+    """Fills zeros through a view of them, and reads them again layers later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        written = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+        hidden = self.layers[0](x)
+        written[:, 0] = hidden[:, 1]
+        hidden = self.layers[2](torch.tanh(self.layers[1](torch.tanh(hidden))))
+        return {"loss": (hidden * written).square().mean()}
+
+
+def test_what_is_written_through_a_view_is_not_made_again_empty() -> None:
+    """Once they were taken for free values, as only the view counted as written; the loss was another one."""
+    torch.manual_seed(0)
+    model = _WritesThroughAView().double()
+    inputs = {"x": torch.randn(3, 4, dtype=torch.float64)}
+    graph = capture(model, inputs)
+    parameters = dict(model.named_parameters())
+    flowing = dict(inputs)
+    for unit in units_of(graph):
+        flowing |= stage_function(graph, [unit])(parameters, {}, flowing)
+    assert len(units_of(graph)) > 1
+    assert torch.equal(flowing["loss"], model(**inputs)["loss"])

@@ -9,6 +9,7 @@ import pytest
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.simulate.costs_file import CostsFile
 from tests.command import bireme
+from tests.ranks import run_script
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +43,15 @@ def test_every_command_in_the_documents_works(
 def test_the_readme_s_python_runs() -> None:
     (code,) = blocks(ROOT / "README.md", "python")
     exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_engine_s_example_trains_as_a_script(tmp_path: Path) -> None:
+    code = blocks(ROOT / "docs" / "engine.md", "python")[0]
+    done = run_script(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "batch 39: loss " in done.stdout
+    assert "14 tensors to save" in done.stdout
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

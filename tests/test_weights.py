@@ -1,7 +1,8 @@
 """A stage's weights: from a seed the same whatever the stages are, from a folder only those asked for."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Graph, State
-from bireme.model.weight_folder import load_weights
+from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
 
 
@@ -243,6 +244,50 @@ def test_a_folder_gives_every_tensor_of_the_model_that_was_saved(
     assert set(loaded) == {s.name for s in (*graph.parameters, *graph.buffers) if s.persistent}
     for name, tensor in loaded.items():
         assert torch.equal(tensor, own[name]), name
+
+
+class OnlyHeads:
+    """A file of which no tensor can be read."""
+
+    def __init__(self, handle: Any) -> None:
+        self.keys, self.get_slice = handle.keys, handle.get_slice
+
+
+@pytest.mark.parametrize("shard", ["1GB", "4KB"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt2", "resnet"])
+def test_a_folder_is_checked_by_the_heads_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shard: str
+) -> None:
+    """With experts that are converted, tied weights and buffers; no tensor is read."""
+    files = pytest.importorskip("safetensors.torch")
+    build = transformers_model(kind)
+    saved: Any = build()
+    saved.save_pretrained(tmp_path, max_shard_size=shard)
+    graph, model = graph_of(saved), on_meta(build)
+    really_open = files.safe_open
+
+    @contextmanager
+    def only_heads(*args: Any, **kwargs: Any) -> Iterator[OnlyHeads]:
+        with really_open(*args, **kwargs) as handle:
+            yield OnlyHeads(handle)
+
+    with monkeypatch.context() as context:
+        context.setattr("safetensors.safe_open", only_heads)
+        check_weights(graph, tmp_path, model=model)
+    lost, file = max(
+        (key, file)
+        for file in tmp_path.glob("*.safetensors")
+        for key, tensor in files.load_file(file).items()
+        if tensor.ndim > 1
+    )
+    tensors = files.load_file(file)
+    files.save_file({key: value for key, value in tensors.items() if key != lost}, file)
+    with pytest.raises(BiremeError, match=r"has no tensor|holds no|with the shape"):
+        check_weights(graph, tmp_path, model=model)
+    wrong = tensors[lost].flatten()[:-1].clone()
+    files.save_file(tensors | {lost: wrong}, file)
+    with pytest.raises(BiremeError, match=r"with the shape|does not fit"):
+        check_weights(graph, tmp_path, model=model)
 
 
 @pytest.fixture

@@ -6,8 +6,11 @@ arguments, under the module's own names.
 """
 
 import inspect
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +48,8 @@ def capture(
     was_training = model.training
     model.train(training)
     try:
-        exported, batch, any_batch = _exported(whole, inputs)
+        with _quietly():
+            exported, batch, any_batch = _exported(whole, inputs)
     finally:
         model.train(was_training)
     return converted(
@@ -157,6 +161,18 @@ class _Exported(NamedTuple):
     program: ExportedProgram
     batch: int
     any_batch: bool
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep torch from writing half a graph to standard error where it fails: our error is one sentence."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _exported(whole: _Whole, inputs: Any) -> _Exported:

@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.model.flops import flops_of
 from bireme.model.graph import Argument, Graph, Operator, Output, Reference, State, Token, Value
 from bireme.model.length import Length
-from bireme.model.torch_private import OpOverload, schema_of
+from bireme.model.torch_private import OpOverload, schema_of, storage_id
 
 __all__ = ["converted", "dtype_name"]
 
@@ -214,7 +214,7 @@ class _Reader:
                 outputs=outputs,
                 is_tuple=is_tuple,
                 no_grad=no_grad,
-                mutates=tuple(self._mutated(node)),
+                mutates=tuple(dict.fromkeys(self._mutated(node))) if _writes(node) else (),
                 is_random=_has_tag(node, torch.Tag.nondeterministic_seeded),
                 is_pointwise=_has_tag(node, torch.Tag.pointwise),
                 flops=flops_of(node),
@@ -233,19 +233,20 @@ class _Reader:
         return fresh
 
     def _mutated(self, node: torch.fx.Node) -> Iterator[str]:
+        """What an operator writes to, under every name of its memory: views and what they look at."""
         schema = schema_of(node.target)
-        for place, argument in enumerate(schema.arguments if schema else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-                written = self.argument(given)
-                if isinstance(written, Reference):
-                    yield written.name
+        written = [
+            node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            for place, argument in enumerate(schema.arguments if schema else ())
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         if str(node.target) == "aten.batch_norm.default" and node.args[5]:
             # Its schema hides that it moves the running statistics in training.
-            for given in node.args[3:5]:
-                written = self.argument(given)
-                if isinstance(written, Reference):
-                    yield written.name
+            written += node.args[3:5]
+        memory = {_memory_of(given) for given in written if isinstance(given, torch.fx.Node)} - {None}
+        for other, name in self.names.items():
+            if isinstance(name, Reference) and (other in written or _memory_of(other) in memory):
+                yield name.name
 
     def argument(self, given: Any) -> Argument:
         match given:
@@ -288,6 +289,18 @@ def _value(name: str, value: Any) -> Value:
     if isinstance(value, torch.Tensor):
         return Value(name, tuple(_length(n) for n in value.shape), dtype_name(value.dtype))
     return Value(name, (), "number")
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    schema = schema_of(node.target)
+    declared = schema is not None and schema.is_mutable
+    return declared or str(node.target) == "aten.batch_norm.default"
+
+
+def _memory_of(node: torch.fx.Node) -> int | None:
+    """The same number for values that share memory."""
+    value = node.meta.get("val")
+    return storage_id(value) if isinstance(value, torch.Tensor) else None
 
 
 def _length(n: Any) -> Length:

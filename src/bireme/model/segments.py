@@ -21,7 +21,9 @@ Tensors = Mapping[str, Tensor]
 
 
 class SegmentedFunction:
-    """Some consecutive units as one function, those with an index in `recomputed` run again in the backward."""
+    """Some consecutive units as one function, those with an index in `recomputed` run again in the
+    backward.
+    """
 
     def __init__(
         self,

@@ -128,8 +128,11 @@ class StageFunction:
             generator = default_generator(where)
             with DRAWING:
                 state = generator.get_state()
-                results = self._built[where](*given, seed)
-                generator.set_state(state)
+                try:
+                    results = self._built[where](*given, seed)
+                finally:
+                    # torch's checkpoint leaves by an exception as soon as it has what it needs.
+                    generator.set_state(state)
         return dict(zip((*self.sends, *self.outputs, *self._also), results, strict=True))
 
     def _build(self, device: torch.device) -> Callable[..., tuple[Any, ...]]:

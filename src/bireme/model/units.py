@@ -83,7 +83,9 @@ class _Flow:
                 or (name in self.made_by and not free[self.made_by[name]])
                 for name in operator.reads()
             )
-            can_repeat = not operator.is_random and not operator.mutates and not operator.is_of_chain
+            made = {value.name for value in operator.outputs if value is not None}
+            is_written = bool(operator.mutates or made & touched)
+            can_repeat = not operator.is_random and not is_written and not operator.is_of_chain
             free.append(not depends and can_repeat)
         return free
 

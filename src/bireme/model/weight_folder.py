@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph, State
 
-__all__ = ["load_weights"]
+__all__ = ["check_weights", "load_weights"]
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -58,11 +58,27 @@ def load_weights(
     return found
 
 
-class _Folder:
-    """The tensors in a folder's files, by name; a file is opened when the first of it is read."""
+def check_weights(graph: Graph, folder: Path, *, model: nn.Module | None = None) -> None:
+    """Refuse a folder that lacks a tensor of the graph, or holds one in another shape.
 
-    def __init__(self, folder: Path) -> None:
+    Only the heads of its files are read, so it takes no time and no memory.
+    """
+    with _Folder(folder, reads_data=False) as files:
+        sources = _Sources(files, model)
+        for state in (*graph.parameters, *graph.buffers):
+            if state.persistent:
+                sources.read(state)
+
+
+class _Folder:
+    """The tensors in a folder's files, by name; a file is opened when the first of it is read.
+
+    Without `reads_data` tensors have the shapes that the files say, and are on the meta device.
+    """
+
+    def __init__(self, folder: Path, *, reads_data: bool = True) -> None:
         self.folder = folder
+        self.reads_data = reads_data
         self.open_files = ExitStack()
         self.handles: dict[str, Any] = {}
         self.where: dict[str, str] = {}
@@ -124,6 +140,8 @@ class _Folder:
         if key not in handle.keys():  # noqa: SIM118 - it is no mapping
             path = self.folder / self.where[key]
             raise BiremeError(f"{path} has no tensor {key}, and the index says it has. Fetch it again.")
+        if not self.reads_data:
+            return torch.empty(handle.get_slice(key).get_shape(), device="meta")
         tensor: Tensor = handle.get_tensor(key)
         return tensor
 

@@ -1,6 +1,6 @@
 """Numbers for people: seconds and bytes in the unit that fits."""
 
-__all__ = ["bytes_text", "seconds_text"]
+__all__ = ["bytes_text", "rate_text", "seconds_text"]
 
 
 def seconds_text(seconds: float) -> str:
@@ -19,6 +19,14 @@ def bytes_text(num_bytes: float) -> str:
             return f"{size:.{_decimals(size, unit)}f} {unit}"
         size /= 1024
     return f"{size:.{_decimals(size, 'TiB')}f} TiB"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """Such as `25 GB/s` or `1.2 MB/s`, in powers of ten as makers of links count."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.4g} {unit}/s"
+    return f"{bytes_per_s:.4g} B/s"
 
 
 def _decimals(size: float, unit: str) -> int:

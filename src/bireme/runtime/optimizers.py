@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from bireme.errors import BiremeError
-from bireme.profile.optimizers import check_optimizer
+from bireme.profile.optimizers import check_optimizer, is_hidden_matrix
 
-__all__ = ["NamedTensors", "OptimizerFactory", "is_hidden_matrix", "named_optimizer"]
+__all__ = ["NamedTensors", "OptimizerFactory", "named_optimizer"]
 
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -27,13 +27,8 @@ FUSED_ON = ("cpu", "cuda")
 """Where torch has a step in one kernel: several times as fast on a CPU, and without temporary copies."""
 
 
-def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix inside one of the model's numbered layers, to judge by its name.
-
-    `layers.3.attention.query.weight` is; what is looked up and the last matrix lie outside the layers, and so
-    does `2.weight`, a module on its own in a sequence.
-    """
-    return parameter.ndim == 2 and any(part.isdecimal() for part in name.split(".")[:-2])
+def _is_hidden(name: str, parameter: Tensor) -> bool:
+    return is_hidden_matrix(name, parameter.ndim)
 
 
 def named_optimizer(
@@ -45,7 +40,7 @@ def named_optimizer(
     momentum: float | None = None,
     no_decay_1d: bool = True,
     rest_lr: float | None = None,
-    muon_takes: Callable[[str, Tensor], bool] = is_hidden_matrix,
+    muon_takes: Callable[[str, Tensor], bool] = _is_hidden,
 ) -> OptimizerFactory:
     """The factory of `adam`, `adamw`, `muon` or `sgd`; what is not said is as in torch.
 

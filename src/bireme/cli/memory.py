@@ -1,0 +1,107 @@
+"""`bireme memory`: what the memory of a training iteration is made of, block by block."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bireme.cli.options import Json, print_json
+from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from bireme.profile.behaviour import Behaviour
+    from bireme.profile.swapping import Bandwidth
+
+__all__ = ["memory"]
+
+
+def memory(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or python:package.module:function."
+        ),
+    ],
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples in an iteration.")] = 1,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, where the model leaves that open.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd (with momentum).")] = "adamw",
+    warmup: Annotated[
+        int, typer.Option(help="Iterations before the traced ones, for what is made only once.")
+    ] = 1,
+    bandwidth: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES_PER_S[,BYTES_PER_S]",
+            help="Of the link to swap blocks over: both ways, or out and in.",
+        ),
+    ] = "12e9",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg|FILE.html", help="Draw the lifetimes of all blocks."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Trace a training iteration: who owns the peak, how long blocks lie idle, what could be swapped.
+
+    [dim]bireme memory gpt:layers=4,width=128,heads=4,vocab=256,context=64 --batch 8[/dim]
+    """
+    from bireme.profile.swapping import plan_swaps
+    from bireme.report.gantt import check_suffix
+
+    link = _bandwidth(bandwidth)
+    if picture is not None:
+        check_suffix(picture)
+    behaviour = _behaviour(
+        model, batch=batch, length=length, optimizer=optimizer, warmup=warmup, device=device
+    )
+    alone, in_turn = plan_swaps(behaviour, link), plan_swaps(behaviour, link, in_turn=True)
+    title = f"{model}, batch {batch}, {optimizer}"
+    if picture is not None:
+        from bireme.report.gantt import write_gantt
+
+        write_gantt(title, behaviour, alone, picture)
+    if as_json:
+        from bireme.report.memory_document import memory_document
+
+        asked = {"model": model, "batch": batch, "length": length, "optimizer": optimizer}
+        print_json(asked | memory_document(behaviour, alone, in_turn))
+        return
+    from rich.console import Console
+
+    from bireme.report.memory_table import print_memory
+
+    console = Console()
+    print_memory(title, behaviour, alone, in_turn, console)
+    if picture is not None:
+        console.print(f"\nWrote {picture}.", markup=False, highlight=False, soft_wrap=True)
+
+
+def _bandwidth(text: str) -> "Bandwidth":
+    from bireme.profile.swapping import Bandwidth
+
+    try:
+        ways = [float(part) for part in text.split(",")]
+    except ValueError:
+        ways = []
+    if len(ways) not in (1, 2):
+        raise BiremeError(
+            f"--bandwidth is {text!r}; it must be one number of bytes per second, such as 12e9, or two with "
+            "a comma between them, out and in."
+        )
+    return Bandwidth(ways[0], ways[-1])
+
+
+def _behaviour(
+    model: str, *, batch: int, length: int | None, optimizer: str, warmup: int, device: str
+) -> "Behaviour":
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise BiremeError(f"Memory is traced where the model runs: --device is {device!r}, not cpu or cuda.")
+    from bireme.model.sources import load_source
+    from bireme.profile.iteration import check_training, observe
+
+    check_training(optimizer, warmup)
+    source = load_source(model, batch=batch, length=length, device=device)
+    return observe(source.model, source.example_inputs, optimizer=optimizer, warmup=warmup)

@@ -1,0 +1,156 @@
+"""`bireme profile`: what every unit of a model takes and keeps, measured here or estimated for elsewhere."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bireme.cli.options import Json, print_json, refuse
+from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from bireme.profile.profile import Profile, UnitProfile
+
+__all__ = ["profile"]
+
+
+def profile(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or python:package.module:function."
+        ),
+    ],
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--batch", "-b", help="Samples in a micro-batch; repeat it for several sizes.", show_default="1"
+        ),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, where the model leaves that open.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.")
+    ] = "cpu",
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like", metavar="NAME|FILE.json", help="On meta: the device to estimate for, such as a100."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, muon or sgd (with momentum).")] = "adamw",
+    halves: Annotated[
+        bool,
+        typer.Option("--halves", help="The two halves of the backward apart, for zero-bubble schedules."),
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is in the cache.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the profile to a file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what the pieces of a model cost: seconds forward and backward, bytes kept and sent.
+
+    [dim]bireme profile gpt:layers=8,width=256,heads=8,vocab=256,context=128 --batch 8[/dim]
+    """
+    if device != "meta":
+        refuse(context, f"--device {device} is measured, not estimated", "like")
+    if output is not None and not output.resolve().parent.is_dir():
+        raise BiremeError(f"{output} cannot be written: there is no folder {output.parent}. Make it first.")
+    from bireme.report.progress import progress_bar
+
+    with progress_bar("capturing the model") as progress:
+        found = _profile(
+            model,
+            batch or [1],
+            length=length,
+            device=device,
+            like=like,
+            dtype=dtype,
+            optimizer=optimizer,
+            halves=halves,
+            fresh=fresh,
+            progress=progress,
+        )
+    if output is not None:
+        from bireme.profile.profile_file import save_profile
+
+        save_profile(found, output)
+    _show(found, output, as_json=as_json)
+
+
+def _profile(
+    model: str,
+    batches: list[int],
+    *,
+    length: int | None,
+    device: str,
+    like: str | None,
+    dtype: str,
+    optimizer: str,
+    halves: bool,
+    fresh: bool,
+    progress: Any,
+) -> "Profile":
+    from bireme.cluster.device import device_named
+    from bireme.model.captures import Captures
+    from bireme.model.sources import load_source
+    from bireme.model.weight_folder import check_weights
+    from bireme.profile.here import torch_device
+    from bireme.profile.optimizers import check_optimizer
+    from bireme.profile.profiler import profile as run
+
+    check_optimizer(optimizer)
+    where = device_named(like or "laptop") if device == "meta" else torch_device(device)
+    if min(batches) < 1:
+        raise BiremeError(f"The batch is {min(batches)}; it must be at least 1.")
+    source = load_source(model, batch=max(batches), length=length, dtype=dtype)
+    captures = Captures(source.model, source.example_inputs, name=model)
+    if source.folder is not None and any(source.folder.glob("*.safetensors")):
+        check_weights(captures.graph(batches[0]), source.folder, model=source.model)
+    return run(
+        captures.graph,
+        where,
+        batches,
+        examples=source.example_inputs,
+        optimizer=optimizer,
+        halves=halves,
+        use_cache=not fresh,
+        progress=progress,
+    )
+
+
+def _show(found: "Profile", output: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        from bireme.profile.profile_file import plain_profile
+
+        plain = plain_profile(found)
+        units = [_plain_unit(unit, own) for unit, own in zip(found.units, plain["units"], strict=True)]
+        print_json(plain | {"num_units": len(found.units), "units": units})
+        return
+    from rich.console import Console
+
+    from bireme.report.profile_table import print_profile
+
+    print_profile(found, Console())
+    if output is not None:
+        typer.echo(f"\nWritten to {output}.")
+
+
+def _plain_unit(unit: "UnitProfile", plain: dict[str, Any]) -> dict[str, Any]:
+    """A unit with the costs at the first size beside those at all."""
+    first = unit.costs[0]
+    return {
+        "name": unit.name,
+        "forward_s": first.forward_s,
+        "backward_s": first.backward_s,
+        "parameter_bytes": unit.parameter_bytes,
+        "saved_bytes": first.saved_bytes,
+        "boundary_bytes": first.boundary_bytes,
+        "workspace_bytes": first.workspace_bytes,
+        "same_as": unit.same_as,
+        **{key: value for key, value in plain.items() if key not in ("name", "parameter_bytes", "same_as")},
+    }

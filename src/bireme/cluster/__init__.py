@@ -1,0 +1,1 @@
+"""Servers, devices and the links between them."""

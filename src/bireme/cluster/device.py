@@ -1,0 +1,99 @@
+"""A device as numbers: what it can compute, move and hold.
+
+The figures of the ready ones are their makers', for dense matrices and without sparsity; what a program
+attains of them is for who estimates to say.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bireme.documents import read_json
+from bireme.errors import BiremeError, closest
+
+__all__ = ["FASTEST", "KINDS", "KNOWN", "Device", "device_named"]
+
+KINDS = ("cpu", "cuda", "emulated")
+"""What a device can be."""
+
+FASTEST = 1e6
+"""Times as fast as where the model was profiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device. `flops_per_s` is per type of number, `bytes_per_s` the bandwidth of its own memory.
+
+    Where a figure is zero it is not known. `speed` is relative to where the model was profiled: on a device
+    of 0.5 everything takes twice as long. An emulated device is a process that keeps that pace and stays
+    within `memory_bytes`, wherever it runs.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int = 0
+    bytes_per_s: float = 0.0
+    float32_flops_per_s: float = 0.0
+    bfloat16_flops_per_s: float = 0.0
+    num_cores: int = 0
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BiremeError(f"The kind of {self.name} is {self.kind!r}; it must be {' or '.join(KINDS)}.")
+        if not 0 < self.speed <= FASTEST:
+            raise BiremeError(
+                f"The speed of {self.name} is {self.speed}; it must be greater than 0, 1 being as profiled, "
+                f"and at most {FASTEST:g}."
+            )
+
+    def flops_per_s(self, dtype: str) -> float:
+        """How fast it multiplies matrices of a type of number."""
+        match dtype:
+            case "bfloat16" | "float16":
+                return self.bfloat16_flops_per_s
+            case "float64":
+                return self.float32_flops_per_s / 2
+        return self.float32_flops_per_s
+
+
+GIB = 2**30
+
+KNOWN = {
+    "h200": Device("NVIDIA H200", "cuda", 141 * 10**9, 4.8e12, 67e12, 989e12),
+    "h100": Device("NVIDIA H100 SXM", "cuda", 80 * GIB, 3.35e12, 67e12, 989e12),
+    "a100": Device("NVIDIA A100 SXM", "cuda", 80 * GIB, 2.039e12, 19.5e12, 312e12),
+    "l4": Device("NVIDIA L4", "cuda", 24 * GIB, 0.3e12, 30.3e12, 121e12),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090", "cuda", 24 * GIB, 1.008e12, 82.6e12, 165e12),
+    "rtx3090": Device("NVIDIA GeForce RTX 3090", "cuda", 24 * GIB, 0.936e12, 35.6e12, 71e12),
+    "v100": Device("NVIDIA V100 SXM2", "cuda", 16 * GIB, 0.9e12, 15.7e12, 125e12),
+    "t4": Device("NVIDIA T4", "cuda", 16 * GIB, 0.32e12, 8.1e12, 65e12),
+    "laptop": Device("a laptop's CPU of 8 cores", "cpu", 16 * GIB, 50e9, 0.8e12, 0.8e12),
+}
+"""Ready descriptions, by the word to ask for them."""
+
+
+class _DeviceDocument(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    format: Literal[1] = 1
+    name: str = Field(description="what to call the device")
+    kind: Literal["cpu", "cuda"] = Field(description="cpu or cuda")
+    memory_bytes: Annotated[int, Field(gt=0, description="the memory it has")]
+    bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, description="bandwidth of its memory")]
+    float32_flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, description="speed in float32")]
+    bfloat16_flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, description="speed in bfloat16")]
+
+
+def device_named(text: str) -> Device:
+    """The ready device of that name, or the one described in a JSON file with the fields of `Device`."""
+    if text.endswith(".json"):
+        return Device(**read_json(Path(text), _DeviceDocument).model_dump(exclude={"format"}))
+    if text not in KNOWN:
+        raise BiremeError(
+            f"There is no device {text!r}. {closest(text, KNOWN)} A device of your own goes into a .json "
+            "file."
+        )
+    return KNOWN[text]

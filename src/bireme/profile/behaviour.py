@@ -1,0 +1,242 @@
+"""The noun of memory behaviour: what the blocks of one training iteration do from birth to death.
+
+It is data and imports no torch. Seconds count from the beginning of the iteration, and events are numbered in
+it. A block that was there before is born at second 0 and by no operator; one that stays has no death.
+
+A trace makes an iteration slower; its seconds are shrunk evenly to what one takes that is not traced.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from bireme.profile.events import Event, EventKind, Owner, Phase, Storage
+from bireme.profile.repetition import Repetition
+
+__all__ = ["Access", "Allocator", "Behaviour", "Block", "Peak", "Span", "behaviour_of"]
+
+BEFORE = -1
+"""The event at which blocks are born that were there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A block is read or written by an operator that runs from `start_s` to `end_s`."""
+
+    event: int
+    kind: EventKind
+    operator: str
+    phase: Phase | None
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One allocation. Being made by an operator counts as its first access.
+
+    `name` is that of the parameter, buffer or input in it or that it belongs to, `module` the one whose
+    forward made it; they are empty where there is none. Without memory behind it, it has no `address`.
+    """
+
+    id: int
+    num_bytes: int
+    owner: Owner
+    name: str
+    module: str
+    address: int | None
+    birth_event: int
+    birth_s: float
+    birth_operator: str
+    birth_phase: Phase | None
+    death_event: int | None
+    death_s: float | None
+    accesses: tuple[Access, ...]
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is there before the iteration and after it."""
+        return self.birth_event == BEFORE and self.death_event is None
+
+    def lives_after(self, event: int) -> bool:
+        """Whether it is there between an event and the next."""
+        return self.birth_event <= event and (self.death_event is None or event < self.death_event)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The first moment at which the most bytes live: after `event`, which is the work of `operator`."""
+
+    num_bytes: int
+    event: int
+    at_s: float
+    phase: Phase | None
+    operator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a phase of the iteration runs."""
+
+    phase: Phase
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """What the device's own allocator says of the iterations: it rounds sizes up, and sees everything."""
+
+    peak_bytes: int
+    reserved_bytes: int
+    num_allocations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """One training iteration, which took `traced_s` before its seconds were shrunk.
+
+    `event_s` says when each event happens, and never goes back.
+    """
+
+    device: str
+    duration_s: float
+    traced_s: float
+    spans: tuple[Span, ...]
+    blocks: tuple[Block, ...]
+    event_s: tuple[float, ...]
+    peak: Peak
+    repetition: Repetition
+    allocator: Allocator | None = None
+
+    @property
+    def num_events(self) -> int:
+        """Births, reads, writes and deaths."""
+        return len(self.event_s)
+
+    def live_bytes(self) -> list[int]:
+        """How much lives before the first event, and after each."""
+        return _live_bytes(self.blocks, self.num_events)
+
+    def at_peak(self) -> tuple[Block, ...]:
+        """The blocks that live at the peak, the largest first."""
+        alive = [block for block in self.blocks if block.lives_after(self.peak.event)]
+        return tuple(sorted(alive, key=lambda block: (-block.num_bytes, block.id)))
+
+    def by_owner(self) -> dict[Owner, int]:
+        """The bytes at the peak; together they are the peak's."""
+        found = dict.fromkeys(Owner, 0)
+        for block in self.at_peak():
+            found[block.owner] += block.num_bytes
+        return found
+
+
+def behaviour_of(
+    events: Sequence[Event],
+    earlier: Sequence[Event],
+    storages: Mapping[int, Storage],
+    spans: Sequence[Span],
+    *,
+    device: str,
+    untraced_s: float,
+    repetition: Repetition,
+    allocator: Allocator | None = None,
+) -> Behaviour:
+    """The behaviour in an iteration's `events`, when `earlier` ones had happened before.
+
+    The spans of its phases, by the clock of the events, say when it begins and ends. `untraced_s` is what an
+    iteration takes without the trace.
+    """
+    traced_s = spans[-1].end_s - spans[0].start_s
+    clock = _Clock(spans[0].start_s, min(untraced_s / traced_s, 1.0))
+    lives: dict[int, _Life] = {}
+    for event in earlier:
+        if event.kind is EventKind.BIRTH:
+            lives[event.block] = _Life()
+        elif event.kind is EventKind.DEATH:
+            del lives[event.block]
+    for index, event in enumerate(events):
+        match event.kind:
+            case EventKind.BIRTH:
+                lives[event.block] = _Life(index, event)
+            case EventKind.DEATH:
+                lives[event.block].death_event, lives[event.block].death = index, event
+            case _:
+                lives[event.block].accesses.append(_access(index, event, clock))
+    blocks = tuple(_block(storages[number], life, clock) for number, life in lives.items())
+    return Behaviour(
+        device=device,
+        duration_s=clock.at(spans[-1].end_s),
+        traced_s=traced_s,
+        spans=tuple(Span(span.phase, clock.at(span.start_s), clock.at(span.end_s)) for span in spans),
+        blocks=blocks,
+        # Two threads of a device may notice deaths a little late, and time stands in no order then.
+        event_s=tuple(accumulate((max(clock.at(event.start_s), 0.0) for event in events), max)),
+        peak=_peak(blocks, events, clock),
+        repetition=repetition,
+        allocator=allocator,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """From the seconds of the trace to those of the iteration."""
+
+    origin_s: float
+    pace: float
+
+    def at(self, traced_s: float) -> float:
+        return (traced_s - self.origin_s) * self.pace
+
+
+@dataclass(slots=True)
+class _Life:
+    """What happened to a block so far; a block without a birth was there before."""
+
+    birth_event: int = BEFORE
+    birth: Event | None = None
+    death_event: int | None = None
+    death: Event | None = None
+    accesses: list[Access] = field(default_factory=list)
+
+
+def _access(index: int, event: Event, clock: _Clock) -> Access:
+    start_s, end_s = clock.at(event.start_s), clock.at(event.end_s)
+    return Access(index, event.kind, event.operator, event.phase, start_s, end_s)
+
+
+def _block(storage: Storage, life: _Life, clock: _Clock) -> Block:
+    return Block(
+        id=storage.block,
+        num_bytes=storage.num_bytes,
+        owner=storage.owner,
+        name=storage.name,
+        module=storage.module,
+        address=storage.address,
+        birth_event=life.birth_event,
+        birth_s=0.0 if life.birth is None else clock.at(life.birth.start_s),
+        birth_operator="" if life.birth is None else life.birth.operator,
+        birth_phase=None if life.birth is None else life.birth.phase,
+        death_event=life.death_event,
+        death_s=None if life.death is None else clock.at(life.death.start_s),
+        accesses=tuple(life.accesses),
+    )
+
+
+def _peak(blocks: Sequence[Block], events: Sequence[Event], clock: _Clock) -> Peak:
+    live = _live_bytes(blocks, len(events))
+    most = max(live)
+    event = live.index(most) - 1
+    if event == BEFORE:
+        return Peak(most, event, 0.0, None, "")
+    cause = events[event]
+    return Peak(most, event, clock.at(cause.start_s), cause.phase, cause.operator)
+
+
+def _live_bytes(blocks: Sequence[Block], num_events: int) -> list[int]:
+    changes = [0] * (num_events + 1)
+    for block in blocks:
+        changes[block.birth_event + 1] += block.num_bytes
+        if block.death_event is not None:
+            changes[block.death_event + 1] -= block.num_bytes
+    return list(accumulate(changes))

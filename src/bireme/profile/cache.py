@@ -1,0 +1,46 @@
+"""Profiles that were measured before, on disk: the same graph on the same device with the same software.
+
+They lie in `$BIREME_CACHE`, or in `bireme` under `$XDG_CACHE_HOME` or `~/.cache`. A cache that cannot be
+read or written is as good as an empty one.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bireme.errors import BiremeError
+from bireme.profile.profile import Profile
+from bireme.profile.profile_file import load_profile, save_profile
+
+__all__ = ["cache_folder", "cache_path", "cached_profile", "keep_profile"]
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept."""
+    own = os.environ.get("BIREME_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bireme"
+
+
+def cache_path(what: Sequence[object]) -> Path:
+    """The file of the profile that these words, all of what its numbers depend on, describe."""
+    return cache_folder() / "profiles" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.json"
+
+
+def cached_profile(path: Path) -> Profile | None:
+    """The profile in a file of the cache, None where there is none that can be used."""
+    try:
+        return load_profile(path)
+    except BiremeError:
+        return None
+
+
+def keep_profile(profile: Profile, path: Path) -> None:
+    """Put a profile into the cache, if that is possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(profile, path)
+    except (OSError, BiremeError):
+        return

@@ -1,0 +1,103 @@
+"""Seconds without a device to measure on: from what each operator multiplies and moves.
+
+An operator takes as long as the slower of its arithmetic and its memory traffic, at the part of the device's
+figures that programs usually attain, and never less than a start takes. Backward it takes as long again for
+every operand that learns. It is an estimate and says so.
+"""
+
+from dataclasses import dataclass
+
+from bireme.cluster.device import Device
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph, Operator, Value
+from bireme.model.units import Unit
+
+__all__ = ["Estimate", "estimate_unit", "estimated_update_s"]
+
+ATTAINED_FLOPS = 0.5
+ATTAINED_BYTES = 0.7
+START_S = {"cuda": 5e-6, "cpu": 2e-6, "emulated": 2e-6}
+
+MOST_PRODUCTS = 2
+"""A product has two operands, and a gradient for each is a product as large. Attention has three operands and
+two products."""
+
+VIEWS = (
+    *("aten.view.", "aten._unsafe_view.", "aten.view_as.", "aten.reshape.", "aten.flatten."),
+    *("aten.unflatten.", "aten.transpose.", "aten.permute.", "aten.movedim.", "aten.t.", "aten.numpy_T."),
+    *("aten.mT.", "aten.expand.", "aten.expand_as.", "aten.unsqueeze.", "aten.squeeze."),
+    *("aten.slice.", "aten.select.", "aten.narrow.", "aten.split.", "aten.split_with_sizes.", "aten.chunk."),
+    *("aten.unbind.", "aten.unfold.", "aten.alias.", "aten.detach.", "aten.sym_", "operator.", "math."),
+)  # fmt: skip
+"""Operators that move no numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The seconds of a unit: forward, and the two halves of its backward."""
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+
+
+def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int, device: Device) -> Estimate:
+    """The seconds of a unit; `learned` are the values that a gradient comes back to."""
+    if not device.bytes_per_s or not device.float32_flops_per_s or not device.bfloat16_flops_per_s:
+        raise BiremeError(f"The speed of {device.name} is not known. Describe it in a .json file.")
+    trainable = {state.name for state in graph.parameters if state.trainable}
+    traffic = _Traffic(graph, batch)
+    forward_s = input_s = weight_s = 0.0
+    for operator in (graph.operators[place] for place in unit.operators):
+        took_s = _operator_s(operator, traffic, batch / graph.batch, device)
+        forward_s += took_s
+        if operator.no_grad or not any(v is not None and v.name in learned for v in operator.outputs):
+            continue
+        read = set(operator.reads())
+        # Without a product there is one pass over what came back, however many operands there are.
+        input_s += took_s * min(len(read & learned), MOST_PRODUCTS if operator.flops else 1)
+        weight_s += took_s * min(len(read & trainable), 1)
+    if not any(name in learned for name in unit.receives):
+        # Nobody waits for a gradient from here.
+        input_s, weight_s = 0.0, input_s + weight_s
+    return Estimate(forward_s, input_s, weight_s)
+
+
+def estimated_update_s(
+    gradient_bytes: int, optimizer_bytes: int, optimizer_flops: int, device: Device
+) -> float:
+    """An optimiser step: it reads gradients, reads and writes as many bytes of weights, and all its state."""
+    moved_s = (3 * gradient_bytes + 2 * optimizer_bytes) / (device.bytes_per_s * ATTAINED_BYTES)
+    return moved_s + optimizer_flops / (device.bfloat16_flops_per_s * ATTAINED_FLOPS)
+
+
+class _Traffic:
+    """The bytes that an operator reads and writes."""
+
+    def __init__(self, graph: Graph, batch: int) -> None:
+        self._batch = batch
+        states = (*graph.parameters, *graph.buffers, *graph.constants)
+        self._state_bytes = {state.name: state.num_bytes for state in states}
+        self._values: dict[str, Value] = {value.name: value for value in graph.inputs}
+        self._values |= {v.name: v for op in graph.operators for v in op.outputs if v is not None}
+
+    def num_bytes(self, operator: Operator) -> int:
+        """What one call moves."""
+        read = dict.fromkeys(operator.reads())
+        moved = sum(self._bytes_of(value) for value in operator.outputs if value is not None)
+        moved += sum(self._bytes_of(self._values[name]) for name in read if name in self._values)
+        held = sum(self._state_bytes.get(name, 0) for name in read)
+        # Without a product it is a look-up, which reads only the rows it gives, or less than what flows by.
+        return moved + (held if operator.flops else min(held, moved))
+
+    def _bytes_of(self, value: Value) -> int:
+        return value.num_bytes(self._batch) if value.dtype != "number" else 0
+
+
+def _operator_s(operator: Operator, traffic: _Traffic, scale: float, device: Device) -> float:
+    if operator.target.startswith(VIEWS):
+        return 0.0
+    made = next((value.dtype for value in operator.outputs if value is not None), "float32")
+    arithmetic_s = operator.flops * scale / (device.flops_per_s(made) * ATTAINED_FLOPS)
+    moved_s = traffic.num_bytes(operator) / (device.bytes_per_s * ATTAINED_BYTES)
+    return max(arithmetic_s, moved_s, START_S[device.kind])

@@ -1,0 +1,57 @@
+"""What an optimiser keeps of a parameter, in bytes, and what muon takes.
+
+Weights of sixteen bits get float32 state, and a float32 copy that the optimiser works on.
+"""
+
+from bireme.errors import BiremeError, closest
+from bireme.model.graph import State
+
+__all__ = ["OPTIMIZERS", "check_optimizer", "is_hidden_matrix", "optimizer_bytes", "optimizer_flops"]
+
+OPTIMIZERS = ("adam", "adamw", "muon", "sgd")
+"""The optimisers known by name; sgd is meant with momentum, muon leaves to adamw what is no hidden matrix."""
+
+STEP_BYTES = 4
+"""Adam counts its steps for each parameter apart, in a float32."""
+
+MUON_ROUNDS = 5
+"""Of Newton and Schulz, by which muon makes a matrix orthogonal."""
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse a name that is none."""
+    if name not in OPTIMIZERS:
+        raise BiremeError(f"There is no optimiser {name!r}. {closest(name, OPTIMIZERS)}")
+
+
+def is_hidden_matrix(name: str, num_axes: int) -> bool:
+    """Whether a parameter is a matrix inside one of the model's numbered layers, to judge by its name.
+
+    `layers.3.attention.query.weight` is; what is looked up and the last matrix lie outside the layers, and so
+    does `2.weight`, a module on its own in a sequence.
+    """
+    return num_axes == 2 and any(part.isdecimal() for part in name.split(".")[:-2])
+
+
+def optimizer_bytes(state: State, optimizer: str) -> int:
+    """The bytes an optimiser keeps of one parameter; nothing of one that is frozen."""
+    if not state.trainable:
+        return 0
+    is_short = state.dtype in ("bfloat16", "float16")
+    element_bytes = 4 if is_short else state.num_bytes // max(state.num_elements, 1)
+    has_one_copy = optimizer == "sgd" or _is_muons(state, optimizer)
+    copies = (1 if has_one_copy else 2) + (1 if is_short else 0)
+    return copies * element_bytes * state.num_elements + (0 if has_one_copy else STEP_BYTES)
+
+
+def optimizer_flops(state: State, optimizer: str) -> int:
+    """The floating-point operations of the products in a step; other arithmetic counts as none."""
+    if not state.trainable or not _is_muons(state, optimizer):
+        return 0
+    m, n = sorted(state.shape)
+    # A round multiplies an m × n matrix by its transpose, the product by itself, and that by the matrix.
+    return MUON_ROUNDS * (4 * m * m * n + 2 * m * m * m)
+
+
+def _is_muons(state: State, optimizer: str) -> bool:
+    return optimizer == "muon" and is_hidden_matrix(state.name, len(state.shape))

@@ -1,0 +1,122 @@
+"""The noun of this room: a `Profile`, what every unit of a graph costs at some micro-batch sizes.
+
+It is data and imports no torch. Units that do the same work are measured once and share their costs; what
+differs between them, the names of the tensors they keep, stands with each.
+"""
+
+from dataclasses import dataclass
+
+from bireme.errors import BiremeError
+
+__all__ = ["Held", "Kept", "Profile", "UnitCost", "UnitProfile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A piece of memory of a unit that a neighbour may know by one of its names too.
+
+    `is_saved` tells whether this unit keeps it for its backward.
+    """
+
+    names: tuple[str, ...]
+    num_bytes: int
+    is_saved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer of a unit that has a place in other units too (tied weights, a common table)."""
+
+    name: str
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """One unit at one micro-batch size.
+
+    `recompute_backward_s` is a backward that runs the forward again first. The two halves of the backward
+    are None where nobody asked for them. `spread` is the width of the middle half of all measurements of
+    forward and backward, relative to their median; zero where the seconds are an estimate.
+
+    `saved_bytes` is what the unit alone keeps for its backward, its parameters and buffers not counted. What
+    `shared` names are pieces that its neighbours may know and keep as well, and that are then there once.
+    `boundary_bytes` goes to the unit behind. `workspace_bytes` is what else is alive at the worst moment,
+    besides what is saved, what came in and what goes out.
+    """
+
+    micro_batch: int
+    forward_s: float
+    backward_s: float
+    recompute_backward_s: float
+    backward_input_s: float | None
+    backward_weight_s: float | None
+    spread: float
+    saved_bytes: int
+    boundary_bytes: int
+    workspace_bytes: int
+    shared: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitProfile:
+    """One unit. `same_as` is the index of the first unit of the same work, None where it is that itself.
+
+    `receives` and `sends` name the tensors that cross its borders, `inputs` those of the model's inputs that
+    it reads. `optimizer_bytes` are those of the optimiser's state, and of its own copy of the weights where
+    it keeps one; `update_s` is one step of it. `tied` are the parameters and buffers that others use too.
+    """
+
+    name: str
+    structure: str
+    same_as: int | None
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    inputs: tuple[str, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    update_s: float
+    tied: tuple[Held, ...]
+    costs: tuple[UnitCost, ...]
+
+    def at(self, micro_batch: int) -> UnitCost:
+        """The costs at a micro-batch size."""
+        for cost in self.costs:
+            if cost.micro_batch == micro_batch:
+                return cost
+        known = ", ".join(str(cost.micro_batch) for cost in self.costs)
+        raise BiremeError(
+            f"The profile knows micro-batches of {known} samples, not of {micro_batch}. Profile that size "
+            "too."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The costs of a graph's units on a device.
+
+    `is_measured` tells whether the seconds were measured there, or estimated from its description. `versions`
+    says of which software, `num_threads` with how many threads where that matters.
+    """
+
+    model: str
+    graph: str
+    device: str
+    device_kind: str
+    num_threads: int
+    versions: str
+    is_measured: bool
+    optimizer: str
+    num_operators: int
+    parameter_bytes: int
+    units: tuple[UnitProfile, ...]
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The micro-batch sizes that it knows."""
+        return tuple(cost.micro_batch for cost in self.units[0].costs)

@@ -1,0 +1,315 @@
+"""Profile a graph: what each of its units takes and keeps, on a device that is here or only described.
+
+Bytes are counted on tensors without memory, so they are exact everywhere. Seconds are measured on the device,
+units of the same work once; for a device that is only described they are estimated.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.cluster.device import Device
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.graph_file import graph_hash
+from bireme.model.stage import Resolve, stage_function, torch_operator
+from bireme.model.torch_private import fake_tensors
+from bireme.profile.cache import cache_path, cached_profile, keep_profile
+from bireme.profile.estimate import estimate_unit, estimated_update_s
+from bireme.profile.here import check_measurable, device_here, versions_here
+from bireme.profile.optimizers import check_optimizer, optimizer_bytes, optimizer_flops
+from bireme.profile.pieces import Pieces, pieces_of
+from bireme.profile.profile import Profile, UnitCost, UnitProfile
+from bireme.profile.saved import Residue, residue_of
+from bireme.profile.timing import Effort, Seconds, time_benches, time_update
+from bireme.profile.workbench import Workbench
+
+__all__ = ["Graphs", "Progress", "profile"]
+
+Graphs = Graph | Callable[[int], Graph]
+"""A graph for every micro-batch size, or a way to have one for each."""
+
+Progress = Callable[[float, str], None]
+"""Is told which part of the work is done, and what comes next."""
+
+MEMORY_FRACTION = 0.25
+"""Of the device's memory that units measured in turns may take together."""
+
+COUNTING_FRACTION = 0.1
+"""Of the work that counting bytes is, as the progress tells it."""
+
+
+def profile(
+    graphs: Graphs,
+    device: torch.device | Device,
+    micro_batches: Sequence[int],
+    *,
+    examples: Mapping[str, Tensor] | None = None,
+    optimizer: str = "adamw",
+    halves: bool = False,
+    effort: Effort | None = None,
+    use_cache: bool = True,
+    progress: Progress = lambda done, what: None,
+    resolve: Resolve = torch_operator,
+) -> Profile:
+    """What a graph costs on a device at some micro-batch sizes.
+
+    A torch device is measured; a `Device` is a description, and seconds are estimated from it. `examples` are
+    inputs of the model. With `halves` the two halves of the backward are measured apart. A profile that was
+    measured before under the same circumstances is read from the cache, if its graph says all that is run: a
+    chain's does not, which needs `resolve`.
+    """
+    if not micro_batches or min(micro_batches) < 1:
+        raise BiremeError("Name the micro-batch sizes to profile; each must be at least 1.")
+    check_optimizer(optimizer)
+    is_measured = isinstance(device, torch.device)
+    if isinstance(device, torch.device):
+        check_measurable(device)
+    sizes = tuple(dict.fromkeys(micro_batches))
+    captured = {size: _graph_for(graphs, size) for size in sizes}
+    first = captured[sizes[0]]
+    described = device if isinstance(device, Device) else device_here(device)
+    effort = effort or Effort()
+    num_threads = torch.get_num_threads() if isinstance(device, torch.device) and device.type == "cpu" else 0
+    prints = [graph_hash(graph) for graph in captured.values()]
+    circumstances = [described, num_threads, versions_here(), optimizer, halves, effort]
+    path = cache_path([first.name, prints, sizes, *circumstances])
+    # To estimate again is quick, and how it is done may have been changed.
+    is_cacheable = is_measured and not any(operator.is_of_chain for operator in first.operators)
+    known = cached_profile(path) if is_cacheable and use_cache else None
+    if known is not None:
+        return known
+    pieces = {size: pieces_of(graph) for size, graph in captured.items()}
+    work = _Work(pieces, optimizer, examples, resolve, progress)
+    if isinstance(device, Device):
+        work.count(torch.device("cpu"))
+        work.estimate(device, halves=halves)
+    else:
+        work.count(device)
+        work.measure(device, described.memory_bytes, effort, halves=halves)
+    progress(1.0, "done")
+    found = Profile(
+        model=first.name,
+        graph=prints[0],
+        device=described.name,
+        device_kind=described.kind,
+        num_threads=num_threads,
+        versions=versions_here(),
+        is_measured=is_measured,
+        optimizer=optimizer,
+        num_operators=len(first.operators),
+        parameter_bytes=first.parameter_bytes,
+        units=work.units(),
+    )
+    if is_cacheable:
+        keep_profile(found, path)
+    return found
+
+
+def _graph_for(graphs: Graphs, size: int) -> Graph:
+    graph = graphs if isinstance(graphs, Graph) else graphs(size)
+    if not graph.any_batch and graph.batch != size:
+        raise BiremeError(
+            f"The graph of {graph.name} holds for micro-batches of {graph.batch} samples alone, not of "
+            f"{size}: the model's code fixes the size. Give a way to capture each size, such as "
+            "`Captures(...).graph`."
+        )
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What of a unit stays from one micro-batch to the next, and what the products of its update take."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    optimizer_flops: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+
+
+class _Work:
+    """The units at every size, and what is found out about those that stand for all others."""
+
+    def __init__(
+        self,
+        pieces: dict[int, Pieces],
+        optimizer: str,
+        examples: Mapping[str, Tensor] | None,
+        resolve: Resolve,
+        progress: Progress,
+    ) -> None:
+        self.pieces = pieces
+        self.optimizer = optimizer
+        self.examples = examples
+        self.resolve = resolve
+        self.progress = progress
+        self.first = next(iter(pieces.values()))
+        for size, other in pieces.items():
+            if other.firsts != self.first.firsts:
+                raise BiremeError(
+                    f"{other.graph.name} is another chain of units at {size} samples than at "
+                    f"{next(iter(pieces))}. Profile each size by itself."
+                )
+        self.state_bytes = {
+            state.name: optimizer_bytes(state, optimizer) for state in self.first.graph.parameters
+        }
+        self.residues: dict[int, dict[int, Residue]] = {size: {} for size in pieces}
+        self.seconds: dict[int, dict[int, Seconds]] = {size: {} for size in pieces}
+        self.updates: dict[int, float] = {}
+
+    def count(self, device: torch.device) -> None:
+        """Find the bytes that units keep, with what runs for an operator on a device."""
+        num_all = len(self.pieces) * len(self.first.distinct)
+        for size, one in self.pieces.items():
+            for index in one.distinct:
+                num_done = sum(map(len, self.residues.values()))
+                self.progress(COUNTING_FRACTION * num_done / num_all, "counting bytes")
+                self.residues[size][index] = self._residue(size, index, device)
+
+    def estimate(self, device: Device, *, halves: bool) -> None:
+        """Find the seconds from the description of a device."""
+        for size, one in self.pieces.items():
+            for index in one.distinct:
+                found = estimate_unit(one.graph, one.units[index], one.learned, size, device)
+                backward_s = found.backward_input_s + found.backward_weight_s
+                self.seconds[size][index] = Seconds(
+                    forward_s=found.forward_s,
+                    backward_s=backward_s,
+                    recompute_backward_s=found.forward_s + backward_s,
+                    backward_input_s=found.backward_input_s if halves else None,
+                    backward_weight_s=found.backward_weight_s if halves else None,
+                    spread=0.0,
+                )
+        for index in self.first.distinct:
+            state = self._state_of(index)
+            self.updates[index] = estimated_update_s(
+                state.gradient_bytes, state.optimizer_bytes, state.optimizer_flops, device
+            )
+
+    def measure(self, device: torch.device, memory_bytes: int, effort: Effort, *, halves: bool) -> None:
+        """Find the seconds by running the units on a device."""
+        self._check_memory(memory_bytes)
+        num_all = len(self.pieces) * len(self.first.distinct)
+        num_done = 0
+        for size, one in self.pieces.items():
+            for turn in self._turns(size, memory_bytes * MEMORY_FRACTION):
+                units = "1 unit" if len(turn) == 1 else f"{len(turn)} units"
+                samples = "1 sample" if size == 1 else f"{size} samples"
+
+                def tick(
+                    part: float,
+                    what: str = f"measuring {units}, {samples}",
+                    before: int = num_done,
+                    now: int = len(turn),
+                ) -> None:
+                    measured = (before + part * now) / num_all
+                    self.progress(COUNTING_FRACTION + (1 - COUNTING_FRACTION) * measured, what)
+
+                benches = [self._bench(size, index, device) for index in turn]
+                found = time_benches(benches, effort, halves=halves, tick=tick)
+                self.seconds[size].update(zip(turn, found, strict=True))
+                if one is self.first:
+                    for index, bench in zip(turn, benches, strict=True):
+                        self.updates[index] = time_update(bench, self.optimizer)
+                num_done += len(turn)
+
+    def units(self) -> tuple[UnitProfile, ...]:
+        """Everything that was found, unit by unit."""
+        return tuple(self._unit(index) for index in range(len(self.first.units)))
+
+    def _unit(self, index: int) -> UnitProfile:
+        unit, first = self.first.units[index], self.first.firsts[index]
+        state = self._state_of(index)
+        return UnitProfile(
+            name=unit.name,
+            structure=unit.structure,
+            same_as=first if first != index else None,
+            receives=unit.receives,
+            sends=unit.sends,
+            inputs=unit.inputs,
+            parameter_bytes=state.parameter_bytes,
+            gradient_bytes=state.gradient_bytes,
+            optimizer_bytes=state.optimizer_bytes,
+            buffer_bytes=state.buffer_bytes,
+            update_s=self.updates[first],
+            tied=self.first.tied(unit, self.state_bytes),
+            costs=tuple(self._cost(size, index) for size in self.pieces),
+        )
+
+    def _cost(self, size: int, index: int) -> UnitCost:
+        one = self.pieces[size]
+        first = one.firsts[index]
+        residue, seconds = self.residues[size][first], self.seconds[size][first]
+        return UnitCost(
+            micro_batch=size,
+            forward_s=seconds.forward_s,
+            backward_s=seconds.backward_s,
+            recompute_backward_s=seconds.recompute_backward_s,
+            backward_input_s=seconds.backward_input_s,
+            backward_weight_s=seconds.backward_weight_s,
+            spread=seconds.spread,
+            saved_bytes=residue.saved_bytes,
+            boundary_bytes=residue.boundary_bytes,
+            workspace_bytes=residue.workspace_bytes,
+            shared=one.translated(residue.shared, index),
+        )
+
+    def _residue(self, size: int, index: int, device: torch.device) -> Residue:
+        one = self.pieces[size]
+        common = one.common_of(one.units[index])
+        with fake_tensors():
+            return residue_of(self._bench(size, index, device, also=common), frozenset(common))
+
+    def _bench(self, size: int, index: int, device: torch.device, also: tuple[str, ...] = ()) -> Workbench:
+        one = self.pieces[size]
+        function = stage_function(one.graph, [one.units[index]], resolve=self.resolve, also=also)
+        return Workbench(
+            one.graph, function, learned=one.learned, batch=size, device=device, examples=self.examples
+        )
+
+    def _state_of(self, index: int) -> _State:
+        graph, unit = self.first.graph, self.first.units[index]
+        own = [state for state in graph.parameters if state.name in unit.parameters]
+        return _State(
+            parameter_bytes=sum(state.num_bytes for state in own),
+            gradient_bytes=sum(state.num_bytes for state in own if state.trainable),
+            optimizer_bytes=sum(self.state_bytes[state.name] for state in own),
+            buffer_bytes=sum(state.num_bytes for state in graph.buffers if state.name in unit.buffers),
+            optimizer_flops=sum(optimizer_flops(state, self.optimizer) for state in own),
+        )
+
+    def _needed_bytes(self, size: int, index: int) -> int:
+        """What measuring a unit takes: it is there once, with gradients, optimiser and one micro-batch."""
+        residue = self.residues[size][index]
+        return self._state_of(index).num_bytes + residue.kept_bytes + residue.workspace_bytes
+
+    def _turns(self, size: int, limit_bytes: float) -> Iterator[list[int]]:
+        """The units to measure, in groups that fit into memory together."""
+        turn: list[int] = []
+        needed = 0
+        for index in self.pieces[size].distinct:
+            more = self._needed_bytes(size, index)
+            if turn and needed + more > limit_bytes:
+                yield turn
+                turn, needed = [], 0
+            turn.append(index)
+            needed += more
+        yield turn
+
+    def _check_memory(self, memory_bytes: int) -> None:
+        for size, one in self.pieces.items():
+            for index in one.distinct:
+                needed = self._needed_bytes(size, index)
+                if needed > memory_bytes:
+                    raise BiremeError(
+                        f"{one.units[index].name} needs {needed / 2**30:.1f} GiB with {size} samples, and "
+                        f"the device has {memory_bytes / 2**30:.1f} GiB. Profile smaller micro-batches, or "
+                        "estimate on the meta device."
+                    )

@@ -1,0 +1,156 @@
+"""What consecutive units cost together as one stage, from what each costs alone.
+
+Seconds add up. Bytes do too, but what two units of a stage both keep is there once, as is a parameter that
+two of them use. The worst moment is that of the unit where what is saved up to it and its own workspace are
+most together.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bireme.errors import BiremeError
+from bireme.profile.profile import Held, Profile, UnitCost, UnitProfile
+
+__all__ = ["StageCost", "stage_cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """A stage at one micro-batch size; the fields mean what they do for a unit.
+
+    `kept_bytes` is what stays of a micro-batch between its forward and its backward: what is saved, and what
+    came in and goes out besides.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_backward_s: float
+    backward_input_s: float | None
+    backward_weight_s: float | None
+    update_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    saved_bytes: int
+    kept_bytes: int
+    boundary_bytes: int
+    workspace_bytes: int
+
+    def peak_bytes(self, *, num_versions: int = 1, num_stashed: int = 1) -> int:
+        """What a device holds at the worst moment, with so many weight versions and micro-batches kept."""
+        state = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+        state += num_versions * self.parameter_bytes
+        return state + num_stashed * self.kept_bytes + self.workspace_bytes
+
+
+def stage_cost(profile: Profile, begin: int, end: int, micro_batch: int) -> StageCost:
+    """The cost of the units from `begin` up to but without `end`."""
+    units = profile.units[begin:end]
+    if not units:
+        raise BiremeError(f"A stage needs at least one unit, and there is none from {begin} up to {end}.")
+    costs = [unit.at(micro_batch) for unit in units]
+    inputs = [cost.backward_input_s for cost in costs]
+    weights = [cost.backward_weight_s for cost in costs]
+    twice = list(_repeated(units))
+    memory = _memory(units, costs)
+    return StageCost(
+        forward_s=sum(cost.forward_s for cost in costs),
+        backward_s=sum(cost.backward_s for cost in costs),
+        recompute_backward_s=sum(cost.recompute_backward_s for cost in costs),
+        backward_input_s=_sum_if_known(inputs),
+        backward_weight_s=_sum_if_known(weights),
+        update_s=sum(unit.update_s for unit in units),
+        parameter_bytes=sum(u.parameter_bytes for u in units) - sum(h.parameter_bytes for h in twice),
+        gradient_bytes=sum(u.gradient_bytes for u in units) - sum(h.gradient_bytes for h in twice),
+        optimizer_bytes=sum(u.optimizer_bytes for u in units) - sum(h.optimizer_bytes for h in twice),
+        buffer_bytes=sum(u.buffer_bytes for u in units) - sum(h.buffer_bytes for h in twice),
+        saved_bytes=memory.saved_bytes,
+        kept_bytes=memory.kept_bytes,
+        boundary_bytes=costs[-1].boundary_bytes,
+        workspace_bytes=memory.peak_bytes - memory.kept_bytes,
+    )
+
+
+def _sum_if_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _repeated(units: Iterable[UnitProfile]) -> Iterable[Held]:
+    """The tied parameters again each time that a unit uses one which another of them has already."""
+    seen: set[str] = set()
+    for unit in units:
+        for held in unit.tied:
+            if held.name in seen:
+                yield held
+            seen.add(held.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Of one micro-batch: what is saved, what stays between the passes, and the most there is at once."""
+
+    saved_bytes: int
+    kept_bytes: int
+    peak_bytes: int
+
+
+def _memory(units: Sequence[UnitProfile], costs: Sequence[UnitCost]) -> _Memory:
+    pieces = _Pieces(costs)
+    ends = pieces.named(
+        *units[0].receives, *units[-1].sends, *(name for unit in units for name in unit.inputs)
+    )
+    saved: set[int] = set()
+    saved_bytes = peak_bytes = 0
+    waiting_bytes = _waiting_bytes(units)
+    for place, (unit, cost) in enumerate(zip(units, costs, strict=True)):
+        shared_bytes = sum(kept.num_bytes for kept in cost.shared if kept.is_saved)
+        more = pieces.named(*(kept.names[0] for kept in cost.shared if kept.is_saved)) - saved
+        saved |= more
+        saved_bytes += cost.saved_bytes - shared_bytes + pieces.num_bytes(more)
+        # Backwards of later units are done by then, so that what they saved is gone.
+        around = ends | pieces.named(*unit.receives, *unit.sends)
+        alive_bytes = saved_bytes + pieces.num_bytes(around - saved) + cost.workspace_bytes
+        peak_bytes = max(peak_bytes, alive_bytes + waiting_bytes[place])
+    return _Memory(saved_bytes, saved_bytes + pieces.num_bytes(ends - saved), peak_bytes)
+
+
+def _waiting_bytes(units: Sequence[UnitProfile]) -> list[int]:
+    """What may wait in each unit's backward: gradients of tied weights that an earlier unit adds to."""
+    seen: set[str] = set()
+    waiting = [0] * len(units)
+    last = {held.name: place for place, unit in enumerate(units) for held in unit.tied}
+    for place, unit in enumerate(units):
+        for held in unit.tied:
+            if held.name not in seen:
+                for between in range(place, last[held.name] + 1 if place < last[held.name] else place):
+                    waiting[between] += held.gradient_bytes
+            seen.add(held.name)
+    return waiting
+
+
+class _Pieces:
+    """The pieces of memory that units share, numbered; those with a name in common are one.
+
+    It is as large as the first of the units says, which is the one that makes it.
+    """
+
+    def __init__(self, costs: Iterable[UnitCost]) -> None:
+        self._bytes: list[int] = []
+        self._number: dict[str, int] = {}
+        for kept in (kept for cost in costs for kept in cost.shared):
+            same = self.named(*kept.names)
+            one = min(same, default=len(self._bytes))
+            if not same:
+                self._bytes.append(kept.num_bytes)
+            names = [name for name, number in self._number.items() if number in same] if len(same) > 1 else []
+            self._number.update(dict.fromkeys((*kept.names, *names), one))
+
+    def named(self, *names: str) -> set[int]:
+        """The pieces of these names."""
+        return {self._number[name] for name in names if name in self._number}
+
+    def num_bytes(self, numbers: Iterable[int]) -> int:
+        """How large some pieces are together."""
+        return sum(self._bytes[number] for number in numbers)

@@ -1,0 +1,223 @@
+"""Which blocks could be away while they lie idle, for nothing, and what that takes off the peak.
+
+A block of S bytes can be swapped out and back during an idle interval no shorter than S/out + S/in. It is
+away from the end of the copy out to the start of the copy in. Copies run beside the computation.
+"""
+
+import math
+from bisect import bisect, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bireme.errors import BiremeError
+from bireme.profile.behaviour import Behaviour
+from bireme.profile.idleness import Idle, idle_intervals
+
+__all__ = ["Bandwidth", "Swap", "SwapPlan", "plan_swaps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Of the link that blocks leave and come back over; both ways can be used at once."""
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for bytes_per_s in (self.out_bytes_per_s, self.in_bytes_per_s):
+            if not 0 < bytes_per_s < math.inf:
+                raise BiremeError(
+                    f"A bandwidth is {bytes_per_s:g} bytes per second; it must be finite and more than 0."
+                )
+
+    def round_trip_s(self, num_bytes: float) -> float:
+        """How long a block needs to go out and come back."""
+        return num_bytes * (1 / self.out_bytes_per_s + 1 / self.in_bytes_per_s)
+
+    def fits_bytes(self, seconds: float) -> float:
+        """The largest block that can do so in a time."""
+        return seconds / (1 / self.out_bytes_per_s + 1 / self.in_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A block is away from `out_s` to `in_s`, which may be in the next iteration, past the end of this."""
+
+    idle: Idle
+    out_s: float
+    in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPlan:
+    """The swaps that lower the peak, and where they leave it.
+
+    `num_feasible` of `num_intervals` idle intervals are long enough for their block; `swappable_block_bytes`
+    are the bytes of all blocks that have such an interval, whether that helps the peak or not.
+    """
+
+    bandwidth: Bandwidth
+    num_intervals: int
+    num_feasible: int
+    num_swappable_blocks: int
+    swappable_block_bytes: int
+    swaps: tuple[Swap, ...]
+    before_bytes: int
+    peak_bytes: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the swaps take off the peak."""
+        return self.before_bytes - self.peak_bytes
+
+
+def plan_swaps(behaviour: Behaviour, bandwidth: Bandwidth, *, in_turn: bool = False) -> SwapPlan:
+    """The swaps that lower the peak most, larger S·interval first.
+
+    Every block has the link for itself, as in the paper, so that the peak is the lowest there is. With
+    `in_turn` copies of one direction wait for each other, and a swap that no longer fits is left out.
+    """
+    intervals = idle_intervals(behaviour)
+    feasible = [idle for idle in intervals if bandwidth.round_trip_s(idle.block.num_bytes) <= idle.seconds]
+    feasible.sort(key=lambda idle: (-idle.block.num_bytes * idle.seconds, idle.block.id, idle.start_s))
+    blocks = {idle.block.id: idle.block.num_bytes for idle in feasible}
+    curve = _Curve(behaviour)
+    before_bytes = curve.peak_bytes
+    link = _Link(behaviour.duration_s, bandwidth) if in_turn else None
+    return SwapPlan(
+        bandwidth=bandwidth,
+        num_intervals=len(intervals),
+        num_feasible=len(feasible),
+        num_swappable_blocks=len(blocks),
+        swappable_block_bytes=sum(blocks.values()),
+        swaps=tuple(_chosen(curve, feasible, bandwidth, link)),
+        before_bytes=before_bytes,
+        peak_bytes=curve.peak_bytes,
+    )
+
+
+def _chosen(
+    curve: "_Curve", feasible: Sequence[Idle], bandwidth: Bandwidth, link: "_Link | None"
+) -> list[Swap]:
+    """As long as a block can be away at the highest moment, send the first such block away."""
+    swaps: list[Swap] = []
+    alone = [_alone(idle, bandwidth) for idle in feasible]
+    absences = [curve.absence(swap) for swap in alone]
+    left = dict.fromkeys(range(len(alone)))
+    while True:
+        highest = curve.highest
+        choice = next((i for i in left if _covers(absences[i], highest)), None)
+        if choice is None:
+            return swaps
+        del left[choice]
+        swap = alone[choice] if link is None else link.room_for(alone[choice].idle)
+        if swap is None or not _covers(curve.absence(swap), highest):
+            continue
+        if link is not None:
+            link.reserve(swap)
+        curve.remove(swap)
+        swaps.append(swap)
+
+
+def _alone(idle: Idle, bandwidth: Bandwidth) -> Swap:
+    """The swap of a block that has the link for itself."""
+    num_bytes = idle.block.num_bytes
+    out_s = idle.start_s + num_bytes / bandwidth.out_bytes_per_s
+    return Swap(idle, out_s, max(idle.end_s - num_bytes / bandwidth.in_bytes_per_s, out_s))
+
+
+def _covers(absence: Sequence[slice], place: int) -> bool:
+    return any(part.start <= place < part.stop for part in absence)
+
+
+class _Curve:
+    """The live bytes between each event and the next, from which absent blocks are taken away."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self._duration_s = behaviour.duration_s
+        self._bounds_s = np.array([0.0, *behaviour.event_s, max(behaviour.duration_s, *behaviour.event_s)])
+        self._bytes: NDArray[np.int64] = np.array(behaviour.live_bytes(), dtype=np.int64)
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self._bytes.max())
+
+    @property
+    def highest(self) -> int:
+        """Where the peak is."""
+        return int(self._bytes.argmax())
+
+    def remove(self, swap: Swap) -> None:
+        for part in self.absence(swap):
+            self._bytes[part] -= swap.idle.block.num_bytes
+
+    def absence(self, swap: Swap) -> list[slice]:
+        """The pieces of the curve during all of which a block is away."""
+        end_s = self._duration_s
+        if swap.in_s <= end_s:
+            return [self._within(swap.out_s, swap.in_s)]
+        if swap.out_s >= end_s:
+            return [self._within(swap.out_s - end_s, swap.in_s - end_s)]
+        return [self._within(swap.out_s, math.inf), self._within(0.0, swap.in_s - end_s)]
+
+    def _within(self, start_s: float, end_s: float) -> slice:
+        first = int(np.searchsorted(self._bounds_s, start_s, "left"))
+        last = int(np.searchsorted(self._bounds_s, end_s, "right")) - 1
+        return slice(first, max(last, first))
+
+
+class _Link:
+    """The two directions of a link, in an iteration that comes again and again."""
+
+    def __init__(self, duration_s: float, bandwidth: Bandwidth) -> None:
+        self._bandwidth = bandwidth
+        self._outs = _Direction(duration_s)
+        # The latest room before a moment is the first one after it where time runs backward.
+        self._ins = _Direction(duration_s)
+
+    def room_for(self, idle: Idle) -> Swap | None:
+        """Let a block leave as early and come back as late as the link has room, if it does."""
+        copy_out_s, copy_in_s = self._copies_s(idle)
+        out_s = self._outs.first_room(idle.start_s, copy_out_s) + copy_out_s
+        in_s = -self._ins.first_room(-idle.end_s, copy_in_s) - copy_in_s
+        return Swap(idle, out_s, in_s) if out_s <= in_s else None
+
+    def reserve(self, swap: Swap) -> None:
+        """Take that room."""
+        copy_out_s, copy_in_s = self._copies_s(swap.idle)
+        self._outs.take(swap.out_s - copy_out_s, swap.out_s)
+        self._ins.take(-swap.in_s - copy_in_s, -swap.in_s)
+
+    def _copies_s(self, idle: Idle) -> tuple[float, float]:
+        num_bytes = idle.block.num_bytes
+        return num_bytes / self._bandwidth.out_bytes_per_s, num_bytes / self._bandwidth.in_bytes_per_s
+
+
+class _Direction:
+    """When one direction is taken: intervals in order that begin in the iteration and never overlap."""
+
+    def __init__(self, duration_s: float) -> None:
+        self._duration_s = duration_s
+        self._taken: list[tuple[float, float]] = []
+
+    def take(self, start_s: float, end_s: float) -> None:
+        turn_s = start_s // self._duration_s * self._duration_s
+        insort(self._taken, (start_s - turn_s, end_s - turn_s))
+
+    def first_room(self, from_s: float, length_s: float) -> float:
+        """The first moment from which so much time is free; past one turn there is none to be had."""
+        turn_s = from_s // self._duration_s * self._duration_s
+        moment_s = from_s - turn_s
+        latest_s = moment_s + self._duration_s
+        place = bisect(self._taken, (moment_s, math.inf)) - 1  # it may still last at the moment
+        while self._taken and moment_s <= latest_s:
+            again, index = divmod(place, len(self._taken))
+            start_s, end_s = (s + again * self._duration_s for s in self._taken[index])
+            if start_s >= moment_s + length_s:
+                break
+            moment_s = max(moment_s, end_s)
+            place += 1
+        return moment_s + turn_s

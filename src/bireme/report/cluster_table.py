@@ -1,0 +1,183 @@
+"""A cluster for people, as tables in the terminal, and for programs, as one JSON document."""
+
+import string
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster_file import cluster_hash
+from bireme.cluster.device import Device
+from bireme.cluster.links import Bridge, Card, Link, Mesh
+from bireme.cluster.symmetry import Symmetry
+from bireme.report.units import bytes_text, rate_text, seconds_text
+
+__all__ = ["cluster_document", "print_cluster"]
+
+
+DEVICES = ("device", "model", "memory", "speed", "float32", "bfloat16", "cores")
+LINKS = ("link", "joins", "bandwidth", "latency", "shared")
+WORDS = ("device", "model", "link", "joins", "bandwidth", "shared")
+"""The columns that hold no numbers alone."""
+
+
+def cluster_document(cluster: Cluster) -> dict[str, Any]:
+    """A cluster with all that its file leaves unsaid; figures that are not known are left out."""
+    return {
+        "num_servers": len(cluster.servers),
+        "num_devices": cluster.num_devices,
+        "hash": cluster_hash(cluster),
+        "servers": [
+            {
+                "name": server.name,
+                "devices": [
+                    {"name": f"{server.name}/{name}", **_plain_device(device)}
+                    for name, device in zip(server.device_names, server.devices, strict=True)
+                ],
+                "links": [_plain_link(server, group) for group in _groups(server)],
+            }
+            for server in cluster.servers
+        ],
+        "switch": None
+        if cluster.switch is None
+        else {"bytes_per_s": cluster.switch.bytes_per_s, "latency_s": cluster.switch.latency_s},
+        "alike": [
+            [cluster.devices()[number].name for number in group] for group in Symmetry(cluster).classes()
+        ],
+    }
+
+
+def print_cluster(cluster: Cluster, console: Console) -> None:
+    """Servers with their devices, then the links, equal ones together."""
+    kinds = len(Symmetry(cluster).classes())
+    console.print(
+        f"{_counted(cluster.num_devices, 'device')} in {_counted(len(cluster.servers), 'server')}; "
+        + ("all are alike" if kinds == 1 else f"{kinds} kinds that differ in themselves or in their links"),
+        highlight=False,
+    )
+    devices, links = [], []
+    for names, server in _runs(cluster):
+        place = 0
+        for device, equal in groupby(server.devices):
+            count = len(list(equal))
+            label = _range(server.device_names[place], server.device_names[place + count - 1])
+            devices.append([f"{names}/{label}", device.name, *_figures(device)])
+            place += count
+        for group in _groups(server):
+            links.append([f"{names}/{group.name}", _joined(server, group), *_link_row(group)])
+    if cluster.switch is not None:
+        rate = cluster.switch.bytes_per_s
+        total = "" if rate is None else f"{rate_text(rate)} in all"
+        links.append(["switch", "the servers", total, seconds_text(cluster.switch.latency_s), ""])
+    for headings, rows in ((DEVICES, devices), (LINKS, links)):
+        if rows:
+            console.print()
+            console.print(_table(headings, rows))
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without the columns that nothing stands in."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    kept = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    for heading in (headings[column] for column in kept):
+        table.add_column(
+            heading,
+            justify="left" if heading in WORDS else "right",
+            no_wrap=heading not in ("model", "joins"),
+        )
+    for row in rows:
+        table.add_row(*(escape(row[column]) for column in kept))
+    return table
+
+
+def _runs(cluster: Cluster) -> list[tuple[str, Server]]:
+    """Equal servers that follow each other, as one with the names of the first and the last."""
+    runs = groupby(cluster.servers, key=lambda one: (one.devices, one.bridges, one.meshes, one.cards))
+    found = []
+    for _, equal in runs:
+        servers = list(equal)
+        found.append((_range(servers[0].name, servers[-1].name), servers[0]))
+    return found
+
+
+def _range(first: str, last: str) -> str:
+    """Such as gpu0…3, or both names in full where they do not differ by a number at the end alone."""
+    stem = first.rstrip(string.digits)
+    if first == last:
+        return first
+    return f"{first}…{last.removeprefix(stem) if stem == last.rstrip(string.digits) else last}"
+
+
+def _figures(device: Device) -> list[str]:
+    return [
+        bytes_text(device.memory_bytes),
+        f"×{device.speed:g}" if device.speed != 1 else "",
+        *(
+            f"{flops / 1e12:.4g} TFLOP/s" if flops else ""
+            for flops in (device.float32_flops_per_s, device.bfloat16_flops_per_s)
+        ),
+        str(device.num_cores or ""),
+    ]
+
+
+def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
+    return (*server.meshes, *server.bridges, *server.cards)
+
+
+def _kind(group: Bridge | Mesh | Card) -> str:
+    return type(group).__name__.lower()
+
+
+def _joined(server: Server, group: Bridge | Mesh | Card) -> str:
+    if len(group.devices) == len(server.devices):
+        return _range(server.device_names[0], server.device_names[-1])
+    return ", ".join(server.device_names[place] for place in group.devices)
+
+
+def _link_row(group: Bridge | Mesh | Card) -> list[str]:
+    link: Link = group.link
+    shared = "by all" if len(group.devices) > 1 else ""
+    if isinstance(group, Mesh):
+        shared = "a port each" if group.switched else "a cable for each two"
+    back = f", {rate_text(link.back_bytes_per_s)} back" if link.back_bytes_per_s is not None else ""
+    duplex = "each way" if link.full_duplex and not back else "" if back else "in all"
+    rate = f"{rate_text(link.bytes_per_s)}{back} {duplex}".strip()
+    return [rate, seconds_text(link.latency_s), shared]
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" + ("s" if number != 1 else "")
+
+
+def _plain_device(device: Device) -> dict[str, Any]:
+    figures = {
+        "bytes_per_s": device.bytes_per_s,
+        "float32_flops_per_s": device.float32_flops_per_s,
+        "bfloat16_flops_per_s": device.bfloat16_flops_per_s,
+        "num_cores": device.num_cores,
+    }
+    return {
+        "kind": device.kind,
+        "model": device.name,
+        "memory_bytes": device.memory_bytes,
+        "speed": device.speed,
+        **{key: value for key, value in figures.items() if value},
+    }
+
+
+def _plain_link(server: Server, group: Bridge | Mesh | Card) -> dict[str, Any]:
+    link: Link = group.link
+    return {
+        "kind": _kind(group),
+        "name": f"{server.name}/{group.name}",
+        "devices": [f"{server.name}/{server.device_names[place]}" for place in group.devices],
+        "switched": isinstance(group, Mesh) and group.switched,
+        "bytes_per_s": link.bytes_per_s,
+        "back_bytes_per_s": link.into_bytes_per_s,
+        "latency_s": link.latency_s,
+        "duplex": "full" if link.full_duplex else "half",
+    }

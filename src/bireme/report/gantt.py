@@ -1,0 +1,288 @@
+"""The lifetimes of memory blocks as a picture: time to the right, bytes upwards, a colour for each owner.
+
+Above it is how much lives at each moment. A block is a rectangle from its birth to its death, dark where
+it is used and pale while it could be swapped out. Blocks lower than half a pixel are left out, and counted.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.events import Owner
+from bireme.profile.swapping import Swap, SwapPlan
+from bireme.report import palette
+from bireme.report.memory_names import block_name
+from bireme.report.packing import packed
+from bireme.report.palette import Colour
+from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, fitted, text_width
+from bireme.report.svg import svg
+from bireme.report.units import bytes_text, seconds_text
+
+__all__ = ["check_suffix", "gantt", "write_gantt"]
+
+WIDTH = 1400
+MARGIN = 24
+LEFT, RIGHT = 110, WIDTH - MARGIN - 24
+LEGEND = 86
+PHASES, PHASE = 116, 20
+ABOVE, FOOTPRINT = 24, 110
+SPACE = 14
+LIVES = 560
+"""The parts of the picture from above: the tops of the first, and the heights of the others."""
+LEAST = 0.5
+"""The height in pixels below which a block is left out."""
+MARKED = 4
+"""The height from which the uses of a block are marked."""
+MOST_BLOCKS, MOST_MARKS = 4000, 20_000
+STEP = 2
+"""The width of a step of the footprint."""
+MOST_TICKS = 6
+
+COLOURS: dict[Owner, Colour] = {
+    Owner.PARAMETER: palette.HUES[0],
+    Owner.BUFFER: palette.darker(palette.HUES[0]),
+    Owner.GRADIENT: palette.HUES[1],
+    Owner.OPTIMIZER: palette.HUES[3],
+    Owner.ACTIVATION: palette.HUES[2],
+    Owner.INPUT: palette.HUES[5],
+    Owner.WORKSPACE: palette.HUES[4],
+}
+FOOTPRINT_FILL: Colour = (196, 203, 212)
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ margin: 0; background: #fff; }}
+svg {{ display: block; margin: auto; max-width: 100%; height: auto; }}
+.block:hover {{ stroke: #000; stroke-width: 1.5; }}
+.use {{ pointer-events: none; }}
+</style>
+</head>
+<body>
+{picture}</body>
+</html>
+"""
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a file that no picture of lifetimes can be written to."""
+    if path.suffix.lower() not in (".svg", ".html"):
+        kind = f"ends in {path.suffix}" if path.suffix else "has no ending"
+        raise BiremeError(f"{path} {kind}, but this picture can only be .svg or .html. Name such a file.")
+
+
+def write_gantt(title: str, behaviour: Behaviour, plan: SwapPlan, path: Path) -> None:
+    """Draw the lifetimes; the suffix of `path` says whether as a picture or as a page to point into."""
+    check_suffix(path)
+    text = svg(gantt(title, behaviour, plan))
+    if path.suffix.lower() == ".html":
+        text = PAGE.format(title=escape(title), picture=text)
+    write_text_atomically(path, text)
+
+
+def gantt(title: str, behaviour: Behaviour, plan: SwapPlan) -> Picture:
+    """The picture, 1400 pixels wide."""
+    view = _view(behaviour)
+    title = "".join(c if c.isprintable() else "?" for c in title)
+    bottom = view.top + LIVES
+    shapes = [
+        Text(MARGIN, 28, fitted(title, 20, WIDTH - 2 * MARGIN), 20, palette.INK, bold=True),
+        Text(MARGIN, 54, fitted(_figures(view, plan), 13, WIDTH - 2 * MARGIN), 13, palette.PALE_INK),
+        *_legend(view),
+        *_axes(view, bottom),
+        *_footprint(view),
+        *_lives(view, plan.swaps),
+        *_peak(view, bottom),
+    ]
+    return Picture(WIDTH, bottom + 40, title, tuple(shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What is drawn, and how large."""
+
+    behaviour: Behaviour
+    blocks: tuple[Block, ...]
+    offsets: dict[int, int]
+    top: int
+    whole_bytes: int
+
+    def x(self, at_s: float) -> float:
+        """Where a moment is."""
+        share = at_s / self.behaviour.duration_s if self.behaviour.duration_s else 0.0
+        return LEFT + min(max(share, 0.0), 1.0) * (RIGHT - LEFT)
+
+    def height(self, num_bytes: float) -> float:
+        """How high so many bytes are among the lives."""
+        return num_bytes / self.whole_bytes * LIVES
+
+    def y(self, offset: float) -> float:
+        """Where a byte is among them."""
+        return self.top + LIVES - self.height(offset)
+
+    def left_out(self) -> list[Block]:
+        """Blocks too small to be seen."""
+        drawn = {block.id for block in self.blocks}
+        return [block for block in self.behaviour.blocks if block.id not in drawn]
+
+
+def _view(behaviour: Behaviour) -> _View:
+    least_bytes = behaviour.peak.num_bytes * LEAST / LIVES
+    large = sorted(behaviour.blocks, key=lambda block: -block.num_bytes)[:MOST_BLOCKS]
+    blocks = tuple(block for block in large if block.num_bytes >= least_bytes)
+    offsets = packed(blocks, behaviour.num_events)
+    highest = max((offsets[block.id] + block.num_bytes for block in blocks), default=1)
+    top = PHASES + PHASE + ABOVE + FOOTPRINT + SPACE
+    return _View(behaviour, blocks, offsets, top, max(highest, behaviour.peak.num_bytes, 1))
+
+
+def _figures(view: _View, plan: SwapPlan) -> str:
+    behaviour = view.behaviour
+    text = (
+        f"{_seconds(behaviour.duration_s)} on {behaviour.device}"
+        f" · {len(behaviour.blocks)} blocks, {behaviour.num_events} events"
+        f" · peak {bytes_text(behaviour.peak.num_bytes)}"
+    )
+    if plan.saved_bytes:
+        text += f", {bytes_text(plan.peak_bytes)} with {len(plan.swaps)} blocks swapped out"
+    left_out = view.left_out()
+    if left_out:
+        largest = max(block.num_bytes for block in left_out)
+        text += f" · not drawn: {len(left_out)} blocks of {bytes_text(largest)} or less"
+    return text
+
+
+def _seconds(seconds: float) -> str:
+    """The usual text in letters that every font has."""
+    return seconds_text(seconds).replace("µ", "u")
+
+
+def _legend(view: _View) -> Iterator[Shape]:
+    at_peak = view.behaviour.by_owner()
+    occurring = {block.owner for block in view.behaviour.blocks}
+    entries = [(COLOURS[o], f"{o} {bytes_text(at_peak[o])}") for o in Owner if o in occurring]
+    x: float = MARGIN
+    for colour, text in entries:
+        yield Rect(x, LEGEND - 8, 16, 16, colour, role="key")
+        yield Text(x + 22, LEGEND, text, 12, palette.INK)
+        x += 22 + text_width(text, 12) + 18
+    yield Rect(x, LEGEND - 8, 16, 16, _pale(COLOURS[Owner.ACTIVATION]), role="key")
+    yield Text(x + 22, LEGEND, "pale: could be swapped out", 12, palette.INK)
+
+
+def _axes(view: _View, bottom: float) -> Iterator[Shape]:
+    """The phases on top, round times at the bottom, and bytes at the left."""
+    behaviour = view.behaviour
+    for span in behaviour.spans:
+        left, right = view.x(span.start_s), view.x(span.end_s)
+        width = max(right - left - 1, 1)
+        yield Rect(left, PHASES, width, PHASE, palette.LINK_BED, role="phase", title=span.phase)
+        if text_width(span.phase, 12) <= right - left:
+            yield Text((left + right) / 2, PHASES + PHASE / 2, span.phase, 12, palette.INK, Anchor.MIDDLE)
+        yield Line(left, PHASES, left, bottom, palette.AXIS)
+    step_s = _round_step(behaviour.duration_s / 10)
+    for i in range(math.floor(behaviour.duration_s / step_s + 1e-9) + 1):
+        x = view.x(i * step_s)
+        yield Line(x, bottom, x, bottom + 5, palette.PALE_INK)
+        yield Text(x, bottom + 16, _seconds(i * step_s), 12, palette.PALE_INK, Anchor.MIDDLE)
+    yield Line(LEFT, bottom, RIGHT, bottom, palette.PALE_INK)
+    step_bytes = 2 ** math.ceil(math.log2(max(view.whole_bytes / MOST_TICKS, 1)))
+    for num_bytes in range(0, view.whole_bytes + 1, step_bytes):
+        y = view.y(num_bytes)
+        yield Line(LEFT - 5, y, RIGHT, y, palette.AXIS)
+        yield Text(LEFT - 9, y, bytes_text(num_bytes), 12, palette.PALE_INK, Anchor.END)
+    middle = PHASES + PHASE + ABOVE + FOOTPRINT / 2
+    yield Text(LEFT - 9, middle, "all blocks", 12, palette.PALE_INK, Anchor.END)
+
+
+def _round_step(least: float) -> float:
+    """The least of 1, 2, 5, 10, … and their tenths that is no less."""
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def _footprint(view: _View) -> Iterator[Shape]:
+    """The most that lives within each step of time."""
+    behaviour = view.behaviour
+    steps = (RIGHT - LEFT) // STEP
+    most = [0] * steps
+    bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
+    for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behaviour.live_bytes(), strict=False):
+        first, last = (min(int((view.x(s) - LEFT) / STEP), steps - 1) for s in (start_s, end_s))
+        most[first : last + 1] = [max(live, known) for known in most[first : last + 1]]
+    bottom = PHASES + PHASE + ABOVE + FOOTPRINT
+    for i, live in enumerate(most):
+        height = live / max(behaviour.peak.num_bytes, 1) * FOOTPRINT
+        yield Rect(LEFT + i * STEP, bottom - height, STEP, height, FOOTPRINT_FILL, role="footprint")
+
+
+def _lives(view: _View, swaps: Sequence[Swap]) -> Iterator[Shape]:
+    drawn = {block.id: block for block in view.blocks}
+    for block in view.blocks:
+        end_s = view.behaviour.duration_s if block.death_s is None else block.death_s
+        yield _rect(view, block, block.birth_s, end_s, COLOURS[block.owner])
+    for swap in swaps:
+        block = swap.idle.block
+        if block.id in drawn:
+            for start_s, end_s in _absences(view.behaviour, swap):
+                yield _rect(view, block, start_s, end_s, _pale(COLOURS[block.owner]))
+    yield from _marks(view)
+
+
+def _rect(view: _View, block: Block, start_s: float, end_s: float, colour: Colour) -> Rect:
+    height = view.height(block.num_bytes)
+    left, right = view.x(start_s), view.x(end_s)
+    gap = 0.5 if height > 3 else 0.0
+    y = view.y(view.offsets[block.id] + block.num_bytes)
+    width = max(right - left, 0.75)
+    return Rect(left, y, width, height - gap, colour, role="block", title=_told(block))
+
+
+def _absences(behaviour: Behaviour, swap: Swap) -> list[tuple[float, float]]:
+    """When a swapped block is away, within the iteration."""
+    end_s = behaviour.duration_s
+    parts = [(swap.out_s, min(swap.in_s, end_s)), (max(swap.out_s - end_s, 0.0), swap.in_s - end_s)]
+    return [(start_s, until_s) for start_s, until_s in parts if start_s < until_s]
+
+
+def _marks(view: _View) -> Iterator[Shape]:
+    high = [block for block in view.blocks if view.height(block.num_bytes) >= MARKED]
+    places = ((block, access) for block in high for access in block.accesses)
+    for (block, access), _ in zip(places, range(MOST_MARKS), strict=False):
+        left, right = view.x(access.start_s), view.x(access.end_s)
+        y = view.y(view.offsets[block.id] + block.num_bytes)
+        height = view.height(block.num_bytes) - 0.5
+        yield Rect(left, y, max(right - left, 0.75), height, palette.darker(COLOURS[block.owner]), role="use")
+
+
+def _peak(view: _View, bottom: float) -> Iterator[Shape]:
+    peak = view.behaviour.peak
+    x = view.x(peak.at_s)
+    yield Line(x, PHASES + PHASE, x, bottom, palette.TRIAL, 1.2)
+    text = f"peak {bytes_text(peak.num_bytes)}"
+    is_right = x + text_width(text, 12) + 8 > RIGHT
+    anchor = Anchor.END if is_right else Anchor.START
+    yield Text(x - 6 if is_right else x + 6, PHASES + PHASE + 11, text, 12, palette.TRIAL, anchor, bold=True)
+
+
+def _told(block: Block) -> str:
+    """What a reader sees who points at a block."""
+    born = f"born {_seconds(block.birth_s)}" if block.birth_operator else "there before"
+    ends = "stays" if block.death_s is None else f"freed {_seconds(block.death_s)}"
+    by = f" by {block.birth_operator}" if block.birth_operator else ""
+    return (
+        f"{block.owner} {block_name(block)} · {bytes_text(block.num_bytes)} · {born}{by} · {ends} · "
+        f"{len(block.accesses)} uses"
+    )
+
+
+def _pale(colour: Colour) -> Colour:
+    red, green, blue = (round(part + (255 - part) * 0.72) for part in colour)
+    return red, green, blue

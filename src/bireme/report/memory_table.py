@@ -1,0 +1,208 @@
+"""Memory behaviour in the terminal: who owns the peak, when large blocks live, what could be swapped."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.events import Owner
+from bireme.profile.idleness import Idle, idle_intervals, percentile
+from bireme.profile.swapping import Bandwidth, SwapPlan
+from bireme.report.memory_names import block_name
+from bireme.report.units import bytes_text, seconds_text
+
+__all__ = ["print_memory"]
+
+NUM_ROWS = 12
+"""Blocks that get a row of their own."""
+NARROWEST, WIDEST = 24, 64
+"""Of the chart, in characters."""
+BESIDE_CHART = 53
+"""What the columns before it take."""
+LONGEST_NAME = 28
+PERCENTS = (50, 90, 99, 100)
+LEVELS = " ▁▂▃▄▅▆▇█"
+ABSENT, IDLE, ACCESSED = " ", "─", "█"
+COLOURS = {
+    Owner.PARAMETER: "blue",
+    Owner.BUFFER: "cyan",
+    Owner.GRADIENT: "yellow",
+    Owner.OPTIMIZER: "magenta",
+    Owner.ACTIVATION: "green",
+    Owner.INPUT: "bright_black",
+    Owner.WORKSPACE: "red",
+}
+
+
+def print_memory(
+    title: str, behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan, console: Console
+) -> None:
+    """The whole report. `alone` gives each block the link for itself; `in_turn` lets copies wait."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False)
+
+    say(f"[bold]{escape(title)}[/bold]")
+    say(_peak(behaviour) + "\n")
+    console.print(_owners(behaviour))
+    console.print("\nThe largest blocks at the peak", style="bold")
+    console.print(_chart(behaviour, console.width))
+    say(f"\n{_repetition(behaviour)}")
+    intervals = idle_intervals(behaviour)
+    if intervals:
+        console.print("\nHow long blocks lie idle between two accesses", style="bold")
+        console.print(_idleness(intervals, alone.bandwidth))
+    say(f"\n{_swapping(alone, in_turn)}")
+
+
+def _peak(behaviour: Behaviour) -> str:
+    peak = behaviour.peak
+    where = f" in the {peak.phase} ({escape(peak.operator or 'a release')})" if peak.phase else ""
+    text = (
+        f"An iteration takes {seconds_text(behaviour.duration_s)} on {behaviour.device}. Its peak is "
+        f"[bold]{bytes_text(peak.num_bytes)}[/bold], {seconds_text(peak.at_s)} after it begins{where}."
+    )
+    allocator = behaviour.allocator
+    if allocator is not None:
+        text += (
+            f" The allocator's peak is {bytes_text(allocator.peak_bytes)} in "
+            f"{bytes_text(allocator.reserved_bytes)} that it reserved."
+        )
+    return text
+
+
+def _owners(behaviour: Behaviour) -> Table:
+    table = _table("owner", "at the peak", "share", "blocks")
+    counts = Counter(block.owner for block in behaviour.at_peak())
+    for owner, num_bytes in sorted(behaviour.by_owner().items(), key=lambda item: -item[1]):
+        if counts[owner]:
+            share = f"{num_bytes / behaviour.peak.num_bytes:.1%}"
+            table.add_row(_coloured(owner, owner), bytes_text(num_bytes), share, str(counts[owner]))
+    return table
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _coloured(text: str, owner: Owner) -> Text:
+    return Text(text, COLOURS[owner])
+
+
+def _chart(behaviour: Behaviour, width: int) -> Table:
+    """How much lives when, and below it a row for each of the largest blocks at the peak."""
+    columns = min(max(width - BESIDE_CHART, NARROWEST), WIDEST)
+    table = _table("owner")
+    table.columns[0].no_wrap = True
+    table.add_column("block", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column(Text(_phases(behaviour, columns)), no_wrap=True)
+    table.add_row("", "all", bytes_text(behaviour.peak.num_bytes), _footprint(behaviour, columns))
+    blocks = behaviour.at_peak()
+    for block in blocks[:NUM_ROWS]:
+        table.add_row(
+            _coloured(block.owner, block.owner),
+            Text(block_name(block, LONGEST_NAME)),
+            bytes_text(block.num_bytes),
+            _coloured(_life(behaviour, block, columns), block.owner),
+        )
+    rest = blocks[NUM_ROWS:]
+    if rest:
+        table.add_row("", f"{len(rest)} more", bytes_text(sum(block.num_bytes for block in rest)), "")
+    return table
+
+
+def _phases(behaviour: Behaviour, columns: int) -> str:
+    """The names of the phases where they begin, as far as there is room."""
+    line = ""
+    for span in behaviour.spans:
+        begin, end = _columns(behaviour, span.start_s, span.end_s, columns)
+        line = line[:begin].ljust(begin) + f"|{span.phase}"[: end - begin + 1]
+    return line.ljust(columns)
+
+
+def _columns(behaviour: Behaviour, start_s: float, end_s: float, columns: int) -> tuple[int, int]:
+    """The first and the last column of an interval."""
+    first, last = (min(int(s / behaviour.duration_s * columns), columns - 1) for s in (start_s, end_s))
+    return first, last
+
+
+def _footprint(behaviour: Behaviour, columns: int) -> str:
+    """The most live bytes within each column, as a share of the peak."""
+    bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
+    most = [0] * columns
+    for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behaviour.live_bytes(), strict=False):
+        first, last = _columns(behaviour, start_s, end_s, columns)
+        for column in range(first, last + 1):
+            most[column] = max(most[column], live)
+    whole = max(behaviour.peak.num_bytes, 1)
+    return "".join(LEVELS[round(live / whole * (len(LEVELS) - 1))] for live in most)
+
+
+def _life(behaviour: Behaviour, block: Block, columns: int) -> str:
+    """Blank where a block is not there, a line where it is, a bar where it is used."""
+    end_s = behaviour.duration_s if block.death_s is None else block.death_s
+    first, last = _columns(behaviour, block.birth_s, end_s, columns)
+    line = [ABSENT] * first + [IDLE] * (last + 1 - first) + [ABSENT] * (columns - last - 1)
+    for access in block.accesses:
+        first, last = _columns(behaviour, access.start_s, access.end_s, columns)
+        line[first : last + 1] = [ACCESSED] * (last + 1 - first)
+    return "".join(line)
+
+
+def _repetition(behaviour: Behaviour) -> str:
+    repetition = behaviour.repetition
+    if repetition.is_stable:
+        return (
+            f"Iterations repeat: the {repetition.num_iterations} traced are the same "
+            f"{behaviour.num_events} events in the same order."
+        )
+    return (
+        f"[yellow]Iterations differ[/yellow]: the {repetition.num_iterations} traced are not the same "
+        "events. Give a longer --warmup if something is made late; a model may also do what depends on "
+        "numbers."
+    )
+
+
+def _idleness(intervals: Sequence[Idle], bandwidth: Bandwidth) -> Table:
+    """The interval that so many do not exceed, and the largest block that it would let out and back in."""
+    table = _table(f"of {len(intervals)} intervals", "at most", "events", "lets out and in")
+    seconds = [idle.seconds for idle in intervals]
+    events = [idle.num_events for idle in intervals]
+    for percent in PERCENTS:
+        longest_s = percentile(seconds, percent)
+        table.add_row(
+            "all" if percent == 100 else f"{percent}%",
+            seconds_text(longest_s),
+            str(percentile(events, percent)),
+            bytes_text(bandwidth.fits_bytes(longest_s)),
+        )
+    return table
+
+
+def _swapping(alone: SwapPlan, in_turn: SwapPlan) -> str:
+    link, whole = alone.bandwidth, max(alone.before_bytes, 1)
+    ways = f"{link.out_bytes_per_s / 1e9:.4g} GB/s"
+    if link.in_bytes_per_s != link.out_bytes_per_s:
+        ways = f"{ways} out and {link.in_bytes_per_s / 1e9:.4g} GB/s in"
+    text = (
+        f"Over a link of {ways}, {alone.num_feasible} of {alone.num_intervals} intervals are long enough to "
+        f"swap their block out and back for nothing: {alone.num_swappable_blocks} blocks, "
+        f"{bytes_text(alone.swappable_block_bytes)} in all."
+    )
+    if not alone.saved_bytes:
+        return f"{text} None of them lowers the peak."
+    return (
+        f"{text} Together they lower the peak by [bold]{bytes_text(alone.saved_bytes)}[/bold] "
+        f"({alone.saved_bytes / whole:.0%}) to {bytes_text(alone.peak_bytes)} if each has the link for "
+        f"itself, and by {bytes_text(in_turn.saved_bytes)} ({in_turn.saved_bytes / whole:.0%}) if copies "
+        "wait for each other."
+    )
