@@ -42,6 +42,7 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/profiles.py
+	$(BIN)/python benchmarks/partition.py
 	$(BIN)/python benchmarks/engine.py
 
 clean:

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,7 +115,7 @@ def test_giving_up_wakes_who_waits_here_and_there(both: list[SocketTransport], s
             key(0, forward=rank == 1), 1 - rank, torch.empty(size, dtype=torch.uint8)
         )
         if rank == 0:
-            threading.Thread(target=lambda: (time.sleep(0.05), both[0].abort())).start()
+            threading.Timer(0.05, both[0].abort).start()
         try:
             pending.wait()
         except (AbortedError, PeerLost) as error:

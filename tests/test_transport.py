@@ -20,8 +20,8 @@ from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.transport import AbortedError, Pending, Transport
 from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
-from tests.together import run_processes, run_threads
 from tests.test_wire import ACTIVATION, KEY, every_dtype, same_bits
+from tests.together import run_processes, run_threads
 
 NUM_MESSAGES = 24
 

@@ -127,7 +127,9 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+    )
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -56,7 +56,7 @@ def run_processes(
         for process in processes:
             process.kill()
             process.join()
-    results = []
+    results: list[Any] = []
     for rank, process in enumerate(processes):
         path = folder / f"result of {rank}"
         if rank in dying:

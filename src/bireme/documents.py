@@ -5,28 +5,24 @@ that names the file, the place, the value and the remedy.
 """
 
 import json
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bireme.errors import BiremeError, closest
 
-__all__ = ["read_json", "validated"]
+__all__ = ["read_json", "read_toml", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
     """The JSON file at `path` as a `model`."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise BiremeError(f"There is no file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BiremeError(f"{path} cannot be read: {error}.") from error
+    text = _text(path)
     try:
         data = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -40,6 +36,25 @@ def read_json(path: Path, model: type[Model]) -> Model:
     if not isinstance(data, dict):
         raise BiremeError(f"{path} must hold one JSON object, not {_shown(data)}.")
     return validated(data, model, source=str(path))
+
+
+def read_toml(path: Path, model: type[Model]) -> Model:
+    """The TOML file at `path` as a `model`."""
+    text = _text(path)
+    try:
+        data = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BiremeError(f"{path} is not TOML: {str(error).rstrip('.')}.") from None
+    return validated(data, model, source=str(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise BiremeError(f"There is no file {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BiremeError(f"{path} cannot be read: {error}.") from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -66,13 +81,32 @@ def _sentence(error: ErrorDetails, model: type[BaseModel], source: str) -> str:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     match error["type"]:
         case "missing":
-            field = model.model_fields.get(place)
+            field = _table_at(path[:-1], model).model_fields.get(str(path[-1]))
             meaning = f" ({field.description})" if field is not None and field.description else ""
             return f"{source} lacks {place}{meaning}."
         case "extra_forbidden":
-            return f"{source} has an unknown key {place!r}. {closest(place, model.model_fields)}"
+            known = _table_at(path[:-1], model).model_fields
+            return f"{source} has an unknown key {place!r}. {closest(str(path[-1]), known)}"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{source}: {place} is {_shown(error['input'])}; it must be {message}."
+
+
+def _table_at(path: Sequence[str | int], model: type[BaseModel]) -> type[BaseModel]:
+    """The model of a table inside a document, as far as the path can be followed."""
+    for key in (part for part in path if isinstance(part, str)):
+        field = model.model_fields.get(key)
+        inner = None if field is None else next(_models_in(field.annotation), None)
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
 
 
 def _shown(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bireme import __version__
-from bireme.cli import schedule, simulate
+from bireme.cli import bench, cluster, memory, profile, schedule, simulate
 from bireme.errors import BiremeError
 
 __all__ = ["app", "main"]
@@ -22,6 +22,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench.app, name="bench")
+app.add_typer(cluster.app, name="cluster")
+app.command(name="memory")(memory.memory)
+app.command(name="profile")(profile.profile)
 app.command(name="schedule")(schedule.schedule)
 app.command(name="simulate")(simulate.simulate)
 

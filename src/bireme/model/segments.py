@@ -35,9 +35,7 @@ class SegmentedFunction:
         compile: bool = False,  # noqa: A002
         outputs: Collection[str] | None = None,
     ) -> None:
-        runs = [
-            (again, list(run)) for again, run in groupby(units, lambda unit: unit.index in recomputed)
-        ]
+        runs = [(again, list(run)) for again, run in groupby(units, lambda unit: unit.index in recomputed)]
         self._segments = [
             (again, stage_function(graph, run, resolve=resolve, compile=compile, outputs=outputs))
             for again, run in runs

@@ -3,7 +3,6 @@
 It says nothing about times; who made it, by hand or by search, does not show.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,7 +10,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 
-__all__ = ["Plan", "even_cuts"]
+__all__ = ["Plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,37 +77,3 @@ class Plan:
             )
         begin, end = list(pairwise(bounds))[stage]
         return range(begin, end)
-
-
-def even_cuts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """The cuts of a chain whose heaviest stage is as light as it can be, for units that weigh so much.
-
-    Every stage gets a unit at least.
-    """
-    num_units = len(weights)
-    if num_stages < 1 or num_stages > num_units:
-        raise BiremeError(
-            f"{num_units} units cannot be cut into {num_stages} stages: each needs one unit at least."
-        )
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[j] is the least heaviest stage of the first j units in s stages; came[s][j] where its last begins.
-    best = sums[:]
-    came: list[list[int]] = []
-    for stages in range(2, num_stages + 1):
-        fresh = [float("inf")] * (num_units + 1)
-        begins = [0] * (num_units + 1)
-        for end in range(stages, num_units + 1):
-            for begin in range(stages - 1, end):
-                heaviest = max(best[begin], sums[end] - sums[begin])
-                if heaviest < fresh[end]:
-                    fresh[end], begins[end] = heaviest, begin
-        best = fresh
-        came.append(begins)
-    cuts: list[int] = []
-    end = num_units
-    for begins in reversed(came):
-        end = begins[end]
-        cuts.append(end)
-    return tuple(reversed(cuts))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from bireme.errors import BiremeError
-from bireme.model.graph import Graph
+from bireme.model.graph import Graph, State
 from bireme.model.segments import SegmentedFunction
 from bireme.model.stage import Resolve, stage_function
 from bireme.model.units import Unit, units_of
@@ -93,6 +93,8 @@ class Assembly:
                 raise BiremeError(
                     f"The weights given for {name} {what}, and the model has {states[name].shape} there."
                 )
+        for name in function.parameters:
+            _check_dtype(states[name], given[name].dtype, bank_dtype)
         trainable = tuple(name for name in function.parameters if states[name].trainable)
         program = self.plan.program(1)
         banks = WeightBanks(
@@ -114,3 +116,19 @@ class Assembly:
             device=self.device,
             recomputes=stage in self.plan.recompute,
         )
+
+
+def _check_dtype(state: State, given: torch.dtype, bank_dtype: torch.dtype | None) -> None:
+    """A stage computes with banks of the dtype that it was captured in."""
+    computes_with = bank_dtype if bank_dtype is not None and given.is_floating_point else given
+    found = str(computes_with).removeprefix("torch.")
+    if found == state.dtype:
+        return
+    if computes_with is given:
+        remedy = f"Give them in {state.dtype}, or capture the model in {found}."
+    else:
+        remedy = f"With bank_dtype = {found}, capture the model in {found}."
+    raise BiremeError(
+        f"The weights given for {state.name} would be computed with in {found}, and the model was captured "
+        f"with {state.dtype} there. {remedy}"
+    )

@@ -13,7 +13,7 @@ from bireme.runtime.banks import WeightBanks
 from bireme.runtime.courier import Courier
 from bireme.runtime.interpreter import OnInstruction, micro_batch_of
 from bireme.runtime.layout import Layout
-from bireme.runtime.microbatches import Cutter, Feed, MicroBatch, num_samples_of
+from bireme.runtime.microbatches import Cutter, Feed, MicroBatch, checked, num_samples_of
 from bireme.runtime.stage import LOSS
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.lowering import lower
@@ -66,7 +66,8 @@ class Evaluator:
         loss = weight = 0.0
         num_samples = 0
         most = self._plan.width * self._plan.num_microbatches
-        for batch in batches:
+        for number, given in enumerate(batches):
+            batch = checked(given, number, self._cutter.required)
             size = num_samples_of(batch)
             pieces = min(size, most)
             # One replica's cutter gives all pieces; the replicas take turns at them.

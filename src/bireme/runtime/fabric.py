@@ -62,7 +62,6 @@ class DistFabric:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._num_meetings = 0
 
     @property
     def rank(self) -> int:
@@ -85,10 +84,11 @@ class DistFabric:
             transport = open_transport(ranks, rank_of_stage, device=world.device, timeout_s=world.timeout_s)
         else:
             place = ranks.index(world.rank)
-            self._num_meetings += 1
+            # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
+            number = world.store.add(f"meetings of {world.rank}", 1)
             lines = meet(
                 world.store,
-                f"meeting {self._num_meetings}",
+                f"meeting {number}",
                 rank=place,
                 ranks=ranks,
                 neighbours=neighbours_of(place, rank_of_stage),

@@ -47,7 +47,7 @@ class Interpreter:
             Kind.SEND_BACKWARD: courier.send,
             Kind.RECV_FORWARD: courier.receive,
             Kind.RECV_BACKWARD: courier.receive,
-            Kind.REDUCE: updates.reduce,
+            Kind.REDUCE: self._reduce,
             Kind.UPDATE: self._update,
             Kind.TRIAL: updates.trial,
         }
@@ -93,6 +93,9 @@ class Interpreter:
     def _recompute(self, step: Instruction) -> None:
         assert step.version is not None
         self._stages[step.stage].recompute(place_of(step), step.version)
+
+    def _reduce(self, step: Instruction) -> None:
+        self._updates.reduce(step, self._courier.feed.portion(step.batch).stamp)
 
     def _update(self, step: Instruction) -> None:
         self._updates.wait(step.batch)

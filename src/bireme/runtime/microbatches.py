@@ -7,14 +7,17 @@ each knows the sizes and weights of all micro-batches without a message.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.model.counting import Count
+from bireme.model.graph import Value
+from bireme.model.length import evaluate
 
-__all__ = ["Cutter", "Feed", "MicroBatch", "Portion", "micro_batch_seed", "num_samples_of"]
+__all__ = ["Cutter", "Feed", "MicroBatch", "Portion", "checked", "micro_batch_seed", "num_samples_of"]
 
 Batch = Mapping[str, Tensor]
 
@@ -36,11 +39,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one replica has of a batch. `weight` is that of the whole batch."""
+    """What one replica has of a batch. `weight` is that of the whole batch.
+
+    `stamp` is equal where batches are, and else as good as never.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     weight: float
     num_samples: int
+    stamp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class Cutter:
     num_microbatches: int
     num_sliced: int
     count: Count
-    required: tuple[str, ...]
+    required: tuple[Value, ...]
     needed: tuple[str, ...]
     device: torch.device
     seed: int
@@ -98,7 +105,8 @@ class Cutter:
             )
             return replace(whole, halves=tuple(halves))
 
-        return Portion(tuple(map(micro_batch, range(self.num_microbatches))), total, num_samples)
+        cut = tuple(map(micro_batch, range(self.num_microbatches)))
+        return Portion(cut, total, num_samples, _stamp(batch))
 
 
 SECOND_HALF = 1 << 62
@@ -134,7 +142,7 @@ class Feed:
                 self._has_ended = True
                 break
             index = self._first + self._num_read
-            self._portions[index] = self._cutter.cut(_checked(batch, index, self._cutter.required), index)
+            self._portions[index] = self._cutter.cut(checked(batch, index, self._cutter.required), index)
             self._num_read += 1
         return self._num_read >= number
 
@@ -153,19 +161,55 @@ class Feed:
         del self._portions[batch]
 
 
-def _checked(batch: Batch, index: int, required: Sequence[str]) -> Batch:
+def checked(batch: Batch, number: int, required: Sequence[Value]) -> Batch:
+    """The model's inputs in a batch, if they are there and like those that it was captured with."""
     if not isinstance(batch, Mapping):
         raise BiremeError(
-            f"Batch {index} is a {type(batch).__name__}. A batch is a dict of tensors by the names of the "
+            f"Batch {number} is a {type(batch).__name__}. A batch is a dict of tensors by the names of the "
             "model's inputs."
         )
-    missing = [name for name in required if name not in batch]
+    missing = [value.name for value in required if not isinstance(batch.get(value.name), Tensor)]
     if missing:
         raise BiremeError(
-            f"Batch {index} lacks {', '.join(missing)}: it has {', '.join(batch)}. A batch holds every "
-            "input that the model was captured with."
+            f"Batch {number} lacks {', '.join(missing)}: its tensors are "
+            f"{', '.join(name for name, one in batch.items() if isinstance(one, Tensor)) or 'none'}. A batch "
+            "holds every input that the model was captured with."
         )
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    for value in required:
+        _check_like(batch[value.name], value, number)
+    return {value.name: batch[value.name] for value in required}
+
+
+def _check_like(tensor: Tensor, value: Value, number: int) -> None:
+    """The first axis is the batch, and of any length."""
+    inner = tuple(evaluate(length, len(tensor) if tensor.ndim else 1) for length in value.shape[1:])
+    found = str(tensor.dtype).removeprefix("torch.")
+    if tensor.ndim != len(value.shape) or tuple(tensor.shape[1:]) != inner:
+        captured = ", ".join(map(str, value.shape))
+        raise BiremeError(
+            f"In batch {number}, {value.name} is of shape {list(tensor.shape)}, and the model was captured "
+            f"for [{captured}], where b is the number of samples. Capture it with inputs like those that it "
+            "is trained on, or cut or pad these."
+        )
+    if found != value.dtype:
+        raise BiremeError(
+            f"In batch {number}, {value.name} is {found}, and the model was captured with {value.dtype} "
+            f"there. Convert it: {value.name}.to(torch.{value.dtype})."
+        )
+
+
+def _stamp(batch: Batch) -> int:
+    """From shapes, dtypes, and the ends of the tensors, which cost nothing to read."""
+    stamp = 0
+    for name, tensor in batch.items():
+        stamp = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), stamp)
+        flat = tensor.detach().reshape(-1)
+        for end in (flat[:STAMPED_ELEMENTS], flat[-STAMPED_ELEMENTS:]):
+            stamp = crc32(end.cpu().view(torch.uint8).numpy().data, stamp)
+    return stamp
+
+
+STAMPED_ELEMENTS = 1 << 13
 
 
 def num_samples_of(batch: Batch) -> int:

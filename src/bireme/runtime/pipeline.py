@@ -244,6 +244,11 @@ class Pipeline:
         program = self.plan.program(len(self._recorded), self._recorded.start)
         return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
 
+    @property
+    def most_receive_bytes(self) -> int:
+        """The most bytes there have been in receives that were posted and not yet used."""
+        return self._courier.most_receive_bytes
+
     def close(self) -> None:
         """End what runs in the background."""
         self._reducer.close()
@@ -257,7 +262,7 @@ class Pipeline:
             num_microbatches=self.plan.num_microbatches,
             num_sliced=self.plan.program(1).num_sliced,
             count=count_of(self.graph),
-            required=tuple(value.name for value in self.graph.inputs),
+            required=self.graph.inputs,
             needed=tuple(dict.fromkeys(needed)),
             device=self._device,
             seed=seed,

@@ -53,8 +53,8 @@ class Updates:
         self.scale = 1.0
         """The last known factor that brings the gradient's norm down to the limit."""
 
-    def reduce(self, step: Instruction) -> None:
-        """A stage has all its gradients of a batch."""
+    def reduce(self, step: Instruction, stamp: int) -> None:
+        """A stage has all its gradients of a batch, which has this stamp on all ranks."""
         ended = self._ended.setdefault(step.batch, set())
         ended.add(step.stage)
         if len(ended) < len(self._stages):
@@ -64,7 +64,7 @@ class Updates:
         for stage in self._stages.values():
             _merge(gradients, stage.gradients(step.batch))
         loss_sum = sum(stage.loss(step.batch) for stage in self._stages.values())
-        self._reducer.start(step.batch, gradients, loss_sum=loss_sum)
+        self._reducer.start(step.batch, gradients, loss_sum=loss_sum, stamp=stamp)
 
     def wait(self, batch: int) -> None:
         """Wait until a batch's sums are there."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bireme.errors import BiremeError
 from bireme.sync.buckets import GradientSum
 from bireme.sync.group import Group
 from bireme.sync.norm import squared_norm
@@ -22,6 +23,9 @@ __all__ = ["Reduced", "Reducer"]
 Gradients = Mapping[str, Tensor | None]
 
 BUCKET_BYTES = 25 * 2**20
+
+STAMP_LIMIT = 2**20
+"""Squares of stamps, summed over thousands of ranks, are exact in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class _Job:
     batch: Hashable
     gradients: Gradients
     loss_sum: float | Tensor
+    stamp: int
     begin: torch.Event | None
     end: torch.Event | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
@@ -90,12 +95,15 @@ class Reducer:
         self._thread = threading.Thread(target=self._work, name="bireme-reducer", daemon=True)
         self._thread.start()
 
-    def start(self, batch: Hashable, gradients: Gradients, *, loss_sum: float | Tensor) -> None:
+    def start(
+        self, batch: Hashable, gradients: Gradients, *, loss_sum: float | Tensor, stamp: int = 0
+    ) -> None:
         """Begin to sum up a batch; returns at once.
 
         `gradients` has an entry for every template, None where the parameter got no gradient. `loss_sum` is
         this rank's part of the batch's loss; all ranks' parts are added. Neither may be written to before
-        `finish`, but through the reducer. Raises what went wrong in a batch before.
+        `finish`, but through the reducer. `stamp` tells batches apart: where it is not the same on all ranks,
+        `finish` raises a `BiremeError` on all of them. Raises what went wrong in a batch before.
         """
         self._check_usable(batch)
         self._check(gradients)
@@ -105,7 +113,7 @@ class Reducer:
         if self._device is not None:
             begin = torch.Event(self._device)
             begin.record(torch.accelerator.current_stream(self._device))
-        job = _Job(batch, dict(gradients), loss_sum, begin)
+        job = _Job(batch, dict(gradients), loss_sum, stamp % STAMP_LIMIT, begin)
         self._jobs[batch] = job
         self._queue.put(job)
 
@@ -190,9 +198,18 @@ class Reducer:
             results |= part.run(job.gradients)
         counted = (results[name] for name in self._counted)
         norm = sum(squared_norm(gradient) for gradient in counted if gradient is not None)
-        control = torch.tensor([float(job.loss_sum), norm], dtype=torch.float64)
+        told = [float(job.loss_sum), norm, float(job.stamp), float(job.stamp**2)]
+        control = torch.tensor(told, dtype=torch.float64)
         self._control.all_reduce(control).wait()
-        loss, norm = control.tolist()
+        loss, norm, stamps, squares = control.tolist()
+        if int(stamps) ** 2 != self._control.size * int(squares):
+            # The square of a sum is so large only where all of its parts are equal.
+            raise BiremeError(
+                f"Batch {job.batch} is not the same on all ranks, so what they computed together is of no "
+                "use. "
+                "Give every rank the same batches in the same order: shuffle with one seed, and let no rank "
+                "take a part of its own, for the pipeline does that."
+            )
         # One element that is not finite anywhere makes every sum that it enters so.
         return Reduced(results, loss, math.sqrt(norm), math.isfinite(norm))
 

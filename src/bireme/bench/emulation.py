@@ -1,0 +1,207 @@
+"""Every schedule on emulated devices, beside its limit, what the simulator says, and torch's own schedules.
+
+d are the devices, m the micro-batches of a batch, f and b the seconds of a device's forward and backward, v
+the stages of a device. A batch takes at least
+
+    m·(f+b)                      without a bubble: every device is busy all the time
+    (m + d−1)·(f+b)              1f1b, gpipe: the pipeline fills and drains in every batch
+    m·(f+b) + (d−1)·(f+b)/v      interleaved: it fills and drains in smaller steps
+    m·(f+b) + (d−1)·f            zb-h1: it drains beside the weights' gradients
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from bireme.bench.contenders import Contender, Feed, Ours, TorchRun, closing, say, take_turns, torch_run
+from bireme.bench.effort import Effort, Shape
+from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, Pace, emulated_model, square_loss
+from bireme.bench.spread import Spread, ratios
+from bireme.plan.plan import Plan
+from bireme.runtime.fabric import DistFabric
+from bireme.runtime.launch import launch
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.world import World
+from bireme.simulate.costs import Costs
+from bireme.simulate.simulator import simulate
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["SCHEDULES", "Row", "measure_emulated"]
+
+SCHEDULES = ("2bw", "1f1b", "gpipe", "zb-h1", "interleaved")
+PEERS = {
+    "2bw": ("Schedule1F1B", "1f1b"),
+    "1f1b": ("Schedule1F1B", "1f1b"),
+    "gpipe": ("ScheduleGPipe",),
+    "zb-h1": ("ScheduleInterleavedZeroBubble", "zb-h1"),
+    "interleaved": ("ScheduleInterleaved1F1B",),
+}
+"""What of torch's each is compared with: the fastest of these. Our names are programs in torch's runtime."""
+
+SIMULATED_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One schedule at one shape: seconds for a batch.
+
+    `torch_s` is that of the fastest of torch's schedules of the same kind. `lead` is torch's time over ours,
+    of the same round.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    measured_s: Spread
+    predicted_s: float
+    limit_s: float
+    torch_s: Spread
+    torch_schedule: str
+    lead: Spread
+
+    @property
+    def share_of_limit(self) -> float:
+        """How near the limit it comes; 1 is there."""
+        return self.limit_s / self.measured_s.median
+
+    @property
+    def error(self) -> float:
+        """By which part of the measured time the prediction misses it."""
+        return self.predicted_s / self.measured_s.median - 1
+
+
+def measure_emulated(effort: Effort) -> list[Row]:
+    """All schedules at all shapes; one launch of processes for each number of devices."""
+    rows: list[Row] = []
+    for num_ranks in dict.fromkeys(shape.num_ranks for shape in effort.shapes):
+        shapes = [shape for shape in effort.shapes if shape.num_ranks == num_ranks]
+        by_rank = launch(_measure, num_ranks, shapes, effort, threads_per_process=1)
+        for place, shape in enumerate(shapes):
+            rows += _rows(shape, effort.pace, [seconds[place] for seconds in by_rank])
+    return rows
+
+
+def stages_per_rank(schedule: str) -> int:
+    """How many stages a device has; together they take the device's time."""
+    return 2 if schedule == "interleaved" else 1
+
+
+def limit_s(schedule: str, shape: Shape, pace: Pace) -> float:
+    """The least that a batch can take."""
+    d, m, v = shape.num_ranks, shape.num_microbatches, stages_per_rank(schedule)
+    fills_s = pace.forward_s if schedule == "zb-h1" else pace.whole_s / v
+    return m * pace.whole_s + (0.0 if schedule == "2bw" else (d - 1) * fills_s)
+
+
+def predicted_s(schedule: str, shape: Shape, pace: Pace) -> float:
+    """What the simulator says a batch takes."""
+    v = stages_per_rank(schedule)
+    num_stages, of_stage = shape.num_ranks * v, pace.cut(v)
+    halves = [of_stage.backward_s / 2] * num_stages
+    halves[0] = 0.0  # nothing that comes into the first stage has a gradient
+    costs = Costs.per_stage(
+        num_stages,
+        forward_s=of_stage.forward_s,
+        backward_s=of_stage.backward_s,
+        backward_input_s=halves,
+    )
+    plan = _plan(schedule, tuple(range(1, num_stages)), shape.num_microbatches)
+    return simulate(plan.program(SIMULATED_BATCHES), costs).steady_batch_s
+
+
+def _plan(schedule: str, cuts: tuple[int, ...], num_microbatches: int) -> Plan:
+    return Plan(cuts, num_microbatches, schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What a contender's batches took on a rank, round by round."""
+
+    name: str
+    seconds: list[float]
+
+
+def _measure(world: World, shapes: Sequence[Shape], effort: Effort) -> list[list[_Measured]]:
+    """On every rank: the contenders of each shape in turn."""
+    fabric = DistFabric(world)
+    models = {v: emulated_model(world.size * v, effort.pace.cut(v)) for v in (1, 2)}
+    found = []
+    for shape in shapes:
+        m = shape.num_microbatches
+        say(world, f"emulated devices, {world.size} of them, {m} micro-batches")
+        contenders: list[Contender] = []
+        for schedule in SCHEDULES:
+            model = models[stages_per_rank(schedule)]
+            pipeline = Pipeline(
+                model.graph,
+                _plan(schedule, model.cuts, m),
+                fabric,
+                weights=model.weights,
+                optimizer="sgd",
+                resolve=model.resolve,
+            )
+            contenders.append(Ours(schedule, pipeline, model.batch(m)))
+        for peer in dict.fromkeys(peer for peers in PEERS.values() for peer in peers):
+            contenders.append(_torch(peer, world, models, m))
+        with closing(contenders):
+            seconds = take_turns(contenders, counted=effort.counted, rounds=effort.rounds)
+        found.append([_Measured(one.name, own) for one, own in zip(contenders, seconds, strict=True)])
+    return found
+
+
+def _torch(peer: str, world: World, models: dict[int, EmulatedModel], num_microbatches: int) -> TorchRun:
+    v = 2 if peer == "ScheduleInterleaved1F1B" else 1
+    model = models[v]
+    stages = [_torch_stage(model, world.rank + turn * world.size) for turn in range(v)]
+    given = model.batch(num_microbatches)[INPUT]
+    is_ours = peer in SCHEDULES
+    kind = _plan(peer, model.cuts, num_microbatches).program(1) if is_ours else peer
+    return torch_run(kind, stages, num_microbatches, square_loss, Feed((given,), given))
+
+
+def _torch_stage(model: EmulatedModel, stage: int) -> "PipelineStage":
+    """Shapes are given: torch would run each stage once to learn them."""
+    from torch.distributed.pipelining import PipelineStage
+
+    def like(learns: bool) -> torch.Tensor:
+        return torch.empty(1, FEATURES, device="meta", requires_grad=learns)
+
+    return PipelineStage(
+        model.modules[stage],
+        stage,
+        len(model.modules),
+        torch.device("cpu"),
+        input_args=(like(stage > 0),),
+        output_args=(like(True),),
+    )
+
+
+def _rows(shape: Shape, pace: Pace, by_rank: Sequence[Sequence[_Measured]]) -> list[Row]:
+    # The slowest rank's batch is the pipeline's.
+    slowest = {
+        same[0].name: [max(seconds) for seconds in zip(*(one.seconds for one in same), strict=True)]
+        for same in zip(*by_rank, strict=True)
+    }
+    rows = []
+    for schedule in SCHEDULES:
+        own = slowest[schedule]
+        names = [f"runtime with {peer}" if peer in SCHEDULES else peer for peer in PEERS[schedule]]
+        best = min(names, key=lambda name: Spread.of(slowest[name]).median)
+        rows.append(
+            Row(
+                schedule=schedule,
+                stages=shape.num_ranks * stages_per_rank(schedule),
+                microbatches=shape.num_microbatches,
+                measured_s=Spread.of(own),
+                predicted_s=predicted_s(schedule, shape, pace),
+                limit_s=limit_s(schedule, shape, pace),
+                torch_s=Spread.of(slowest[best]),
+                torch_schedule=best,
+                lead=ratios(own, slowest[best]),
+            )
+        )
+    return rows

@@ -1,0 +1,145 @@
+"""A report of the engine's benchmark as tables for a terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bireme.bench.engine import EngineReport
+from bireme.bench.spread import Spread
+from bireme.bench.verdicts import Verdict, verdicts
+from bireme.report.units import bytes_text
+
+__all__ = ["print_engine_report"]
+
+
+def print_engine_report(report: EngineReport, console: Console, *, with_verdicts: bool = True) -> None:
+    """All of it; figures are medians with the least and the greatest."""
+    _print_rows(report, console)
+    _print_overhead(report, console)
+    _print_bytes(report, console)
+    if report.gpt:
+        _print_gpt(report, console)
+    if report.replicas is not None:
+        _print_replicas(report, console)
+    if with_verdicts:
+        _print_verdicts(list(verdicts(report)), console)
+
+
+def _print_rows(report: EngineReport, console: Console) -> None:
+    table = _table(
+        "Emulated devices: milliseconds for a batch of m micro-batches",
+        "schedule", "stages", "m", "ours", "limit", "of it", "simulated", "error",
+        "torch", "torch / ours",
+    )  # fmt: skip
+    for row in report.rows:
+        table.add_row(
+            row.schedule,
+            str(row.stages),
+            str(row.microbatches),
+            f"{row.measured_s.median * 1e3:.1f}",
+            f"{row.limit_s * 1e3:.0f}",
+            f"{row.share_of_limit:.2f}",
+            f"{row.predicted_s * 1e3:.0f}",
+            f"{row.error:+.1%}",
+            f"{row.torch_s.median * 1e3:.1f}",
+            row.lead.show(".2f"),
+        )
+    console.print(table)
+
+
+def _print_overhead(report: EngineReport, console: Console) -> None:
+    table = _table(
+        "Overhead: microseconds for a micro-batch of a tiny layer, two ranks", "runtime", "", "ours / this"
+    )
+    table.add_row("ours", _microseconds(report.overhead.ours_s), "")
+    for name, spread in report.overhead.peers_s.items():
+        share = report.overhead.share.show(".2f") if name == report.overhead.best_peer else ""
+        table.add_row(f"torch {name}", _microseconds(spread), share)
+    console.print(table)
+
+
+def _print_bytes(report: EngineReport, console: Console) -> None:
+    counts = report.counts
+    table = _table("Receive buffers of two ranks, 1f1b", "micro-batches", "ours", "torch")
+    for m, num_bytes in counts.receive_bytes.items():
+        table.add_row(str(m), bytes_text(num_bytes), bytes_text(counts.torch_receive_bytes[m]))
+    console.print(table)
+    console.print(
+        f"Weights and optimiser state with AdamW: 1f1b {bytes_text(counts.flush_weight_bytes)}, 2bw "
+        f"{bytes_text(counts.delayed_weight_bytes)}; the difference is {counts.extra_copies:g} copies of the "
+        "parameters.\n",
+        highlight=False,
+    )
+    if report.footprint:
+        table = _table(
+            "Small GPT: what training adds to a rank's peak resident set",
+            "schedule", "rank", "measured", "predicted", "measured / predicted",
+        )  # fmt: skip
+        for one in report.footprint:
+            table.add_row(
+                one.schedule,
+                str(one.rank),
+                bytes_text(one.measured_bytes),
+                bytes_text(one.predicted_bytes),
+                f"{one.measured_bytes / one.predicted_bytes:.2f}",
+            )
+        console.print(table)
+
+
+def _print_gpt(report: EngineReport, console: Console) -> None:
+    table = _table(
+        "Small GPT, two ranks of one thread",
+        "runtime", "micro-batches", "tokens/s", "times torch's best", "times one process",
+    )  # fmt: skip
+    for row in report.gpt:
+        table.add_row(
+            row.name,
+            str(row.num_microbatches),
+            row.tokens_per_s.show(",.0f"),
+            row.over_torch.show(".2f"),
+            row.over_alone.show(".2f"),
+        )
+    console.print(table)
+
+
+def _print_replicas(report: EngineReport, console: Console) -> None:
+    found = report.replicas
+    assert found is not None
+    if found.skipped is not None:
+        console.print(f"Two replicas over a slow link: left out, because {escape(found.skipped)}.\n")
+        return
+    table = _table(
+        f"Two replicas over {found.megabits_per_s:g} Mbit/s; the sum alone takes {found.sum_s * 1e3:.0f} ms",
+        "schedule", "batch with it", "without", "share hidden",
+    )  # fmt: skip
+    for row in found.rows:
+        table.add_row(
+            row.schedule,
+            _milliseconds(row.with_sum_s),
+            _milliseconds(row.without_sum_s),
+            row.hidden_share.show(".0%"),
+        )
+    console.print(table)
+
+
+def _print_verdicts(found: Sequence[Verdict], console: Console) -> None:
+    for verdict in found:
+        sign = "[green]✓[/green]" if verdict.is_met else "[red]✗[/red]"
+        console.print(f"{sign} {escape(verdict.claim)}: {escape(verdict.found)}", highlight=False)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place == 0 else "right")
+    return table
+
+
+def _milliseconds(seconds: Spread) -> str:
+    return Spread(seconds.median * 1e3, seconds.least * 1e3, seconds.greatest * 1e3).show(".1f")
+
+
+def _microseconds(seconds: Spread) -> str:
+    return Spread(seconds.median * 1e6, seconds.least * 1e6, seconds.greatest * 1e6).show(".0f")

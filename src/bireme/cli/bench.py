@@ -1,0 +1,53 @@
+"""`bireme bench`: measure Bireme on this machine, beside its limits and its peers."""
+
+from typing import Annotated
+
+import typer
+
+from bireme.cli.options import Json, print_json
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Measure Bireme on this machine, beside its limits and its peers.", no_args_is_help=True
+)
+
+
+@app.callback()
+def _group() -> None:
+    """One verb below another needs this, as long as there is only one."""
+
+
+@app.command()
+def engine(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One shape and the overhead, in less than a minute.")
+    ] = False,
+    hosts: Annotated[
+        bool,
+        typer.Option(
+            "--hosts", help="Also two replicas over 100 Mbit/s between hosts in namespaces; needs root."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """The engine on emulated devices and on a small GPT, beside torch.distributed.pipelining.
+
+    [dim]bireme bench engine --quick[/dim]
+    """
+    from dataclasses import replace
+
+    from bireme.bench.effort import FULL, QUICK
+    from bireme.bench.engine import bench_engine
+
+    report = bench_engine(replace(QUICK if quick else FULL, hosts=hosts))
+    if as_json:
+        from bireme.bench.document import engine_document
+
+        print_json(engine_document(report))
+        return
+    from rich.console import Console
+
+    from bireme.bench.table import print_engine_report
+
+    print_engine_report(report, Console())

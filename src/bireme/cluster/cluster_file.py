@@ -1,0 +1,261 @@
+"""`cluster.toml`: a cluster as a file that people write, and the folder of ready ones.
+
+Every mistake is one sentence with the file and the key. What a file says briefly (`count`, `like`, links of
+all devices) is written out here, so a `Cluster` knows nothing of it.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from bireme.cluster.cluster import MOST_DEVICES, Cluster, Server, device_names
+from bireme.cluster.cluster_text import cluster_text, plain_cluster
+from bireme.cluster.device import FASTEST, KNOWN, Device
+from bireme.cluster.links import LONGEST_S, MOST_BYTES_PER_S, Bridge, Card, Link, Mesh, Switch
+from bireme.documents import read_toml
+from bireme.errors import BiremeError, closest
+from bireme.files import write_text_atomically
+
+__all__ = ["ClusterFile", "cluster_hash", "example_names", "load_cluster", "read_cluster", "save_cluster"]
+
+EXAMPLES = (Path(__file__).parent / "examples", Path(__file__).parents[3] / "examples" / "clusters")
+"""Where the ready files lie: in an installed package, and in the repository."""
+
+MOST_BYTES = 2**60
+
+
+def _list_of_tables(name: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+            raise ValueError(f"tables under two pairs of brackets, [[{name}]]")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _whole(value: Any) -> Any:
+    """Let 16e9 be the whole number it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Rate = Annotated[float, Field(gt=0, le=MOST_BYTES_PER_S, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
+Flops = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+
+
+class DeviceTable(_Table):
+    """`[[server.device]]`: equal devices of a server."""
+
+    kind: Literal["cpu", "cuda", "emulated"] | None = Field(None, description="cpu, cuda or emulated")
+    count: Count = Field(1, description="how many such devices")
+    like: str | None = Field(None, description="the ready description to begin with, such as a100")
+    name: str | None = Field(None, description="what it is, for people")
+    memory_bytes: Annotated[int, Field(gt=0, le=MOST_BYTES), BeforeValidator(_whole)] | None = Field(
+        None, description="the memory it has"
+    )
+    speed: Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)] = Field(
+        1.0, description="relative to where the model was profiled; 0.5 takes twice as long"
+    )
+    num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(None, description="cores of a processor")
+    bytes_per_s: Rate | None = Field(None, description="bandwidth of its memory")
+    float32_flops_per_s: Flops | None = Field(None, description="speed in float32")
+    bfloat16_flops_per_s: Flops | None = Field(None, description="speed in bfloat16 and float16")
+
+
+class _GroupTable(_Table):
+    name: str | None = Field(None, description="what it is called")
+    devices: list[str] | None = Field(None, description="the devices that share it; all if left out")
+    bytes_per_s: Rate = Field(description="bytes a second: 10 Gbit/s are 1.25e9")
+    latency_s: Seconds = Field(0.0, description="seconds that a message is late whatever its size")
+    duplex: Literal["full", "half"] = Field(
+        "full", description="full carries bytes_per_s each way at once, half in all"
+    )
+    back_bytes_per_s: Rate | None = Field(None, description="towards the devices, where that differs")
+
+
+class BridgeTable(_GroupTable):
+    """`[[server.bridge]]`: a PCIe host bridge."""
+
+
+class MeshTable(_GroupTable):
+    """`[[server.mesh]]`: NVLink."""
+
+    switched: bool = Field(
+        default=False, description="each device has one port for all others, not a cable to each"
+    )
+
+
+class CardTable(_GroupTable):
+    """`[[server.card]]`: a network card."""
+
+
+class ServerTable(_Table):
+    """`[[server]]`: equal servers."""
+
+    name: str | None = Field(None, description="what it is called; a number follows where count is over 1")
+    count: Count = Field(1, description="how many such servers")
+    device: Annotated[list[DeviceTable], _list_of_tables("server.device")] = Field(description="its devices")
+    bridge: Annotated[list[BridgeTable], _list_of_tables("server.bridge")] = Field(
+        default_factory=list, description="its PCIe host bridges"
+    )
+    mesh: Annotated[list[MeshTable], _list_of_tables("server.mesh")] = Field(
+        default_factory=list, description="its NVLink meshes"
+    )
+    card: Annotated[list[CardTable], _list_of_tables("server.card")] = Field(
+        default_factory=list, description="its network cards"
+    )
+
+
+class SwitchTable(_Table):
+    """`[switch]`: what joins the servers."""
+
+    bytes_per_s: Rate | None = Field(None, description="what it carries in all; left out if it never limits")
+    latency_s: Seconds = Field(0.0, description="seconds that it adds to every message")
+
+
+class ClusterFile(_Table):
+    """The whole file."""
+
+    format: Literal[1] = 1
+    switch: SwitchTable | None = Field(None, description="what joins the servers")
+    server: Annotated[list[ServerTable], _list_of_tables("server")] = Field(description="the servers")
+
+
+def load_cluster(text: str) -> Cluster:
+    """The cluster in a file, or the ready one of that name."""
+    if text.endswith(".toml") or "/" in text or Path(text).exists():
+        return read_cluster(Path(text))
+    names = example_names()
+    if text not in names:
+        raise BiremeError(
+            f"There is no cluster {text!r}. {closest(text, names)} A cluster of your own goes into a .toml "
+            "file."
+        )
+    return read_cluster(_examples() / f"{text}.toml")
+
+
+def example_names() -> tuple[str, ...]:
+    """The names of the ready clusters."""
+    return tuple(sorted(path.stem for path in _examples().glob("*.toml")))
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in a file."""
+    file = read_toml(path, ClusterFile)
+    try:
+        return _cluster(file)
+    except BiremeError as error:
+        raise BiremeError(f"{path}: {error}") from None
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Write a cluster to a file, with a word on every unit."""
+    write_text_atomically(path, cluster_text(cluster))
+
+
+def cluster_hash(cluster: Cluster) -> str:
+    """What is the same for equal clusters only, however their files are written."""
+    return hashlib.sha256(json.dumps(plain_cluster(cluster)).encode()).hexdigest()[:16]
+
+
+def _examples() -> Path:
+    return next((folder for folder in EXAMPLES if folder.is_dir()), EXAMPLES[0])
+
+
+def _cluster(file: ClusterFile) -> Cluster:
+    if not file.server:
+        raise BiremeError("server is empty; a cluster has at least one [[server]].")
+    total = sum(table.count * sum(one.count for one in table.device) for table in file.server)
+    if total > MOST_DEVICES:
+        raise BiremeError(f"server has {total} devices, the counts multiplied; {MOST_DEVICES} are the most.")
+    servers: list[Server] = []
+    for index, table in enumerate(file.server):
+        place = f"server[{index}]"
+        for number in range(table.count):
+            name = f"server{len(servers)}" if table.name is None else table.name
+            if table.name is not None and table.count > 1:
+                name += str(number)
+            with _at(place):
+                servers.append(replace(servers[-1], name=name) if number else _server(table, name))
+    with _at("switch"):
+        switch = None if file.switch is None else Switch(file.switch.bytes_per_s, file.switch.latency_s)
+    return Cluster(tuple(servers), switch)
+
+
+def _server(table: ServerTable, name: str) -> Server:
+    devices: list[Device] = []
+    for index, one in enumerate(table.device):
+        with _at(f"device[{index}]"):
+            devices += [_device(one)] * one.count
+    names = device_names(devices)
+    bridges, meshes, cards = [], [], []
+    for index, bridge in enumerate(table.bridge):
+        with _at(f"bridge[{index}]"):
+            title = f"bridge{index}" if bridge.name is None else bridge.name
+            bridges.append(Bridge(title, _places(bridge, names), _link(bridge)))
+    for index, mesh in enumerate(table.mesh):
+        with _at(f"mesh[{index}]"):
+            title = f"mesh{index}" if mesh.name is None else mesh.name
+            meshes.append(Mesh(title, _places(mesh, names), _link(mesh), mesh.switched))
+    for index, card in enumerate(table.card):
+        with _at(f"card[{index}]"):
+            title = f"card{index}" if card.name is None else card.name
+            cards.append(Card(title, _places(card, names), _link(card)))
+    return Server(name, tuple(devices), tuple(bridges), tuple(meshes), tuple(cards))
+
+
+def _device(table: DeviceTable) -> Device:
+    given = table.model_dump(exclude_none=True, exclude={"count", "like"})
+    if table.like is not None:
+        if table.like not in KNOWN:
+            raise BiremeError(f"like is {table.like!r}, no ready device. {closest(table.like, KNOWN)}")
+        return replace(KNOWN[table.like], **given)
+    for key in ("kind", "memory_bytes"):
+        if key not in given:
+            meaning = DeviceTable.model_fields[key].description
+            raise BiremeError(f'{key} is missing ({meaning}). Give it, or like = "a100" and the like.')
+    return Device(**({"name": given["kind"]} | given))
+
+
+def _link(table: _GroupTable) -> Link:
+    return Link(table.bytes_per_s, table.latency_s, table.duplex == "full", table.back_bytes_per_s)
+
+
+def _places(table: _GroupTable, names: Sequence[str]) -> tuple[int, ...]:
+    if table.devices is None:
+        return tuple(range(len(names)))
+    number = {name: place for place, name in enumerate(names)}
+    for name in table.devices:
+        if name not in number:
+            raise BiremeError(f"devices names {name!r}, which the server lacks. {closest(name, names)}")
+    return tuple(number[name] for name in table.devices)
+
+
+class _MisplacedError(BiremeError):
+    """A mistake, and the keys that lead to it."""
+
+    def __init__(self, place: str, message: str) -> None:
+        super().__init__(f"{place}: {message}")
+        self.place, self.message = place, message
+
+
+@contextlib.contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Say in an error where in the file it is."""
+    try:
+        yield
+    except _MisplacedError as error:
+        raise _MisplacedError(f"{place}.{error.place}", error.message) from None
+    except BiremeError as error:
+        raise _MisplacedError(place, str(error)) from None

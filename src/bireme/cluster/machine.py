@@ -1,0 +1,77 @@
+"""What the operating system says about this machine: its processor, memory and network cards."""
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["NetworkCard", "host_name", "memory_bytes", "network_cards", "num_cores", "processor_name"]
+
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Where Linux says how much memory a container may use."""
+
+CORES_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+"""Where it says how much of the processor, as microseconds in a period."""
+
+CARDS = Path("/sys/class/net")
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkCard:
+    """A network card in use, and how fast it says it is."""
+
+    name: str
+    bytes_per_s: float
+    full_duplex: bool
+
+
+def host_name() -> str:
+    """This machine's name, as far as it can name a server."""
+    words = re.findall(r"[A-Za-z0-9-]+", platform.node().partition(".")[0])
+    return "-".join(words).strip("-") or "server0"
+
+
+def processor_name() -> str:
+    """What the processor is called."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available is not None else os.cpu_count() or 1
+    quota, _, period = _read(CORES_LIMIT).strip().partition(" ")
+    if quota.isdecimal() and period.isdecimal() and int(period):
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def memory_bytes() -> int:
+    """The memory that this process may use."""
+    all_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(MEMORY_LIMIT).strip()
+    return min(all_bytes, int(limit)) if limit.isdecimal() else all_bytes
+
+
+def network_cards() -> tuple[NetworkCard, ...]:
+    """The cards that are up and whose speed is known, the fastest first."""
+    found = []
+    for folder in sorted(CARDS.glob("*")):
+        speed = _read(folder / "speed").strip()
+        # What has no device behind it is the system's own invention: loopback, bridges, tunnels.
+        if (folder / "device").exists() and _read(folder / "operstate").strip() == "up" and speed.isdecimal():
+            bits_per_s = int(speed) * 1e6
+            if bits_per_s:
+                half = _read(folder / "duplex").strip() == "half"
+                found.append(NetworkCard(folder.name, bits_per_s / 8, not half))
+    return tuple(sorted(found, key=lambda card: -card.bytes_per_s))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # not on this system, or not for this kind of thing
+        return ""

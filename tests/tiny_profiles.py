@@ -1,0 +1,43 @@
+"""A small graph to profile, and a bench that counts what is measured on it."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+
+from bireme.cluster.device import KNOWN
+from bireme.model.capture import capture
+from bireme.model.graph import Graph
+from bireme.model.sources import load_source
+from bireme.profile.timing import Effort, Seconds
+from bireme.profile.workbench import Workbench
+
+__all__ = ["CPU", "LAPTOP", "LITTLE", "Bench", "gpt"]
+
+CPU = torch.device("cpu")
+LAPTOP = KNOWN["laptop"]
+LITTLE = Effort(num_warmup=1, num_least=3, num_most=3, seconds_per_unit=1e-3)
+
+
+@cache
+def gpt(layers: int = 2, dtype: str = "float32", tied: str = "true") -> Graph:
+    text = f"gpt:layers={layers},width=16,heads=2,vocab=32,context=8,tied={tied}"
+    source = load_source(text, batch=2, dtype=dtype)
+    return capture(source.model, source.example_inputs, name=text)
+
+
+class Bench:
+    """Counts what is measured in place of measuring it."""
+
+    def __init__(self) -> None:
+        self.num_units = 0
+        self.num_calls = 0
+
+    def __call__(
+        self, benches: Sequence[Workbench], effort: Effort, *, halves: bool, tick: Callable[[float], None]
+    ) -> list[Seconds]:
+        self.num_calls += 1
+        self.num_units += len(benches)
+        tick(0.5)
+        half = 1.0 if halves else None
+        return [Seconds(1.0 + place, 2.0, 3.0, half, half, 0.1) for place in range(len(benches))]
