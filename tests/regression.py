@@ -7,7 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bireme.plan.plan import Plan
-from tests.engine_parity import Model, captured, made_of, real_batches
+from tests.small_models import (
+    Model,
+    captured,
+    made_of,
+    real_batches,
+)
 
 __all__ = ["WIDTH", "Regression", "regression", "regression_plan"]
 

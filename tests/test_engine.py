@@ -12,15 +12,17 @@ import torch
 
 from tests.engine_parity import (
     ALL,
-    Model,
     Setting,
     assert_equal,
-    gpt,
     oracle,
     plan_for,
-    token_batches,
     tolerance_of,
     train_on_threads,
+)
+from tests.small_models import (
+    Model,
+    gpt,
+    token_batches,
 )
 
 FACTORS = {

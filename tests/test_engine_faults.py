@@ -14,9 +14,14 @@ from bireme.runtime.failures import RankFailed
 from bireme.runtime.launch import launch
 from bireme.runtime.stage import Place
 from bireme.runtime.world import World
-from tests.engine_parity import Batch, Model, Setting, pipeline_of, real_batches
+from tests.engine_parity import Setting, pipeline_of
 from tests.ranks import pids_in, run_script, sign_in, start_script, torchrun, wait_until_gone
 from tests.regression import WIDTH, regression, regression_plan
+from tests.small_models import (
+    Batch,
+    Model,
+    real_batches,
+)
 
 pytestmark = pytest.mark.slow
 

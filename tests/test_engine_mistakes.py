@@ -13,19 +13,17 @@ from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.world import World
-from tests.engine_parity import (
+from tests.engine_parity import Setting, pipeline_of, plan_for
+from tests.regression import Regression
+from tests.small_models import (
     Batch,
     Model,
-    Setting,
     captured,
     gpt,
     made_of,
-    pipeline_of,
-    plan_for,
     real_batches,
     token_batches,
 )
-from tests.regression import Regression
 from tests.together import run_threads
 
 TEXT = "layers=3,tied=false"

@@ -16,22 +16,24 @@ from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from tests.engine_parity import (
     ALL,
-    CONTEXT,
-    Model,
     Setting,
     assert_equal,
-    captured,
-    chained,
-    gpt,
-    made_of,
     oracle,
     plan_for,
-    real_batches,
-    token_batches,
     tolerance_of,
     train_on_threads,
 )
 from tests.regression import WIDTH, Regression
+from tests.small_models import (
+    CONTEXT,
+    Model,
+    captured,
+    chained,
+    gpt,
+    made_of,
+    real_batches,
+    token_batches,
+)
 
 
 def rows(batch: int = 2, width: int = WIDTH) -> dict[str, Tensor]:

@@ -24,15 +24,17 @@ from bireme.schedule.rule import Rule
 from bireme.schedule.weave import Orders, weave
 from tests.engine_parity import (
     ALL,
-    Batch,
-    Model,
     Setting,
     assert_equal,
+    oracle,
+    train_on_threads,
+)
+from tests.small_models import (
+    Batch,
+    Model,
     chained,
     made_of,
-    oracle,
     real_batches,
-    train_on_threads,
 )
 
 WIDTH = 4

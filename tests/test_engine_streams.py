@@ -20,23 +20,25 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction, Message
 from tests.engine_parity import (
     ALL,
-    CONTEXT,
     DELAYED,
     FLUSH,
-    Batch,
-    Model,
     Setting,
     assert_equal,
     evaluated,
-    gpt,
     oracle,
     plan_for,
-    real_batches,
-    token_batches,
     tolerance_of,
     train_on_threads,
 )
 from tests.regression import WIDTH, regression, regression_plan
+from tests.small_models import (
+    CONTEXT,
+    Batch,
+    Model,
+    gpt,
+    real_batches,
+    token_batches,
+)
 
 UNTIED = "layers=3,tied=false"
 

@@ -22,19 +22,21 @@ from bireme.timeline.timeline import BUSY, Timeline
 from tests.engine_parity import (
     ALL,
     DELAYED,
-    Batch,
-    Model,
     Setting,
     Trained,
     assert_equal,
     evaluated,
-    gpt,
     oracle,
     pipeline_of,
     plan_for,
-    token_batches,
     tolerance_of,
     train_rank,
+)
+from tests.small_models import (
+    Batch,
+    Model,
+    gpt,
+    token_batches,
 )
 
 pytestmark = pytest.mark.slow

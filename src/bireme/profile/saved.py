@@ -50,7 +50,7 @@ class Saved:
         if key not in self._but and key not in self._bytes:
             self._bytes[key] = tensor.untyped_storage().nbytes()
             self._alive.append(tensor)  # so that no other memory takes its identity
-        return tensor
+        return tensor.detach()  # itself it would hold the node that holds it, for ever
 
 
 @dataclass(frozen=True, slots=True)
