@@ -35,6 +35,8 @@ from tests.small_models import (
     token_batches,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def rows(batch: int = 2, width: int = WIDTH) -> dict[str, Tensor]:
     return real_batches(batch, 1, width)[0]

@@ -37,6 +37,8 @@ from tests.small_models import (
     real_batches,
 )
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 4
 
 

@@ -40,6 +40,8 @@ from tests.small_models import (
     token_batches,
 )
 
+pytestmark = pytest.mark.slow
+
 UNTIED = "layers=3,tied=false"
 
 

@@ -25,6 +25,8 @@ from bireme.profile.swapping import Bandwidth, SwapPlan, plan_swaps
 from bireme.profile.trace import StorageTrace
 from bireme.report.packing import packed
 
+pytestmark = pytest.mark.slow
+
 GPT = "gpt:layers=2,width=32,heads=4,vocab=64,context=16,dropout=0.1"
 
 

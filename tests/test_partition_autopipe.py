@@ -24,6 +24,8 @@ from bireme.simulate.network import Network
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from bireme.timeline.timeline import Timeline
 
+pytestmark = pytest.mark.slow
+
 TIMES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=8)
 
 
