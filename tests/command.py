@@ -1,6 +1,7 @@
 """Run the command line inside the test's own process."""
 
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from bireme.cli.main import main
 
-__all__ = ["Result", "bireme"]
+__all__ = ["Result", "bireme", "loads_torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +39,23 @@ def bireme(capsys: pytest.CaptureFixture[str], *words: str) -> Result:
         sys.argv = before
     captured = capsys.readouterr()
     return Result(status, captured.out, captured.err)
+
+
+def loads_torch(*commands: str, modules: str = "bireme") -> bool:
+    """Do these commands, in a process of their own that first imports `modules`, import torch?"""
+    code = f"""
+import sys
+import {modules}
+from bireme.cli.main import main
+for words in {commands!r}:
+    sys.argv = ["bireme", *words.split()]
+    try:
+        main()
+    except SystemExit:
+        pass
+print("torch loaded:", "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.splitlines()[-1] != "torch loaded: False"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bireme.schedule.catalogue import SCHEDULES
-from tests.command import bireme
+from tests.command import bireme, loads_torch
 
 Capture = pytest.CaptureFixture[str]
 
@@ -31,22 +31,7 @@ SIMULATE = [
 
 
 def test_help_and_import_load_no_torch() -> None:
-    code = """
-import sys
-import bireme
-from bireme.cli.main import main
-for words in (["--help"], ["schedule", "--help"], ["simulate", "--help"], ["schedule", "1f1b", "--check"]):
-    sys.argv = ["bireme", *words]
-    try:
-        main()
-    except SystemExit:
-        pass
-print("torch loaded:", "torch" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.splitlines()[-1] == "torch loaded: False"
+    assert not loads_torch("--help", "schedule --help", "simulate --help", "schedule 1f1b --check")
 
 
 def test_the_installed_command_answers() -> None:

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from bireme.cluster import machine, nvml
 from bireme.cluster.cluster_file import example_names, read_cluster
 from bireme.cluster.links import Link, Mesh
-from tests.command import bireme
+from tests.command import bireme, loads_torch
 
 ROOT = Path(__file__).parent.parent
 Capture = pytest.CaptureFixture[str]
@@ -281,21 +279,7 @@ def test_a_mistake_is_one_sentence_and_status_2(capsys: Capture, words: list[str
 
 
 def test_the_verb_loads_no_torch() -> None:
-    code = """
-import sys
-from bireme.cli.main import main
-for words in (["cluster", "--help"], ["cluster", "show", "laptop"], ["cluster", "discover"]):
-    sys.argv = ["bireme", *words]
-    try:
-        main()
-    except SystemExit:
-        pass
-print("torch loaded:", "torch" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.splitlines()[-1] == "torch loaded: False"
+    assert not loads_torch("cluster --help", "cluster show laptop", "cluster discover")
 
 
 def test_the_commands_and_code_of_the_document_work(

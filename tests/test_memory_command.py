@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bireme.profile.events import Owner
-from tests.command import bireme
+from tests.command import bireme, loads_torch
 
 Capture = pytest.CaptureFixture[str]
 
@@ -176,18 +176,5 @@ def test_wrong_words_get_one_sentence_and_status_2(
 
 
 def test_help_loads_no_torch() -> None:
-    code = """
-import sys
-from bireme.cli.main import main
-import bireme.report.gantt, bireme.report.memory_document, bireme.report.memory_table
-sys.argv = ["bireme", "memory", "--help"]
-try:
-    main()
-except SystemExit:
-    pass
-print("torch loaded:", "torch" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.splitlines()[-1] == "torch loaded: False"
+    reports = "bireme.report.gantt, bireme.report.memory_document, bireme.report.memory_table"
+    assert not loads_torch("memory --help", modules=reports)

@@ -18,7 +18,7 @@ from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Seconds
-from tests.command import bireme
+from tests.command import bireme, loads_torch
 
 Capture = pytest.CaptureFixture[str]
 
@@ -268,18 +268,6 @@ def test_the_document_explains_every_field() -> None:
 
 
 def test_help_loads_no_torch() -> None:
-    code = """
-import sys
-from bireme.cli.main import main
-import bireme.report.profile_table, bireme.report.progress, bireme.profile.stages, bireme.profile.profile_file
-sys.argv = ["bireme", "profile", "--help"]
-try:
-    main()
-except SystemExit:
-    pass
-print("torch loaded:", "torch" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.splitlines()[-1] == "torch loaded: False"
+    reports = "bireme.report.profile_table, bireme.report.progress"
+    profiles = "bireme.profile.stages, bireme.profile.profile_file"
+    assert not loads_torch("profile --help", modules=f"{reports}, {profiles}")

@@ -106,9 +106,9 @@ class EmulatedStage(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         """The same numbers, later."""
         begin_s = time.perf_counter()
-        weight: Tensor = _Weight.apply(self.weight, self.ballast, self.pace)  # type: ignore[no-untyped-call]
+        weight: Tensor = _Weight.apply(self.weight, self.ballast, self.pace)  # type: ignore[no-untyped-call]  # as torch has it
         anchored = given if self.anchor is None else given + self.anchor
-        worked: Tensor = _Work.apply(anchored, self.pace, begin_s)  # type: ignore[no-untyped-call]
+        worked: Tensor = _Work.apply(anchored, self.pace, begin_s)  # type: ignore[no-untyped-call]  # as torch has it
         return worked + weight
 
 

@@ -18,7 +18,7 @@ CARD = "eth0"
 TOOL_TIMEOUT_S = 20.0
 
 
-class NoHosts(Exception):  # noqa: N818
+class NoHosts(Exception):  # noqa: N818 (no error: the benchmark leaves the row out)
     """There can be no such hosts here; the text says why."""
 
 

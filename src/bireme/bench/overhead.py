@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from bireme.bench.contenders import Contender, Feed, Ours, closing, say, take_turns, torch_run
 from bireme.bench.effort import Effort
 from bireme.bench.spread import Spread, ratios
-from bireme.model.capture import capture
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
@@ -63,7 +62,7 @@ def measure_overhead(world: World, effort: Effort) -> OverheadTimes:
     batch = {"given": torch.randn(SAMPLES * m, WIDTH), "wanted": torch.randn(SAMPLES * m, WIDTH)}
     example = {name: value[:SAMPLES] for name, value in batch.items()}
     plan = Plan((1,), m, "1f1b")
-    pipeline = Pipeline(capture(model, example), plan, world, weights=_copies(model), optimizer="sgd")
+    pipeline = Pipeline(model, plan, world, example_inputs=example, optimizer="sgd")
     contenders: list[Contender] = [Ours("1f1b", pipeline, batch)]
     module = (model.first, model.second)[world.rank]
 
@@ -102,8 +101,3 @@ def overhead_of(times: OverheadTimes, other: OverheadTimes) -> Overhead:
         best_peer=best,
         share=ratios(peers[best], ours),
     )
-
-
-def _copies(model: nn.Module):  # type: ignore[no-untyped-def]
-    held = dict(model.named_parameters())
-    return lambda names: {name: held[name].detach().clone() for name in names}

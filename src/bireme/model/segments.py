@@ -32,7 +32,7 @@ class SegmentedFunction:
         recomputed: Collection[int],
         *,
         resolve: Resolve = torch_operator,
-        compile: bool = False,  # noqa: A002
+        compile: bool = False,  # noqa: A002 (torch's word for it)
         outputs: Collection[str] | None = None,
     ) -> None:
         runs = [(again, list(run)) for again, run in groupby(units, lambda unit: unit.index in recomputed)]

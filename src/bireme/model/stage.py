@@ -68,7 +68,7 @@ class StageFunction:
         units: Sequence[Unit],
         resolve: Resolve,
         *,
-        compile: bool,  # noqa: A002
+        compile: bool,  # noqa: A002 (torch's word for it)
         outputs: Collection[str] | None,
         also: Sequence[str],
     ) -> None:
@@ -164,7 +164,7 @@ def stage_function(
     units: Sequence[Unit],
     *,
     resolve: Resolve = torch_operator,
-    compile: bool = False,  # noqa: A002
+    compile: bool = False,  # noqa: A002 (torch's word for it)
     outputs: Collection[str] | None = None,
     also: Sequence[str] = (),
 ) -> StageFunction:

@@ -16,6 +16,7 @@ from bireme.profile.behaviour import Behaviour, Block
 from bireme.profile.events import Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
+from bireme.report.axis import round_step
 from bireme.report.memory_names import block_name
 from bireme.report.packing import packed
 from bireme.report.palette import Colour
@@ -187,7 +188,7 @@ def _axes(view: _View, bottom: float) -> Iterator[Shape]:
         if text_width(span.phase, 12) <= right - left:
             yield Text((left + right) / 2, PHASES + PHASE / 2, span.phase, 12, palette.INK, Anchor.MIDDLE)
         yield Line(left, PHASES, left, bottom, palette.AXIS)
-    step_s = _round_step(behaviour.duration_s / 10)
+    step_s = round_step(behaviour.duration_s / 10)
     for i in range(math.floor(behaviour.duration_s / step_s + 1e-9) + 1):
         x = view.x(i * step_s)
         yield Line(x, bottom, x, bottom + 5, palette.PALE_INK)
@@ -200,12 +201,6 @@ def _axes(view: _View, bottom: float) -> Iterator[Shape]:
         yield Text(LEFT - 9, y, bytes_text(num_bytes), 12, palette.PALE_INK, Anchor.END)
     middle = PHASES + PHASE + ABOVE + FOOTPRINT / 2
     yield Text(LEFT - 9, middle, "all blocks", 12, palette.PALE_INK, Anchor.END)
-
-
-def _round_step(least: float) -> float:
-    """The least of 1, 2, 5, 10, … and their tenths that is no less."""
-    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def _footprint(view: _View) -> Iterator[Shape]:

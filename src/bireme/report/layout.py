@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from bireme.report import palette
+from bireme.report.axis import round_step
 from bireme.report.legend import Contents, legend
 from bireme.report.names import rank_name
 from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, fitted, text_width
@@ -169,20 +170,12 @@ def _axis(view: _View, bottom: float) -> Iterator[Shape]:
     """Round times, and lines from them through all lanes."""
     unit, size = next(((u, s) for u, s in UNITS if view.end_s >= s), UNITS[0])
     most = view.end_s / size
-    step = _round_step(most / 10)
+    step = round_step(most / 10)
     digits = max(0, -math.floor(math.log10(step)))
     for i in range(math.floor(most / step + 1e-9) + 1):
         x = view.x(i * step * size)
         yield Line(x, TOP, x, bottom + 4, palette.AXIS)
         yield Text(x, bottom + 14, f"{i * step:.{digits}f} {unit}", 12, palette.PALE_INK, Anchor.MIDDLE)
-
-
-def _round_step(least: float) -> float:
-    """The least of 1, 2, 5, 10, … and their tenths that is no less."""
-    if least <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def _lane(view: _View, rank: RankTimeline, top: float) -> Iterator[Shape]:

@@ -33,7 +33,7 @@ Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | None]
 
 
-class BankInUse(RuntimeError):  # noqa: N818
+class BankInUse(RuntimeError):  # noqa: N818 (named for what happened)
     """A bank was to be written while a micro-batch still needs the version in it. The program is wrong."""
 
     def __init__(self, stage: int, version: int | None, made: int, num_held: int) -> None:
@@ -43,7 +43,7 @@ class BankInUse(RuntimeError):  # noqa: N818
         )
 
 
-class DeadVersion(RuntimeError):  # noqa: N818
+class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
     """A version was asked for that is not made yet, or overwritten. The program is wrong."""
 
     def __init__(self, stage: int, version: int, living: Collection[int]) -> None:

@@ -86,7 +86,7 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | str = "cpu",
         bank_dtype: torch.dtype | None = None,
-        compile: bool = False,  # noqa: A002
+        compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
     ) -> None:
         fabric = fabric_of(world, plan.num_ranks)

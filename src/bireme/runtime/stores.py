@@ -30,4 +30,4 @@ def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> TCP
 
 def second_connection(store: Store) -> Store:
     """The same store, for another thread: an operation that waits holds up all others of its connection."""
-    return cast(Store, store.clone())  # type: ignore[attr-defined]
+    return cast(Store, store.clone())  # type: ignore[attr-defined]  # torch forgets it

@@ -256,7 +256,7 @@ class Watch:
 
     def _end(self, why: RankFailed) -> None:
         if not self._ends_quietly:
-            print(f"bireme: rank {self._rank} ends. {why.line}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"bireme: rank {self._rank} ends. {why.line}", file=sys.stderr, flush=True)  # noqa: T201 (the last word)
         with suppress(Exception):
             sys.stdout.flush()
         os._exit(1)
