@@ -20,7 +20,9 @@ class Plan:
     `cuts` are the units at which a new stage begins, without the first stage's 0. `width` is how many
     replicas of the pipeline there are; a batch is `width` · `num_microbatches` micro-batches. `recompute`
     names the stages that run their forward again before the backward, `recompute_units` single units that do
-    so within theirs.
+    so within theirs. `micro_batch_sizes` are the samples of a micro-batch in each replica, to which batches
+    are cut in proportion; left out, replicas get equal shares. `devices[rank][replica]` names the device of
+    each process, for who starts them.
     """
 
     cuts: tuple[int, ...]
@@ -32,6 +34,8 @@ class Plan:
     lookahead: int = 0
     recompute: tuple[int, ...] = ()
     recompute_units: tuple[int, ...] = ()
+    micro_batch_sizes: tuple[int, ...] = ()
+    devices: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):
@@ -40,7 +44,18 @@ class Plan:
             )
         if self.width < 1:
             raise BiremeError(f"A pipeline has at least one replica, not {self.width}.")
-        self.program(1)
+        sizes = self.micro_batch_sizes
+        if sizes and (len(sizes) != self.width or min(sizes) < 1):
+            raise BiremeError(
+                f"Micro-batches of {', '.join(map(str, sizes))} samples are no shares for {self.width} "
+                "replicas: give a size of 1 or more for each replica."
+            )
+        num_ranks = self.program(1).num_ranks
+        if self.devices and [len(names) for names in self.devices] != [self.width] * num_ranks:
+            raise BiremeError(
+                f"The plan names devices for {len(self.devices)} ranks; it needs one for each of "
+                f"{self.width} replicas of each of {num_ranks} ranks."
+            )
 
     @property
     def num_stages(self) -> int:
@@ -72,8 +87,7 @@ class Plan:
         if self.cuts and self.cuts[-1] >= num_units:
             raise BiremeError(
                 f"The plan cuts at unit {self.cuts[-1]}, and the model has {num_units} units. It was made "
-                "for "
-                "another model."
+                "for another model."
             )
         begin, end = list(pairwise(bounds))[stage]
         return range(begin, end)
