@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -15,11 +15,15 @@ from bireme.bench.emulation import SCHEDULES, Row, limit_s, predicted_s
 from bireme.bench.engine import EngineReport, bench_engine
 from bireme.bench.memory import Counts
 from bireme.bench.overhead import Overhead, OverheadTimes, overhead_of
+from bireme.bench.own_cost import OwnCost, own_cost
 from bireme.bench.replicas import Replicas, measure_replicas
 from bireme.bench.spread import Spread
 from bireme.bench.table import print_engine_report
 from bireme.bench.verdicts import verdicts
 from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.simulate.network import Network
+from bireme.simulate.simulator import pairs_that_talk, simulate
 from tests.command import bireme
 
 PACE = Pace(0.010, 0.020)
@@ -34,6 +38,8 @@ TINY = Effort(
     buffers=(2, 8),
 )
 ONE = Spread(1.0, 1.0, 1.0)
+FREE = OwnCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""An engine that takes no time itself."""
 
 
 def row(schedule: str, measured_s: float, torch_s: float, shape: Shape) -> Row:
@@ -43,7 +49,7 @@ def row(schedule: str, measured_s: float, torch_s: float, shape: Shape) -> Row:
         stages=shape.num_ranks,
         microbatches=shape.num_microbatches,
         measured_s=measured,
-        predicted_s=predicted_s(schedule, shape, PACE),
+        predicted_s=predicted_s(schedule, shape, PACE, FREE),
         limit_s=limit_s(schedule, shape, PACE),
         torch_s=theirs,
         torch_schedule="Schedule1F1B",
@@ -90,7 +96,17 @@ def test_a_small_run_measures_every_schedule_beside_torch_and_the_limits() -> No
 def test_limits_are_what_the_simulator_reaches_when_nothing_else_takes_time(
     schedule: str, shape: Shape
 ) -> None:
-    assert predicted_s(schedule, shape, PACE) == pytest.approx(limit_s(schedule, shape, PACE))
+    assert predicted_s(schedule, shape, PACE, FREE) == pytest.approx(limit_s(schedule, shape, PACE))
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 4), Shape(4, 8)], ids=str)
+def test_what_the_engine_takes_is_read_off_a_timeline_that_has_it(shape: Shape) -> None:
+    """From a simulated one, in which messages take nobody's time but are late."""
+    given = OwnCost(0.0004, 0.0006, 0.0, 0.0, 0.003, 0.002)
+    program = Plan(tuple(range(1, shape.num_ranks)), shape.num_microbatches, "1f1b").program(5)
+    network = Network.dedicated(pairs_that_talk(program), latency_s=given.late_s)
+    timeline = simulate(program, given.costs(shape.num_ranks, PACE), network)
+    assert astuple(own_cost(timeline, PACE)) == pytest.approx(astuple(given), abs=1e-9)
 
 
 def test_overhead_is_that_of_the_slower_rank_against_torch_s_best() -> None:

@@ -181,7 +181,7 @@ def test_an_interrupt_ends_all_without_a_storm_of_tracebacks(start: Start, tmp_p
     _, errors = parent.communicate()
 
     wait_until_gone(ranks)
-    assert parent.returncode == -signal.SIGINT
+    assert parent.returncode == -signal.SIGINT, errors
     assert errors.count(TRACEBACK) == 1
     assert errors.strip().endswith("KeyboardInterrupt")
 
@@ -193,7 +193,7 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(start: Start, tmp_
     _, errors = parent.communicate()
 
     wait_until_gone(ranks)
-    assert parent.returncode == -signal.SIGINT
+    assert parent.returncode == -signal.SIGINT, errors
     assert errors.count(TRACEBACK) == 1
 
 

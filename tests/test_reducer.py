@@ -18,7 +18,8 @@ from bireme.errors import BiremeError
 from bireme.runtime.thread_transport import ThreadFabric
 from bireme.sync.buckets import NUM_IN_FLIGHT
 from bireme.sync.group import CollectiveError, DistGroup, Group, LonelyGroup, Pending
-from bireme.sync.reducer import Reduced, Reducer
+from bireme.sync.reduced import Reduced
+from bireme.sync.reducer import Reducer
 from tests.together import run_processes, run_threads
 
 MakeGroup = Callable[[Sequence[int]], Group | None]

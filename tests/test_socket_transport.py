@@ -13,6 +13,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.fabric import neighbours_of
 from bireme.runtime.meeting import meet
 from bireme.runtime.peers import PeerLost
+from bireme.runtime.socket_sums import SocketSums
 from bireme.runtime.socket_transport import LARGE_BYTES, Lines, SocketTransport
 from bireme.runtime.stores import open_store
 from bireme.runtime.transport import AbortedError
@@ -161,3 +162,115 @@ def test_neighbours_are_the_ranks_of_stages_next_door() -> None:
     assert neighbours_of(2, (0, 1, 2, 3)) == {1, 3}
     assert neighbours_of(0, (0, 1, 1, 0)) == {1}
     assert neighbours_of(0, (0,)) == set()
+
+
+# --- sums --------------------------------------------------------------------------------------------------
+
+
+def star(num_ranks: int, timeout_s: float = 20.0) -> list[SocketTransport]:
+    """Rank 0 joined with every other, and neighbours with each other."""
+    lines: list[dict[int, Lines]] = [{} for _ in range(num_ranks)]
+    for rank in range(num_ranks):
+        for other in range(rank + 1, num_ranks):
+            if rank == 0 or other == rank + 1:
+                (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+                for one in (small, its_small):
+                    one.setblocking(False)
+                lines[rank][other], lines[other][rank] = Lines(small, large), Lines(its_small, its_large)
+    return [SocketTransport(own, timeout_s=timeout_s) for own in lines]
+
+
+def part(rank: int, number: int) -> Tensor:
+    return torch.tensor([rank + 0.1, 1e-9 * rank, float(number)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_sums_are_added_in_the_order_of_the_ranks_however_many_are_under_way(num_ranks: int) -> None:
+    transports = star(num_ranks)
+    num_sums = 6
+
+    def work(rank: int) -> list[list[float]]:
+        sums = SocketSums(transports[rank], rank, num_ranks)
+        given = [part(rank, number) for number in range(num_sums)]
+        pending = [sums.all_reduce(one) for one in given[:4]]
+        for one in pending[:2]:
+            one.wait()
+        pending += [sums.all_reduce(one) for one in given[4:]]
+        for one in pending[2:]:
+            one.wait()
+        return [one.tolist() for one in given]
+
+    found = run_threads(num_ranks, work)
+    for transport in transports:
+        transport.close()
+    wanted = []
+    for number in range(num_sums):
+        total = part(0, number)
+        for rank in range(1, num_ranks):
+            total += part(rank, number)
+        wanted.append(total.tolist())
+    assert all(own == wanted for own in found)
+
+
+def test_rank_0_adds_up_while_it_waits_for_something_else() -> None:
+    """Rank 1 sends that only when it knows the sum, so neither would go on."""
+    transports = star(2, timeout_s=5.0)
+
+    def work(rank: int) -> float:
+        sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
+        pending = sums.all_reduce(own)
+        message = torch.full((8,), rank, dtype=torch.uint8)
+        if rank == 0:
+            transports[0].receive(key(0, forward=False), 1, message).wait()
+            assert message.tolist() == [1] * 8
+            pending.wait()
+        else:
+            pending.wait()
+            transports[1].send(key(0, forward=False), 0, message).wait()
+        return float(own[0])
+
+    assert run_threads(2, work) == [0.1 + 1.1] * 2
+    for transport in transports:
+        transport.close()
+
+
+def test_a_sum_whose_rank_is_gone_says_so() -> None:
+    transports = star(3)
+    transports[2].close()
+
+    def work(rank: int) -> None:
+        if rank == 0:
+            SocketSums(transports[0], 0, 3).all_reduce(part(0, 0)).wait()
+
+    with pytest.raises(PeerLost):
+        run_threads(1, work)
+    for transport in transports[:2]:
+        transport.close()
+
+
+def test_a_part_of_a_sum_that_never_comes_is_named() -> None:
+    transports = star(2, timeout_s=0.3)
+    with pytest.raises(BiremeError, match=r"part of sum 0 \(24 bytes\) did not come from rank 1"):
+        SocketSums(transports[0], 0, 2).all_reduce(part(0, 0)).wait()
+    for transport in transports:
+        transport.close()
+
+
+def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would run in circles until they are expected."""
+    transports = star(3)
+    transports[1].send(key(5), 0, torch.zeros(64, dtype=torch.uint8))
+    turns: list[float] = []
+    poll = transports[0]._poll
+
+    def counted(seconds: float) -> None:
+        turns.append(seconds)
+        poll(seconds)
+
+    monkeypatch.setattr(transports[0], "_poll", counted)
+    send = transports[2].send
+    threading.Timer(0.5, lambda: send(key(6), 0, torch.zeros(64, dtype=torch.uint8))).start()
+    transports[0].receive(key(6), 2, torch.empty(64, dtype=torch.uint8)).wait()
+    assert len(turns) < 50
+    for transport in transports:
+        transport.close()

@@ -24,6 +24,9 @@ FEATURES = 4096
 WAKING_S = 3e-4
 """How long before the end of its time an emulated device wakes up."""
 
+HANDOVER_S = 1e-3
+"""How soon work must follow on the last to be one piece with it for the device."""
+
 INPUT = "given"
 
 
@@ -44,39 +47,54 @@ class Pace:
         return Pace(self.forward_s / pieces, self.backward_s / pieces)
 
 
+@dataclass(slots=True)
+class _Backward:
+    """The backward of one micro-batch: until when its device has had work."""
+
+    end_s: float = 0.0
+
+    def begin_s(self) -> float:
+        """When the next part of it begins: now, or where the last one ended if that was just now.
+
+        What torch does between two parts of one backward is its own; the device would have had both.
+        """
+        now = time.perf_counter()
+        return self.end_s if now - self.end_s < HANDOVER_S else now
+
+
 class _Work(torch.autograd.Function):
     """The forward of a stage, and the half of its backward that the stage before waits for."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, pace: Pace, begin_s: float) -> Tensor:
-        ctx.pace = pace
+    def forward(ctx: Any, given: Tensor, pace: Pace, begin_s: float, backward: _Backward) -> Tensor:
+        ctx.pace, ctx.backward = pace, backward
         made = given.clone()
         _wait_until(begin_s + pace.forward_s)
         return made
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        begin_s = time.perf_counter()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.backward.end_s = time.perf_counter() + ctx.pace.backward_s / 2
         made = gradients[0].clone()
-        _wait_until(begin_s + ctx.pace.backward_s / 2)
-        return made, None, None
+        _wait_until(ctx.backward.end_s)
+        return made, None, None, None
 
 
 class _Weight(torch.autograd.Function):
     """The other half of the backward. `ballast` has a gradient too, so that there is much to sum up."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ballast: Tensor, pace: Pace) -> Tensor:
-        ctx.pace = pace
+    def forward(ctx: Any, weight: Tensor, ballast: Tensor, pace: Pace, backward: _Backward) -> Tensor:
+        ctx.pace, ctx.backward = pace, backward
         ctx.ballast_shape = ballast.shape
         return weight.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        begin_s = time.perf_counter()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        end_s = ctx.backward.begin_s() + ctx.pace.backward_s / 2
         ballast = torch.full(ctx.ballast_shape, 1e-6)
-        _wait_until(begin_s + ctx.pace.backward_s / 2)
-        return gradients[0], ballast, None
+        _wait_until(end_s)
+        return gradients[0], ballast, None, None
 
 
 def _wait_until(end_s: float) -> None:
@@ -106,10 +124,11 @@ class EmulatedStage(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         """The same numbers, later."""
         begin_s = time.perf_counter()
-        weight: Tensor = _Weight.apply(self.weight, self.ballast, self.pace)  # type: ignore[no-untyped-call]  # as torch has it
-        anchored = given if self.anchor is None else given + self.anchor
-        worked: Tensor = _Work.apply(anchored, self.pace, begin_s)  # type: ignore[no-untyped-call]  # as torch has it
-        return worked + weight
+        backward = _Backward()
+        weight: Tensor = _Weight.apply(self.weight, self.ballast, self.pace, backward)  # type: ignore[no-untyped-call]  # as torch has it
+        begun = given + weight if self.anchor is None else given + weight + self.anchor
+        worked: Tensor = _Work.apply(begun, self.pace, begin_s, backward)  # type: ignore[no-untyped-call]  # as torch has it
+        return worked
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,16 @@ import torch
 from bireme.bench.contenders import Contender, Feed, Ours, TorchRun, closing, say, take_turns, torch_run
 from bireme.bench.effort import Effort, Shape
 from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, Pace, emulated_model, square_loss
+from bireme.bench.own_cost import OwnCost, own_cost
 from bireme.bench.spread import Spread, ratios
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
-from bireme.simulate.costs import Costs
-from bireme.simulate.simulator import simulate
+from bireme.simulate.network import Network
+from bireme.simulate.simulator import pairs_that_talk, simulate
+from bireme.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -44,11 +46,15 @@ PEERS = {
 
 SIMULATED_BATCHES = 8
 
+PROBED, PROBED_BATCHES = "1f1b", 6
+"""What is recorded, behind all else, to learn what the engine itself takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One schedule at one shape: seconds for a batch.
 
+    `predicted_s` is the simulator's, told what the engine itself took in a recorded run of 1f1b.
     `torch_s` is that of the fastest of torch's schedules of the same kind. `lead` is torch's time over ours,
     of the same round.
     """
@@ -81,7 +87,8 @@ def measure_emulated(effort: Effort) -> list[Row]:
         shapes = [shape for shape in effort.shapes if shape.num_ranks == num_ranks]
         by_rank = launch(_measure, num_ranks, shapes, effort, threads_per_process=1)
         for place, shape in enumerate(shapes):
-            rows += _rows(shape, effort.pace, [seconds[place] for seconds in by_rank])
+            own = by_rank[0][place].own
+            rows += _rows(shape, effort.pace, own, [found[place].measured for found in by_rank])
     return rows
 
 
@@ -97,20 +104,14 @@ def limit_s(schedule: str, shape: Shape, pace: Pace) -> float:
     return m * pace.whole_s + (0.0 if schedule == "2bw" else (d - 1) * fills_s)
 
 
-def predicted_s(schedule: str, shape: Shape, pace: Pace) -> float:
-    """What the simulator says a batch takes."""
+def predicted_s(schedule: str, shape: Shape, pace: Pace, own: OwnCost) -> float:
+    """What the simulator says a batch takes, with what the engine itself takes."""
     v = stages_per_rank(schedule)
-    num_stages, of_stage = shape.num_ranks * v, pace.cut(v)
-    halves = [of_stage.backward_s / 2] * num_stages
-    halves[0] = 0.0  # nothing that comes into the first stage has a gradient
-    costs = Costs.per_stage(
-        num_stages,
-        forward_s=of_stage.forward_s,
-        backward_s=of_stage.backward_s,
-        backward_input_s=halves,
-    )
-    plan = _plan(schedule, tuple(range(1, num_stages)), shape.num_microbatches)
-    return simulate(plan.program(SIMULATED_BATCHES), costs).steady_batch_s
+    num_stages = shape.num_ranks * v
+    program = _plan(schedule, tuple(range(1, num_stages)), shape.num_microbatches).program(SIMULATED_BATCHES)
+    costs = own.costs(num_stages, pace.cut(v), num_backwards=2 if program.splits_backward else 1)
+    network = Network.dedicated(pairs_that_talk(program), latency_s=own.late_s)
+    return simulate(program, costs, network).steady_batch_s
 
 
 def _plan(schedule: str, cuts: tuple[int, ...], num_microbatches: int) -> Plan:
@@ -125,7 +126,15 @@ class _Measured:
     seconds: list[float]
 
 
-def _measure(world: World, shapes: Sequence[Shape], effort: Effort) -> list[list[_Measured]]:
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """What was measured at one shape on a rank. `own` is what the engine itself took in a run of 1f1b."""
+
+    own: OwnCost
+    measured: list[_Measured]
+
+
+def _measure(world: World, shapes: Sequence[Shape], effort: Effort) -> list[_Shaped]:
     """On every rank: the contenders of each shape in turn."""
     fabric = DistFabric(world)
     models = {v: emulated_model(world.size * v, effort.pace.cut(v)) for v in (1, 2)}
@@ -149,8 +158,17 @@ def _measure(world: World, shapes: Sequence[Shape], effort: Effort) -> list[list
             contenders.append(_torch(peer, world, models, m))
         with closing(contenders):
             seconds = take_turns(contenders, counted=effort.counted, rounds=effort.rounds)
-        found.append([_Measured(one.name, own) for one, own in zip(contenders, seconds, strict=True)])
+            own = own_cost(_recorded(contenders), effort.pace)
+        measured = [_Measured(one.name, own_s) for one, own_s in zip(contenders, seconds, strict=True)]
+        found.append(_Shaped(own, measured))
     return found
+
+
+def _recorded(contenders: Sequence[Contender]) -> Timeline:
+    ours = next(one for one in contenders if isinstance(one, Ours) and one.name == PROBED)
+    for _ in ours.pipeline.train([ours.batch] * PROBED_BATCHES, record=True):
+        pass
+    return ours.pipeline.timeline()
 
 
 def _torch(peer: str, world: World, models: dict[int, EmulatedModel], num_microbatches: int) -> TorchRun:
@@ -180,7 +198,7 @@ def _torch_stage(model: EmulatedModel, stage: int) -> "PipelineStage":
     )
 
 
-def _rows(shape: Shape, pace: Pace, by_rank: Sequence[Sequence[_Measured]]) -> list[Row]:
+def _rows(shape: Shape, pace: Pace, own: OwnCost, by_rank: Sequence[Sequence[_Measured]]) -> list[Row]:
     # The slowest rank's batch is the pipeline's.
     slowest = {
         same[0].name: [max(seconds) for seconds in zip(*(one.seconds for one in same), strict=True)]
@@ -188,7 +206,7 @@ def _rows(shape: Shape, pace: Pace, by_rank: Sequence[Sequence[_Measured]]) -> l
     }
     rows = []
     for schedule in SCHEDULES:
-        own = slowest[schedule]
+        ours = slowest[schedule]
         names = [f"runtime with {peer}" if peer in SCHEDULES else peer for peer in PEERS[schedule]]
         best = min(names, key=lambda name: Spread.of(slowest[name]).median)
         rows.append(
@@ -196,12 +214,12 @@ def _rows(shape: Shape, pace: Pace, by_rank: Sequence[Sequence[_Measured]]) -> l
                 schedule=schedule,
                 stages=shape.num_ranks * stages_per_rank(schedule),
                 microbatches=shape.num_microbatches,
-                measured_s=Spread.of(own),
-                predicted_s=predicted_s(schedule, shape, pace),
+                measured_s=Spread.of(ours),
+                predicted_s=predicted_s(schedule, shape, pace, own),
                 limit_s=limit_s(schedule, shape, pace),
                 torch_s=Spread.of(slowest[best]),
                 torch_schedule=best,
-                lead=ratios(own, slowest[best]),
+                lead=ratios(ours, slowest[best]),
             )
         )
     return rows

@@ -156,7 +156,11 @@ class StageFunction:
         built = builder.finish(
             [*results, *(named[name] for name in self.outputs), *map(Reference, self._also)]
         )
-        return _compiled(built, device) if self._compiles else built
+        if self._compiles:
+            return _compiled(built, device)
+        # A call of the module itself would look for hooks first, which nobody can have set.
+        run: Callable[..., tuple[Any, ...]] = built.forward
+        return run
 
 
 def stage_function(
@@ -240,7 +244,7 @@ class _Builder:
                 )
                 self.nodes[value.name] = part
 
-    def finish(self, results: Sequence[Argument]) -> Callable[..., tuple[Any, ...]]:
+    def finish(self, results: Sequence[Argument]) -> torch.nn.Module:
         self._switch_grad(False)
         self.graph.output(tuple(self._given(result) for result in results))
         return torch.fx.GraphModule(self.root, self.graph)

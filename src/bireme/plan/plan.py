@@ -4,6 +4,7 @@ It says nothing about times; who made it, by hand or by search, does not show.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from bireme.errors import BiremeError
@@ -69,17 +70,7 @@ class Plan:
 
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""
-        return generate(
-            self.schedule,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_microbatches,
-            num_batches=num_batches,
-            stages_per_rank=self.stages_per_rank,
-            num_sliced=self.num_sliced,
-            lookahead=self.lookahead,
-            recompute=self.recompute,
-            first_batch=first_batch,
-        )
+        return _program(self, num_batches, first_batch)
 
     def units_of(self, stage: int, num_units: int) -> range:
         """The units of a stage, of so many in all."""
@@ -91,3 +82,18 @@ class Plan:
             )
         begin, end = list(pairwise(bounds))[stage]
         return range(begin, end)
+
+
+@lru_cache(maxsize=64)
+def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
+    return generate(
+        plan.schedule,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        num_batches=num_batches,
+        stages_per_rank=plan.stages_per_rank,
+        num_sliced=plan.num_sliced,
+        lookahead=plan.lookahead,
+        recompute=plan.recompute,
+        first_batch=first_batch,
+    )

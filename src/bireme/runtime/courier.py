@@ -13,7 +13,7 @@ from torch import Tensor
 from bireme.runtime.borders import Borders
 from bireme.runtime.microbatches import Feed
 from bireme.runtime.transport import Pending, Transport
-from bireme.runtime.wire import WireFormat
+from bireme.runtime.wire import Parcel, WireFormat
 from bireme.schedule.instruction import Instruction, Message
 
 __all__ = ["Courier"]
@@ -25,10 +25,19 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A message under way, with the memory that it is read from or written to."""
+class _Awaited:
+    """A receive that was posted, and the memory that it is for."""
 
     payload: Tensor
+    wire_format: WireFormat
+    pending: Pending
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message on its way."""
+
+    parcel: Parcel
     pending: Pending
 
 
@@ -51,8 +60,8 @@ class Courier:
         self._device = device
         self._made: dict[Message, Tensors] = {}
         """Messages made here that are not sent yet, or are for another stage of this rank."""
-        self._awaited: dict[Message, _UnderWay] = {}
-        self._sent: dict[tuple[bool, int], deque[_UnderWay]] = {}
+        self._awaited: dict[Message, _Awaited] = {}
+        self._sent: dict[tuple[bool, int], deque[_Sent]] = {}
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
         self.most_receive_bytes = 0
@@ -60,10 +69,12 @@ class Courier:
     def receive(self, step: Instruction) -> None:
         """Post a receive."""
         key = step.carries()
-        payload = torch.empty(self._format(key).num_bytes, dtype=torch.uint8, device=self._device)
+        wire_format = self._format(key)
+        payload = torch.empty(wire_format.num_bytes, dtype=torch.uint8, device=self._device)
         source = self._rank_of_stage[key.from_stage]
-        self._awaited[key] = _UnderWay(payload, self._transport.receive(key, source, payload))
-        self.receive_bytes += payload.numel()
+        pending = self._transport.receive(key, source, payload)
+        self._awaited[key] = _Awaited(payload, wire_format, pending)
+        self.receive_bytes += wire_format.num_bytes
         self.most_receive_bytes = max(self.most_receive_bytes, self.receive_bytes)
 
     def send(self, step: Instruction) -> None:
@@ -72,12 +83,13 @@ class Courier:
         tensors = self._here(key)
         if tensors is None:
             raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
-        payload = self._format(key).pack(tensors, key)
-        channel = self._sent.setdefault((key.forward, key.to_stage), deque())
-        if len(channel) >= MOST_SENDS:
-            channel.popleft().pending.wait()
-        to = self._rank_of_stage[key.to_stage]
-        channel.append(_UnderWay(payload, self._transport.send(key, to, payload)))
+        wire_format = self._format(key)
+        channel = self._sent.get((key.forward, key.to_stage))
+        if channel is None:
+            channel = self._sent[key.forward, key.to_stage] = deque()
+        parcel = self._free_parcel(channel, wire_format)
+        pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.pack(tensors, key))
+        channel.append(_Sent(parcel, pending))
 
     def take(self, step: Instruction) -> Tensors:
         """What an instruction needs from a neighbouring stage; waits until it is there."""
@@ -89,8 +101,8 @@ class Courier:
             return here
         awaited = self._awaited.pop(key)
         awaited.pending.wait()
-        self.receive_bytes -= awaited.payload.numel()
-        return self._format(key).unpack(awaited.payload, key)
+        self.receive_bytes -= awaited.wire_format.num_bytes
+        return awaited.wire_format.unpack(awaited.payload, key)
 
     def put(self, step: Instruction, tensors: Tensors) -> None:
         """What an instruction made for a neighbouring stage."""
@@ -103,6 +115,15 @@ class Courier:
         for channel in self._sent.values():
             while channel:
                 channel.popleft().pending.wait()
+
+    def _free_parcel(self, channel: deque[_Sent], wire_format: WireFormat) -> Parcel:
+        """Room for a message: that of the oldest one, once so many are under way."""
+        if len(channel) >= MOST_SENDS:
+            oldest = channel.popleft()
+            oldest.pending.wait()
+            if oldest.parcel.wire_format is wire_format:
+                return oldest.parcel
+        return wire_format.parcel(self._device)
 
     def _here(self, key: Message) -> Tensors | None:
         """What this rank made for a message, if it did. Halves are joined where the whole is asked for."""

@@ -13,11 +13,12 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.runtime.dist_transport import open_transport
 from bireme.runtime.meeting import meet
+from bireme.runtime.socket_sums import SocketSums
 from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
-from bireme.sync.group import DistGroup, Group, LonelyGroup
+from bireme.sync.group import DistGroup, Group, LonelyGroup, Sums
 
 __all__ = ["DistFabric", "Fabric", "LonelyFabric", "fabric_of"]
 
@@ -53,6 +54,11 @@ class Fabric(Protocol):
         `rank_of_stage` says, in these numbers, between which of them there are borders.
         """
 
+    def sums(self, transport: Transport, /) -> Sums | None:
+        """Sums of a few numbers over all ranks, made over a transport that joins them, by the ranks' own
+        threads; None where only a group's background can.
+        """
+
     def group(self, ranks: Sequence[int]) -> Group | None:
         """Sums over some ranks; None if this one is not of them."""
 
@@ -86,17 +92,26 @@ class DistFabric:
             place = ranks.index(world.rank)
             # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
             number = world.store.add(f"meetings of {world.rank}", 1)
+            neighbours = neighbours_of(place, rank_of_stage)
+            if len(ranks) == world.size:  # so that it can carry their sums, which rank 0 makes
+                neighbours |= set(range(1, world.size)) if place == 0 else {0}
             lines = meet(
                 world.store,
                 f"meeting {number}",
                 rank=place,
                 ranks=ranks,
-                neighbours=neighbours_of(place, rank_of_stage),
+                neighbours=neighbours,
                 timeout_s=world.timeout_s,
             )
             transport = SocketTransport(lines, timeout_s=world.timeout_s)
         world.watch.on_failure(transport.abort)
         return transport
+
+    def sums(self, transport: Transport, /) -> Sums | None:
+        """Over sockets between CPUs."""
+        if not isinstance(transport, SocketTransport):
+            return None
+        return SocketSums(transport, self.rank, self.size)
 
     def group(self, ranks: Sequence[int]) -> Group | None:
         """Sums over some processes; None if this one is not of them."""
@@ -119,6 +134,10 @@ class LonelyFabric:
     def transport(self, _ranks: Sequence[int], _rank_of_stage: Sequence[int], /) -> Transport:
         """Nothing ever goes over it."""
         return _Nowhere()
+
+    def sums(self, _transport: Transport, /) -> Sums:
+        """This process alone."""
+        return LonelyGroup()
 
     def group(self, _ranks: Sequence[int]) -> Group:
         """This process alone."""

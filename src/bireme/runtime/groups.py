@@ -1,40 +1,59 @@
-"""The groups that one rank sums with: its replicas, all ranks, and who else holds a parameter of its own."""
+"""Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from torch import Tensor
 
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
+from bireme.runtime.transport import Transport
+from bireme.runtime.updates import AnyReducer
 from bireme.sync.group import Group, LonelyGroup
+from bireme.sync.inline_reducer import InlineReducer
+from bireme.sync.reducer import Reducer
 
-__all__ = ["Groups", "groups_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """`control` and `spare` have all ranks, one for the reducer's thread and one for the rank's own.
-
-    `tied` has, by name, the group of all ranks that hold a parameter which stages on several ranks use.
-    """
-
-    replicas: Group
-    control: Group
-    spare: Group
-    tied: Mapping[str, Group]
+__all__ = ["everyone", "reducer_of"]
 
 
-def groups_of(fabric: Fabric, layout: Layout) -> Groups:
-    """Every rank makes all groups, in the same order, and keeps its own."""
+def reducer_of(
+    fabric: Fabric,
+    layout: Layout,
+    transport: Transport,
+    templates: Mapping[str, Tensor],
+    *,
+    keep_gradients: bool,
+) -> AnyReducer:
+    """What sums up this rank's batches. All ranks call it, and each finds the same kind."""
+    if layout.width == 1 and not layout.tied:
+        sums = fabric.sums(transport)
+        if sums is not None:
+            return InlineReducer(sums, [name for name in templates if name in layout.counted])
+    replicas = _replicas(fabric, layout)
+    control = everyone(fabric)
+    # Every rank makes all groups, in the same order, and keeps its own.
+    of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
+    return Reducer(
+        templates,
+        replicas,
+        control,
+        keep_gradients=keep_gradients,
+        tied={name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None},
+        counted=layout.counted,
+    )
+
+
+def everyone(fabric: Fabric) -> Group:
+    """A group of all ranks."""
+    group = fabric.group(range(fabric.size)) if fabric.size > 1 else LonelyGroup()
+    assert group is not None, "every rank is one of all"
+    return group
+
+
+def _replicas(fabric: Fabric, layout: Layout) -> Group:
     replicas: Group = LonelyGroup()
     for pipeline_rank in range(layout.num_pipeline_ranks):
         ranks = layout.replicas_of(pipeline_rank)
         made = fabric.group(ranks) if len(ranks) > 1 else None
         if made is not None and pipeline_rank == layout.pipeline_rank:
             replicas = made
-    everyone = range(fabric.size)
-    both = [fabric.group(everyone) if fabric.size > 1 else LonelyGroup() for _ in range(2)]
-    assert both[0] is not None
-    assert both[1] is not None
-    of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
-    tied = {name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None}
-    return Groups(replicas, both[0], both[1], tied)
+    return replicas

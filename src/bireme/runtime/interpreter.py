@@ -66,7 +66,8 @@ class Interpreter:
                 actions[step.kind](step)
                 if recorder is not None:
                     recorder.note(self._began_s, perf_counter())
-                yield from self._updates.take_finished()
+                if self._updates.finished:
+                    yield from self._updates.take_finished()
         self._courier.drain()
 
     def _forward(self, step: Instruction) -> None:

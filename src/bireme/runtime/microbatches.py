@@ -209,7 +209,7 @@ def _stamp(batch: Batch) -> int:
     return stamp
 
 
-STAMPED_ELEMENTS = 1 << 13
+STAMPED_ELEMENTS = 1 << 10
 
 
 def num_samples_of(batch: Batch) -> int:

@@ -24,7 +24,7 @@ from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, fabric_of
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
-from bireme.runtime.groups import groups_of
+from bireme.runtime.groups import everyone, reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Cutter, Feed
@@ -36,7 +36,6 @@ from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
 from bireme.schedule.rule import Rule
 from bireme.schedule.stream import stream
-from bireme.sync.reducer import Reducer
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "Result", "Weights"]
@@ -120,15 +119,9 @@ class Pipeline:
         self._cutter = self._make_cutter(seed)
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._transport = transport
-        groups = groups_of(fabric, self.layout)
-        self._reducer = Reducer(
-            self._templates(),
-            groups.replicas,
-            groups.control,
-            keep_gradients=plan.program(1).rule is Rule.FRESH,
-            tied=groups.tied,
-            counted=self.layout.counted,
-        )
+        is_fresh = plan.program(1).rule is Rule.FRESH
+        self._reducer = reducer_of(fabric, self.layout, transport, self._templates(), keep_gradients=is_fresh)
+        self._spare = everyone(fabric)
         self._updates = Updates(self.stages, self._reducer, Settings(lr, clip_norm))
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
@@ -139,11 +132,10 @@ class Pipeline:
                 self.layout,
                 plan,
                 self._courier,
-                groups.spare,
+                self._spare,
                 self._cutter,
                 tell,
             )
-        self._spare = groups.spare
         self._is_running = False
         self.recording: Recording | None = None
         """When this rank's instructions of the last `train` ran, if it was asked to record them."""
@@ -167,7 +159,7 @@ class Pipeline:
             stage.banks.settle()
         first = self.num_trained
         feed = Feed(batches, self._cutter, first)
-        blocks = stream(lambda count: self.plan.program(count, first), self.layout.pipeline_rank, feed.has)
+        blocks = stream(self.plan.program, self.layout.pipeline_rank, feed.has, first_batch=first)
         recorder = Recorder() if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):

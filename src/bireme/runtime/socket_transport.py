@@ -9,7 +9,7 @@ do not hold, go over a second socket with a thread at each end, so that they mov
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from torch import Tensor
@@ -18,10 +18,10 @@ from bireme.errors import BiremeError
 from bireme.runtime.frame import FRAME_BYTES, framed, read_frame
 from bireme.runtime.freight import Freight, Load
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.transport import AbortedError, Pending, nothing_came, nothing_taken
+from bireme.runtime.transport import AbortedError, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
 
-__all__ = ["LARGE_BYTES", "Lines", "SocketTransport"]
+__all__ = ["LARGE_BYTES", "Lines", "SocketPending", "SocketTransport"]
 
 LARGE_BYTES = 256 * 1024
 """Messages of more bytes go over the second socket."""
@@ -49,8 +49,12 @@ class SocketTransport:
         self._lines = {peer: _Line(peer, pair.small) for peer, pair in lines.items()}
         self._freight = {peer: Freight(peer, pair.large) for peer, pair in lines.items()}
         self._sockets = [one for pair in lines.values() for one in (pair.small, pair.large)]
+        self._poller = select.poll()
+        self._by_number = {line.socket.fileno(): line for line in self._lines.values()}
+        self.on_arrival: Callable[[], None] | None = None
+        """Called whenever this rank is about to sleep, so that it does for others what it can."""
 
-    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
+    def send(self, key: Message, to: int, payload: Tensor) -> "SocketPending":
         """Begin to send."""
         self.check()
         data = payload.numpy().data
@@ -63,7 +67,7 @@ class SocketTransport:
             line.write()
         return _SendPending(self, line, sent)
 
-    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+    def receive(self, key: Message, source: int, payload: Tensor) -> "SocketPending":
         """Begin to receive."""
         self.check()
         data = payload.numpy().data
@@ -118,16 +122,15 @@ class SocketTransport:
 
     def _poll(self, seconds: float) -> None:
         """Sleep until some line can move, and move what can."""
-        poll = select.poll()
-        by_number = {}
-        for line in self._lines.values():
-            number = line.socket.fileno()
-            if number < 0:
-                continue
-            by_number[number] = line
-            poll.register(number, select.POLLIN | (select.POLLOUT if line.queue else 0))
-        for number, _event in poll.poll(seconds * 1000):
-            line = by_number[number]
+        if self.on_arrival is not None:
+            self.on_arrival()
+        for number, line in self._by_number.items():
+            events = line.awaited_events()
+            if events != line.polled_events:
+                line.polled_events = events
+                self._poller.register(number, events)
+        for number, _event in self._poller.poll(seconds * 1000):
+            line = self._by_number[number]
             with _Translated(line, self):
                 line.write()
                 line.read()
@@ -193,6 +196,12 @@ class _Line:
         self._body: memoryview | None = None
         self._body_filled = 0
         self._reading: tuple[Message, _Received | None] | None = None
+        self.polled_events = -1
+
+    def awaited_events(self) -> int:
+        """What a wait must wake up for. Bytes that nobody expects yet may stay where they are."""
+        reads = self._posted or self._body is not None or self._filled
+        return (select.POLLIN if reads else 0) | (select.POLLOUT if self.queue else 0)
 
     def post(self, received: _Received) -> None:
         """Expect a message; it may have come already."""
@@ -289,6 +298,7 @@ class _SendPending:
         self._sent = sent
 
     def is_done(self) -> bool:
+        """Whether the kernel has it all."""
         return not self._sent.parts
 
     def too_late(self, timeout_s: float) -> BiremeError:
@@ -311,6 +321,7 @@ class _ReceivePending:
         self._received = received
 
     def is_done(self) -> bool:
+        """Whether the message is there."""
         return self._received.is_done
 
     def too_late(self, timeout_s: float) -> BiremeError:
@@ -340,6 +351,10 @@ class _FreightPending:
         self._load = load
         self._is_send = is_send
 
+    def is_done(self) -> bool:
+        """Whether it is there, or the kernel has all of it."""
+        return self._load.is_done.is_set()
+
     def wait(self) -> None:
         """Return when it is there, or when the kernel has all of it."""
         load, transport = self._load, self._transport
@@ -354,6 +369,9 @@ class _FreightPending:
             raise PeerLost(self._peer, str(load.error) or type(load.error).__name__) from load.error
         if load.size_sent is not None:
             raise _other_size(load.key, self._peer, len(load.data), load.size_sent)
+
+
+SocketPending = _SendPending | _ReceivePending | _FreightPending
 
 
 def _other_size(key: Message, source: int, expected: int, sent: int) -> BiremeError:

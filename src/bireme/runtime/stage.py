@@ -22,6 +22,9 @@ __all__ = ["LOSS", "AnyStageFunction", "Place", "Stage"]
 
 LOSS = "loss"
 
+MOST_SHARES = 256
+"""Shares of a loss that are remembered; they are few where micro-batches are alike."""
+
 Tensors = dict[str, Tensor]
 
 AnyStageFunction = StageFunction | SegmentedFunction
@@ -86,7 +89,9 @@ class Stage:
         self._recomputes = recomputes
         self._trainable = trainable
         self._kept: dict[Place, _Kept] = {}
-        self._losses: dict[int, Tensor] = {}
+        self._losses: dict[int, float | Tensor] = {}
+        self._loss_gradients: dict[float, Tensor] = {}
+        """The gradients that losses begin their backward with, by their share in the batch."""
         self._shares: dict[int, float] = {}
         self._sends_gradients = tuple(name for name in function.receives if name in borders.learned)
         self._gets_gradients = borders.gradients_into(index)
@@ -109,9 +114,7 @@ class Stage:
         with torch.set_grad_enabled(not self._recomputes):
             results = self._run(one, version, self.buffers)
         if LOSS in results and micro_batch.share:
-            loss = results[LOSS].detach().double() * micro_batch.share
-            known = self._losses.get(place.batch)
-            self._losses[place.batch] = loss if known is None else known + loss
+            self._note_loss(place.batch, results[LOSS], micro_batch.share)
         if not self._recomputes:
             one.roots = self._roots(results)
         return {name: results[name].detach() for name in self.function.sends}
@@ -166,8 +169,7 @@ class Stage:
 
     def loss(self, batch: int) -> float:
         """This replica's part of a batch's loss, if the loss is made here; forgets it."""
-        found = self._losses.pop(batch, None)
-        return 0.0 if found is None else float(found)
+        return float(self._losses.pop(batch, 0.0))
 
     def templates(self) -> Tensors:
         """A tensor like the gradient of each trainable parameter."""
@@ -186,6 +188,11 @@ class Stage:
         """Drop the gradients of a batch."""
         self.accumulator.release(batch)
         self._shares.pop(batch, None)
+
+    def _note_loss(self, batch: int, loss: Tensor, share: float) -> None:
+        # On another device than the CPU a look at the number would wait for all that comes before it.
+        part = loss.item() * share if loss.is_cpu else loss.detach().double() * share
+        self._losses[batch] = self._losses.get(batch, 0.0) + part
 
     def _run(self, one: _Pass, version: int, buffers: Tensors) -> Tensors:
         given = {**one.micro_batch.inputs, **one.received}
@@ -210,8 +217,16 @@ class Stage:
                 begin.gradients.append(gradients[name])
             elif root.requires_grad and name == LOSS and one.micro_batch.share:
                 begin.roots.append(root)
-                begin.gradients.append(torch.full_like(root, one.micro_batch.share))
+                begin.gradients.append(self._loss_gradient(root, one.micro_batch.share))
         return begin
+
+    def _loss_gradient(self, loss: Tensor, share: float) -> Tensor:
+        found = self._loss_gradients.get(share)
+        if found is None or found.dtype != loss.dtype or found.shape != loss.shape:
+            if len(self._loss_gradients) >= MOST_SHARES:
+                self._loss_gradients.clear()
+            found = self._loss_gradients[share] = torch.full_like(loss.detach(), share)
+        return found
 
     def _split(self, kept: _Kept, gradients: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
         """The gradients of a whole micro-batch, cut as its forwards were."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.transport import AbortedError, Pending, Transport, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
-from bireme.sync.group import CollectiveError, Group
+from bireme.sync.group import CollectiveError, Group, Sums
 
 __all__ = ["ThreadFabric", "ThreadRank"]
 
@@ -61,6 +61,10 @@ class ThreadRank:
         members = tuple(range(self.size) if ranks is None else ranks)
         lines = self._hub.lines[self._key(members)]
         return _ThreadTransport(self._hub, lines, members, members.index(self.rank))
+
+    def sums(self, _transport: Transport) -> Sums | None:
+        """Sums over all ranks, which no thread but theirs makes."""
+        return self.group(range(self.size))
 
     def group(self, ranks: Sequence[int]) -> Group | None:
         """Sums over some ranks; None if this one is not of them."""

@@ -13,9 +13,13 @@ from torch import Tensor
 
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
-from bireme.sync.reducer import Reduced, Reducer
+from bireme.sync.inline_reducer import InlineReducer
+from bireme.sync.reduced import Reduced
+from bireme.sync.reducer import Reducer
 
-__all__ = ["Finished", "Settings", "Updates"]
+__all__ = ["AnyReducer", "Finished", "Settings", "Updates"]
+
+AnyReducer = Reducer | InlineReducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +46,15 @@ class Finished:
 class Updates:
     """Makes the weight versions of one rank's stages."""
 
-    def __init__(self, stages: Mapping[int, Stage], reducer: Reducer, settings: Settings) -> None:
+    def __init__(self, stages: Mapping[int, Stage], reducer: AnyReducer, settings: Settings) -> None:
         self._stages = stages
         self._reducer = reducer
         self.settings = settings
         self._ended: dict[int, set[int]] = {}
         self._reduced: dict[int, Reduced] = {}
         self._updated: dict[int, set[int]] = {}
-        self._finished: list[Finished] = []
+        self.finished: list[Finished] = []
+        """Batches that are done and not yet taken."""
         self.scale = 1.0
         """The last known factor that brings the gradient's norm down to the limit."""
 
@@ -90,7 +95,7 @@ class Updates:
         updated.add(step.stage)
         if len(updated) == len(self._stages):
             del self._updated[step.batch], self._reduced[step.batch]
-            self._finished.append(
+            self.finished.append(
                 Finished(
                     batch=step.batch,
                     loss=reduced.loss,
@@ -116,8 +121,8 @@ class Updates:
 
     def take_finished(self) -> Iterator[Finished]:
         """The batches that were finished since it was last asked."""
-        while self._finished:
-            yield self._finished.pop(0)
+        while self.finished:
+            yield self.finished.pop(0)
 
     def _scale(self, reduced: Reduced) -> float:
         limit = self.settings.clip_norm

@@ -17,7 +17,7 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Message
 
-__all__ = ["TensorSpec", "WireFormat"]
+__all__ = ["Parcel", "TensorSpec", "WireFormat"]
 
 ALIGNMENT_BYTES = 64
 MAGIC = b"BIREME\x00\x01"
@@ -72,26 +72,11 @@ class WireFormat:
         written = ";".join(_shown(spec.shape, spec.dtype) for spec in self.specs)
         self.signature = int.from_bytes(blake2b(written.encode(), digest_size=8).digest(), "little")
 
-    def pack(self, tensors: Mapping[str, Tensor], key: Message) -> Tensor:
-        """A message with copies of the tensors, on their device. More tensors than are sent may be given."""
-        device = tensors[self.specs[0].name].device if self.specs else None
+    def parcel(self, device: torch.device) -> "Parcel":
+        """Room for one message at a time."""
         message = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        if message.is_cpu:
-            message.numpy().data[: HEADER.size] = self._header(key)
-        else:
-            header = torch.frombuffer(bytearray(self._header(key)), dtype=torch.uint8)
-            message[: HEADER.size].copy_(header)
-        for place in self._places:
-            spec = place.spec
-            tensor = tensors[spec.name]
-            if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
-                raise BiremeError(
-                    f"The {key} should carry {spec}, but the stage made {_shown_tensor(tensor)}. "
-                    "The graph's shapes do not hold for this batch. Capture the model with inputs like the "
-                    "ones it is trained on."
-                )
-            place.within(message).copy_(tensor.detach())
-        return message
+        views = [(place.spec, place.within(message)) for place in self._places]
+        return Parcel(self, message, views)
 
     def unpack(self, message: Tensor, key: Message) -> dict[str, Tensor]:
         """The tensors, by name, as views of the message; raises if it is not the one that `key` names.
@@ -102,11 +87,12 @@ class WireFormat:
             raise ValueError(f"a message of {self.num_bytes} bytes cannot lie in {_shown_tensor(message)}")
         there = message if message.is_cpu else message[: HEADER.size].cpu()
         header = there.numpy()[: HEADER.size].tobytes()
-        if header != self._header(key):
+        if header != self.header(key):
             raise self._mismatch(header, key)
         return {place.spec.name: place.within(message) for place in self._places}
 
-    def _header(self, key: Message) -> bytes:
+    def header(self, key: Message) -> bytes:
+        """What stands ahead of the tensors."""
         return HEADER.pack(
             MAGIC,
             key.batch,
@@ -146,6 +132,43 @@ class WireFormat:
 
     def _listed(self) -> str:
         return ", ".join(map(str, self.specs)) or "no tensors"
+
+
+class Parcel:
+    """The memory of a message to be sent, with its tensors as views, made once and packed many times."""
+
+    __slots__ = ("_format", "_header", "_views", "message")
+
+    def __init__(
+        self, wire_format: WireFormat, message: Tensor, views: list[tuple[TensorSpec, Tensor]]
+    ) -> None:
+        self.message = message
+        self._format = wire_format
+        self._views = views
+        self._header = message.numpy().data[: HEADER.size] if message.is_cpu else None
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """What it is a message of."""
+        return self._format
+
+    def pack(self, tensors: Mapping[str, Tensor], key: Message) -> Tensor:
+        """The message, with copies of the tensors. More tensors than are sent may be given."""
+        header = self._format.header(key)
+        if self._header is not None:
+            self._header[:] = header
+        else:
+            self.message[: HEADER.size].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for spec, view in self._views:
+            tensor = tensors[spec.name]
+            if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+                raise BiremeError(
+                    f"The {key} should carry {spec}, but the stage made {_shown_tensor(tensor)}. "
+                    "The graph's shapes do not hold for this batch. Capture the model with inputs like the "
+                    "ones it is trained on."
+                )
+            view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        return self.message
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,21 +7,31 @@ batches are about to end. To know when, one must look some batches ahead.
 from collections.abc import Callable, Iterator
 
 from bireme.schedule.folding import WRITTEN_OUT
-from bireme.schedule.program import Block, Program
+from bireme.schedule.program import Block, Program, Track
 
 __all__ = ["stream"]
 
 LONG = 8 * WRITTEN_OUT
 
 
-def stream(make: Callable[[int], Program], rank: int, has: Callable[[int], bool]) -> Iterator[Block]:
-    """What a rank does, run by run, where `make(n)` is the program of n batches.
+def stream(
+    make: Callable[[int, int], Program], rank: int, has: Callable[[int], bool], *, first_batch: int = 0
+) -> Iterator[Block]:
+    """What a rank does, run by run, where `make(n, first)` is the program of n batches from `first` on.
 
     `has(n)` tells whether there are at least n batches. It is asked for larger and larger n, so a source of
     batches need be read only a little ahead of what is worked on.
     """
-    long = make(LONG)
-    track = long.tracks[rank]
+    # All windows but the very first are alike, so that one program, which may be remembered, does for them.
+    base = min(first_batch, 1)
+    late = first_batch - base
+    track = make(LONG, base).tracks[rank]
+    versions_late = late * track.versions_per_batch
+    for block in _from_base(track, lambda count: make(count, base).tracks[rank], has):
+        yield Block(block.instructions, block.batches + late, block.versions + versions_late)
+
+
+def _from_base(track: Track, make: Callable[[int], Track], has: Callable[[int], bool]) -> Iterator[Block]:
     least = LONG - track.repeats
     number = 0
     while number < least and has(number + 1):
@@ -30,7 +40,7 @@ def stream(make: Callable[[int], Program], rank: int, has: Callable[[int], bool]
         while has(number + 1):
             number += 1
         if number:
-            yield from make(number).tracks[rank].blocks()
+            yield from make(number).blocks()
         return
     yield Block(track.head, 0, 0)
     while has(number + 1):

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CollectiveError", "DistGroup", "Group", "LonelyGroup", "Pending"]
+__all__ = ["CollectiveError", "DistGroup", "Group", "LonelyGroup", "Pending", "Sums"]
 
 
 class CollectiveError(Exception):
@@ -26,12 +26,8 @@ class Pending(Protocol):
         """
 
 
-class Group(Protocol):
-    """Some ranks, numbered from 0 within the group."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
+class Sums(Protocol):
+    """Some ranks that add up."""
 
     @property
     def size(self) -> int:
@@ -39,6 +35,14 @@ class Group(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group; the same bits on every member."""
+
+
+class Group(Sums, Protocol):
+    """Some ranks, numbered from 0 within the group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""

@@ -17,7 +17,10 @@ def squared_norm(tensor: Tensor) -> float:
     if tensor.device.type != "cpu":
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64).square())
     flat = tensor.reshape(-1)
-    scratch = torch.empty(min(flat.numel(), CHUNK_ELEMENTS), dtype=torch.float64)
+    if flat.numel() <= CHUNK_ELEMENTS:
+        converted = flat.double()
+        return float(torch.dot(converted, converted))
+    scratch = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
     total = 0.0
     for begin in range(0, flat.numel(), CHUNK_ELEMENTS):
         chunk = flat[begin : begin + CHUNK_ELEMENTS]

@@ -4,7 +4,6 @@ A thread of its own does the work, batch by batch in the order they are started,
 the rank's instructions, nor they for it. The groups that a reducer is given belong to it alone.
 """
 
-import math
 import queue
 import threading
 from collections.abc import Collection, Hashable, Mapping
@@ -13,29 +12,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
 from bireme.sync.buckets import GradientSum
-from bireme.sync.group import Group
-from bireme.sync.norm import squared_norm
+from bireme.sync.group import Group, Sums
+from bireme.sync.reduced import Reduced, numbers_of, reduced_of
 
-__all__ = ["Reduced", "Reducer"]
+__all__ = ["Reducer"]
 
 Gradients = Mapping[str, Tensor | None]
 
 BUCKET_BYTES = 25 * 2**20
-
-STAMP_LIMIT = 2**20
-"""Squares of stamps, summed over thousands of ranks, are exact in float64."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """What a batch came to. All but the gradients is of the whole model, and the same on every rank."""
-
-    gradients: dict[str, Tensor | None]
-    loss: float
-    grad_norm: float
-    is_finite: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +60,7 @@ class Reducer:
         self,
         templates: Mapping[str, Tensor],
         replicas: Group,
-        control: Group,
+        control: Sums,
         *,
         keep_gradients: bool,
         tied: Mapping[str, Group] | None = None,
@@ -113,7 +98,7 @@ class Reducer:
         if self._device is not None:
             begin = torch.Event(self._device)
             begin.record(torch.accelerator.current_stream(self._device))
-        job = _Job(batch, dict(gradients), loss_sum, stamp % STAMP_LIMIT, begin)
+        job = _Job(batch, dict(gradients), loss_sum, stamp, begin)
         self._jobs[batch] = job
         self._queue.put(job)
 
@@ -197,21 +182,9 @@ class Reducer:
         for part in self._sums:
             results |= part.run(job.gradients)
         counted = (results[name] for name in self._counted)
-        norm = sum(squared_norm(gradient) for gradient in counted if gradient is not None)
-        told = [float(job.loss_sum), norm, float(job.stamp), float(job.stamp**2)]
-        control = torch.tensor(told, dtype=torch.float64)
-        self._control.all_reduce(control).wait()
-        loss, norm, stamps, squares = control.tolist()
-        if int(stamps) ** 2 != self._control.size * int(squares):
-            # The square of a sum is so large only where all of its parts are equal.
-            raise BiremeError(
-                f"Batch {job.batch} is not the same on all ranks, so what they computed together is of no "
-                "use. "
-                "Give every rank the same batches in the same order: shuffle with one seed, and let no rank "
-                "take a part of its own, for the pipeline does that."
-            )
-        # One element that is not finite anywhere makes every sum that it enters so.
-        return Reduced(results, loss, math.sqrt(norm), math.isfinite(norm))
+        numbers = numbers_of(counted, loss_sum=job.loss_sum, stamp=job.stamp)
+        self._control.all_reduce(numbers).wait()
+        return reduced_of(numbers, job.batch, results, num_ranks=self._control.size)
 
 
 def _sums(

@@ -1,0 +1,99 @@
+"""Sums of a few numbers over the ranks of a socket transport, made by the ranks' own threads.
+
+Rank 0 adds up what the others send and tells them. In a pipeline it is the last to end a batch and the first
+to begin one, so the others' numbers have come when it needs them, and its answer is there when they do. It
+adds up while it waits for anything at all, so no order of instructions makes ranks wait in a circle.
+"""
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.socket_transport import SocketPending, SocketTransport
+from bireme.runtime.transport import Pending
+from bireme.schedule.instruction import Message
+
+__all__ = ["SocketSums"]
+
+NO_STAGE = -1
+"""Where a message about a micro-batch has its stage."""
+
+
+class _Numbers(Message):
+    """The key of the numbers of one sum; `forward` is the way to rank 0."""
+
+    def __str__(self) -> str:
+        """Such as `part of sum 3`."""
+        return f"{'part' if self.forward else 'result'} of sum {self.batch}"
+
+
+class SocketSums:
+    """A group that sums float64 numbers on the CPU; all ranks make the same sums in the same order."""
+
+    def __init__(self, transport: SocketTransport, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._transport = transport
+        self._num_begun = 0
+        self._open: list[_Sum] = []
+        self._sent: list[tuple[Tensor, Pending]] = []
+        """Kept alive until the kernel has them."""
+        if rank == 0:
+            transport.on_arrival = self._add_up
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the ranks, added in their order."""
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        up, down = (_Numbers(forward, NO_STAGE, number, None, None) for forward in (True, False))
+        for _, sent in self._sent:
+            sent.wait()
+        self._sent.clear()
+        if self.rank:
+            self._send(up, 0, tensor.clone())
+            return self._transport.receive(down, 0, tensor.view(torch.uint8))
+        parts = [torch.empty_like(tensor) for _ in range(1, self.size)]
+        pending = [
+            self._transport.receive(up, peer, part.view(torch.uint8)) for peer, part in enumerate(parts, 1)
+        ]
+        self._open.append(_Sum(self, tensor, down, parts, pending))
+        return self._open[-1]
+
+    def _send(self, key: Message, to: int, tensor: Tensor) -> None:
+        self._sent.append((tensor, self._transport.send(key, to, tensor.view(torch.uint8))))
+
+    def _add_up(self) -> None:
+        """Tell the others every sum whose parts have come."""
+        for one in [one for one in self._open if one.is_ready()]:
+            self._open.remove(one)
+            for part in one.parts:
+                one.tensor += part
+            for peer in range(1, self.size):
+                self._send(one.answer, peer, one.tensor)
+
+
+class _Sum:
+    """A sum that rank 0 makes."""
+
+    __slots__ = ("_pending", "_sums", "answer", "parts", "tensor")
+
+    def __init__(
+        self,
+        sums: SocketSums,
+        tensor: Tensor,
+        answer: Message,
+        parts: list[Tensor],
+        pending: list[SocketPending],
+    ) -> None:
+        self._sums = sums
+        self._pending = pending
+        self.tensor = tensor
+        self.answer = answer
+        self.parts = parts
+
+    def is_ready(self) -> bool:
+        return all(one.is_done() for one in self._pending)
+
+    def wait(self) -> None:
+        """Return when the tensor is the sum."""
+        for one in self._pending:
+            one.wait()
+        self._sums._add_up()

@@ -1,0 +1,49 @@
+"""What the ranks tell each other about a batch, and what comes of it."""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.sync.norm import squared_norm
+
+__all__ = ["Reduced", "numbers_of", "reduced_of"]
+
+STAMP_LIMIT = 2**20
+"""Squares of stamps, summed over thousands of ranks, are exact in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a batch came to. All but the gradients is of the whole model, and the same on every rank."""
+
+    gradients: Mapping[str, Tensor | None]
+    loss: float
+    grad_norm: float
+    is_finite: bool
+
+
+def numbers_of(counted: Iterable[Tensor | None], *, loss_sum: float | Tensor, stamp: int) -> Tensor:
+    """One rank's part of what is summed over all: its loss, the square of its norm, its stamp."""
+    norm = sum(squared_norm(gradient) for gradient in counted if gradient is not None)
+    stamp %= STAMP_LIMIT
+    return torch.tensor([float(loss_sum), norm, float(stamp), float(stamp**2)], dtype=torch.float64)
+
+
+def reduced_of(
+    total: Tensor, batch: Hashable, gradients: Mapping[str, Tensor | None], *, num_ranks: int
+) -> Reduced:
+    """The outcome of a batch from the sum of all ranks' numbers; raises where their stamps differ."""
+    loss, norm, stamps, squares = total.tolist()
+    if int(stamps) ** 2 != num_ranks * int(squares):
+        # The square of a sum is so large only where all of its parts are equal.
+        raise BiremeError(
+            f"Batch {batch} is not the same on all ranks, so what they computed together is of no use. Give "
+            "every rank the same batches in the same order: shuffle with one seed, and let no rank take a "
+            "part of its own, for the pipeline does that."
+        )
+    # One element that is not finite anywhere makes every sum that it enters so.
+    return Reduced(gradients, loss, math.sqrt(norm), math.isfinite(norm))
