@@ -125,9 +125,19 @@ def test_every_argument_comes_back_exactly(
 def test_the_hash_tells_graphs_apart_but_not_by_name() -> None:
     graph = small_graph(1)
     assert graph_hash(replace(graph, name="another")) == graph_hash(graph)
-    others = [small_graph(1.0), small_graph(2), small_graph(1, data=b"\x00\xfe"), replace(graph, batch=3)]
-    assert len({graph_hash(one) for one in (graph, *others)}) == 5
+    others = [small_graph(1.0), small_graph(2), small_graph(1, data=b"\x00\xfe")]
+    others += [replace(graph, any_batch=False, batch=batch) for batch in (3, 4)]
+    assert len({graph_hash(one) for one in (graph, *others)}) == 6
     assert len(graph_hash(graph)) == 16
+
+
+def test_the_hash_of_a_graph_for_any_batch_size_does_not_know_at_which_it_was_captured() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    graphs = [capture(model, {"input": torch.zeros(size, 3)}) for size in (2, 5)]
+    assert all(graph.any_batch for graph in graphs)
+    assert graphs[0] != graphs[1]
+    assert len({graph_hash(graph) for graph in graphs}) == 1
+    assert graph_hash(replace(graphs[0], any_batch=False)) != graph_hash(replace(graphs[1], any_batch=False))
 
 
 def test_the_hash_is_the_same_in_another_process_without_torch(saved: Path) -> None:

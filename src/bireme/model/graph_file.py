@@ -42,8 +42,16 @@ def load_graph(path: Path) -> Graph:
 
 
 def graph_hash(graph: Graph) -> str:
-    """Sixteen hexadecimal digits that are the same for equal graphs, whatever they are called."""
-    plain = {key: value for key, value in _plain(graph).items() if key != "name"}
+    """Sixteen hexadecimal digits that are the same for equal graphs, whatever they are called.
+
+    A graph that holds for any batch size is the same at whichever it was captured.
+    """
+    plain = _plain(graph)
+    del plain["name"]
+    if graph.any_batch:
+        del plain["batch"]
+        for operator in plain["operators"]:
+            del operator["flops"]
     text = json.dumps(plain, allow_nan=False, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
