@@ -226,12 +226,20 @@ def oracle(
 def _cut(batch: Batch, model: Model, plan: Plan) -> list[Microbatch]:
     """The micro-batches in which anything counts."""
     pieces = plan.width * plan.num_microbatches
-    parts = zip(*(tensor.tensor_split(pieces) for tensor in batch.values()), strict=True)
+    ends = pieces if not plan.micro_batch_sizes else _ends(batch, plan)
+    parts = zip(*(tensor.tensor_split(ends) for tensor in batch.values()), strict=True)
     rows = [dict(zip(batch, part, strict=True)) for part in parts]
     cut = [
         Microbatch(part, model.count(part), place // plan.num_microbatches) for place, part in enumerate(rows)
     ]
     return [one for one in cut if one.weight]
+
+
+def _ends(batch: Batch, plan: Plan) -> list[int]:
+    """Where every micro-batch but the last ends, in a batch of just the plan's sizes."""
+    sizes = [size for size in plan.micro_batch_sizes for _ in range(plan.num_microbatches)]
+    assert all(len(tensor) == sum(sizes) for tensor in batch.values())
+    return list(accumulate(sizes))[:-1]
 
 
 def evaluated(model: Model, weights: Mapping[str, Tensor], data: Sequence[Batch]) -> float:

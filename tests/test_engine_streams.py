@@ -8,6 +8,8 @@ from random import Random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -15,6 +17,7 @@ from bireme.model.sources import load_source
 from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
 from bireme.runtime.evaluation import Evaluation
+from bireme.runtime.microbatches import apportioned
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction, Message
@@ -257,6 +260,26 @@ def test_lookahead_changes_no_version(
     setting = Setting(Plan((1, 3), num_microbatches, schedule, lookahead=lookahead))
     model, data = regression(), real_batches(2 * num_microbatches, 11, WIDTH)
     assert_equal(train_on_threads(model, setting, data, rendezvous=rendezvous), oracle(model, setting, data))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
+def test_replicas_may_take_unequal_shares_of_a_batch(schedule: str) -> None:
+    """As the fast and the slow of them need, and it is still the mean over all samples."""
+    plan = Plan((1, 3), 4, schedule, width=2, micro_batch_sizes=(3, 1))
+    model, data = regression(), real_batches(16, 5, WIDTH)
+    assert_equal(train_on_threads(model, Setting(plan), data), oracle(model, Setting(plan), data))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 200))
+def test_shares_are_as_near_as_whole_samples_can_be(shares: list[int], more: int) -> None:
+    num_samples = len(shares) + more
+    sizes = apportioned(num_samples, shares)
+    assert sum(sizes) == num_samples
+    assert min(sizes) >= 1
+    exact = [num_samples * share / sum(shares) for share in shares]
+    assert all(size == 1 or size - part < 1 for size, part in zip(sizes, exact, strict=True))
+    if num_samples % sum(shares) == 0:
+        assert sizes == exact
 
 
 def test_a_stream_is_read_only_a_little_ahead() -> None:

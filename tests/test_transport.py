@@ -20,10 +20,9 @@ from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.transport import AbortedError, Pending, Transport
 from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
-from tests.test_wire import ACTIVATION, KEY, every_dtype, same_bits
+from tests.test_wire import ACTIVATION, KEY, every_dtype, packed, same_bits
 from tests.together import run_processes, run_threads
 
-CPU = torch.device("cpu")
 NUM_MESSAGES = 24
 
 
@@ -50,7 +49,7 @@ def _numbered(microbatch: int, *, forward: bool = True, to_stage: int = 1) -> di
 def _dtypes(rank: int, transport: Transport) -> bool:
     wire, tensors = every_dtype()
     if rank == 0:
-        transport.send(KEY, 1, wire.parcel(CPU).pack(tensors, KEY)).wait()
+        transport.send(KEY, 1, packed(wire, tensors, KEY)).wait()
         return True
     payload = torch.empty(wire.num_bytes, dtype=torch.uint8)
     transport.receive(KEY, 0, payload).wait()
@@ -65,9 +64,7 @@ def _many_in_flight(rank: int, transport: Transport) -> bool:
     payloads = [torch.empty(ACTIVATION.num_bytes, dtype=torch.uint8) for _ in theirs]
     received = [transport.receive(key, other, payload) for key, payload in zip(theirs, payloads, strict=True)]
     sent = [
-        transport.send(
-            key, other, ACTIVATION.parcel(CPU).pack(_numbered(i, forward=rank == 0, to_stage=other), key)
-        )
+        transport.send(key, other, packed(ACTIVATION, _numbered(i, forward=rank == 0, to_stage=other), key))
         for i, key in enumerate(mine)
     ]
     for i, (key, pending, payload) in enumerate(zip(theirs, received, payloads, strict=True)):
@@ -89,8 +86,10 @@ def _several_borders(rank: int, transport: Transport) -> bool:
             transport.send(
                 key,
                 1,
-                ACTIVATION.parcel(CPU).pack(
-                    _numbered(key.microbatch or 0, forward=key.forward, to_stage=key.to_stage), key
+                packed(
+                    ACTIVATION,
+                    _numbered(key.microbatch or 0, forward=key.forward, to_stage=key.to_stage),
+                    key,
                 ),
             )
             for key in keys
@@ -113,7 +112,7 @@ def _other_shapes(rank: int, transport: Transport, waiting: int) -> str:
     short = WireFormat([TensorSpec("hidden", (3, 16), torch.float32)])
     key = _key(0)
     if rank == 0:
-        message = short.parcel(CPU).pack({"hidden": torch.ones(3, 16)}, key)
+        message = packed(short, {"hidden": torch.ones(3, 16)}, key)
         pending = transport.send(key, 1, message)
     else:
         message = torch.full((ACTIVATION.num_bytes,), 7, dtype=torch.uint8)
@@ -167,7 +166,7 @@ def _send_then_receive(rank: int, transport: Transport) -> bool:
     """Both ranks send before they post their receive."""
     other = 1 - rank
     out, back = _key(0, forward=rank == 0, to_stage=other), _key(0, forward=rank == 1, to_stage=rank)
-    sent = transport.send(out, other, ACTIVATION.parcel(CPU).pack(_numbered(rank), out))
+    sent = transport.send(out, other, packed(ACTIVATION, _numbered(rank), out))
     payload = torch.empty(ACTIVATION.num_bytes, dtype=torch.uint8)
     transport.receive(back, other, payload).wait()
     sent.wait()
@@ -336,7 +335,7 @@ def _cuda_over_gloo(rank: int) -> bool:
     wire, tensors = every_dtype()
     if rank == 0:
         there = {name: tensor.cuda() for name, tensor in tensors.items()}
-        transport.send(KEY, 1, wire.parcel(torch.device("cuda")).pack(there, KEY)).wait()
+        transport.send(KEY, 1, packed(wire, there, KEY)).wait()
         return True
     payload = torch.empty(wire.num_bytes, dtype=torch.uint8, device="cuda")
     transport.receive(KEY, 0, payload).wait()

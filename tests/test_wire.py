@@ -1,6 +1,7 @@
 """The wire format: what is packed is what comes out, or there is an error that says whose message came."""
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -25,14 +26,21 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-CPU = torch.device("cpu")
 KEY = Message(forward=True, to_stage=1, batch=3, microbatch=2, half=1)
 ACTIVATION = WireFormat([TensorSpec("hidden", (4, 16), torch.float32)])
 
 
-def testevery_dtype_comes_out_as_it_went_in_bit_for_bit() -> None:
+def packed(wire: WireFormat, tensors: Mapping[str, Tensor], key: Message) -> Tensor:
+    """A message with these tensors, where the first of them is."""
+    parcel = wire.parcel(next((tensor.device for tensor in tensors.values()), torch.device("cpu")))
+    parcel.address(key)
+    parcel.pack(tensors)
+    return parcel.message
+
+
+def test_every_dtype_comes_out_as_it_went_in_bit_for_bit() -> None:
     wire, tensors = every_dtype()
-    found = wire.unpack(wire.parcel(CPU).pack(tensors, KEY), KEY)
+    found = wire.unpack(packed(wire, tensors, KEY), KEY)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert same_bits(found[name], tensor), name
@@ -48,7 +56,7 @@ def test_any_tensors_fit_into_one_message(forms: list[tuple[list[int], torch.dty
     generator = torch.Generator().manual_seed(1)
     tensors = {f"t{i}": _random(tuple(shape), dtype, generator) for i, (shape, dtype) in enumerate(forms)}
     wire = WireFormat(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items())
-    message = wire.parcel(CPU).pack(tensors, KEY)
+    message = packed(wire, tensors, KEY)
     assert message.numel() == wire.num_bytes
     assert wire.num_bytes % 64 == 0
     found = wire.unpack(message, KEY)
@@ -58,7 +66,7 @@ def test_any_tensors_fit_into_one_message(forms: list[tuple[list[int], torch.dty
 def test_tensors_are_aligned_views_of_the_message() -> None:
     wire, tensors = every_dtype()
     pool = torch.zeros(wire.num_bytes + 128, dtype=torch.uint8)
-    message = pool[64 : 64 + wire.num_bytes].copy_(wire.parcel(CPU).pack(tensors, KEY))
+    message = pool[64 : 64 + wire.num_bytes].copy_(packed(wire, tensors, KEY))
     found = wire.unpack(message, KEY)
     for name, tensor in found.items():
         assert tensor.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
@@ -69,7 +77,7 @@ def test_tensors_are_aligned_views_of_the_message() -> None:
 
 def test_a_packed_tensor_brings_no_graph_and_may_be_strided() -> None:
     weight = torch.randn(16, 4, requires_grad=True)
-    message = ACTIVATION.parcel(CPU).pack({"hidden": weight.t(), "not sent": weight}, KEY)
+    message = packed(ACTIVATION, {"hidden": weight.t(), "not sent": weight}, KEY)
     assert not message.requires_grad
     received = ACTIVATION.unpack(message, KEY)["hidden"].requires_grad_()
     (gradient,) = torch.autograd.grad(received.square().sum(), received)
@@ -86,7 +94,7 @@ def test_a_packed_tensor_brings_no_graph_and_may_be_strided() -> None:
     ],
 )
 def test_a_header_names_every_message(key: Message) -> None:
-    message = ACTIVATION.parcel(CPU).pack({"hidden": torch.zeros(4, 16)}, key)
+    message = packed(ACTIVATION, {"hidden": torch.zeros(4, 16)}, key)
     assert "hidden" in ACTIVATION.unpack(message, key)
     other = key._replace(batch=key.batch + 1)
     with pytest.raises(BiremeError, match="do not follow the same program") as caught:
@@ -104,7 +112,7 @@ def test_a_header_names_every_message(key: Message) -> None:
     ],
 )
 def test_tensors_of_other_shapes_or_dtypes_are_refused_though_as_long(spec: TensorSpec) -> None:
-    message = WireFormat([spec]).parcel(CPU).pack({"hidden": torch.zeros(spec.shape, dtype=spec.dtype)}, KEY)
+    message = packed(WireFormat([spec]), {"hidden": torch.zeros(spec.shape, dtype=spec.dtype)}, KEY)
     with pytest.raises(
         BiremeError, match=r"micro-batch 2b of batch 3 into stage 1 .* other shapes or dtypes"
     ):
@@ -120,7 +128,7 @@ def test_bytes_that_are_no_message_are_refused() -> None:
 
 def test_a_tensor_that_does_not_fit_the_border_is_named() -> None:
     with pytest.raises(BiremeError, match=r"should carry hidden float32 \[4, 16\], but .* float32 \[3, 16\]"):
-        ACTIVATION.parcel(CPU).pack({"hidden": torch.zeros(3, 16)}, KEY)
+        packed(ACTIVATION, {"hidden": torch.zeros(3, 16)}, KEY)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

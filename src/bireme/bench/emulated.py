@@ -4,6 +4,8 @@ Many ranks of them run on few cores, so what is measured is what a pipeline runt
 overlap and waiting. The same modules run here and in torch's runtime.
 """
 
+import ctypes
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ __all__ = ["FEATURES", "INPUT", "EmulatedModel", "EmulatedStage", "Pace", "emula
 FEATURES = 4096
 """Of a sample: 16 KiB in float32."""
 
-WAKING_S = 3e-4
+WAKING_S = 1.5e-4
 """How long before the end of its time an emulated device wakes up."""
 
 HANDOVER_S = 1e-3
@@ -97,6 +99,13 @@ class _Weight(torch.autograd.Function):
         return gradients[0], ballast, None, None
 
 
+def sharpen_sleeps() -> None:
+    """Let this thread's sleeps end when they should; Linux lets them be 50 µs late to wake up less often."""
+    if sys.platform == "linux":
+        set_timer_slack, one_nanosecond = 29, 1
+        ctypes.CDLL(None).prctl(set_timer_slack, one_nanosecond, 0, 0, 0)
+
+
 def _wait_until(end_s: float) -> None:
     """Sleep, and be awake for the very end.
 
@@ -161,6 +170,7 @@ def square_loss(result: Tensor, _inputs: object) -> Tensor:
 
 def emulated_model(num_stages: int, pace: Pace, *, num_ballast: int = 1) -> EmulatedModel:
     """So many equal stages."""
+    sharpen_sleeps()
     modules = tuple(
         EmulatedStage(pace, is_first=stage == 0, num_ballast=num_ballast) for stage in range(num_stages)
     )

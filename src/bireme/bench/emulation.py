@@ -111,7 +111,7 @@ def predicted_s(schedule: str, shape: Shape, pace: Pace, own: OwnCost) -> float:
     program = _plan(schedule, tuple(range(1, num_stages)), shape.num_microbatches).program(SIMULATED_BATCHES)
     costs = own.costs(num_stages, pace.cut(v), num_backwards=2 if program.splits_backward else 1)
     network = Network.dedicated(pairs_that_talk(program), latency_s=own.late_s)
-    return simulate(program, costs, network).steady_batch_s
+    return simulate(program, costs, network, agree=True).steady_batch_s
 
 
 def _plan(schedule: str, cuts: tuple[int, ...], num_microbatches: int) -> Plan:

@@ -2,8 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Argument, Operator, Reference, State
+from bireme.model.torch_private import own_buffers, own_parameters
 
 __all__ = ["LOSS", "Caller", "Link", "Modules", "first_arguments", "links_of"]
 
@@ -128,19 +128,46 @@ class Caller:
         return call_loss
 
     def _function_of_link(self, link: Link) -> Callable[..., Any]:
-        training = self.training
+        training, module = self.training, link.module
+        places = _places(module, link.names)
+        inside = list(module.modules())
 
         def call_link(given: tuple[Any, ...], states: tuple[Tensor, ...]) -> Any:
-            held = dict(zip(link.names, states, strict=True))
-            with _mode(link.module, training):
-                returned = torch.func.functional_call(link.module, held, given, tie_weights=False)
-            for now, before in zip(held.values(), states, strict=True):
-                if now is not before:  # the module has put another tensor in the place of its buffer
+            others = [inner for inner in inside if inner.training is not training]
+            own = [table[name] for table, name in places]
+            try:
+                for inner in others:
+                    inner.training = training
+                for (table, name), state in zip(places, states, strict=True):
+                    table[name] = state
+                returned = module(*given)
+                made = [table[name] for table, name in places]
+            finally:
+                for (table, name), tensor in zip(places, own, strict=True):
+                    table[name] = tensor
+                for inner in others:
+                    inner.training = not training
+            for now, state in zip(made, states, strict=True):
+                if now is not state:  # the module has put another tensor in the place of its buffer
                     with torch.no_grad():
-                        before.copy_(now)
+                        state.copy_(now)
             return returned
 
         return call_link
+
+
+def _places(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any], str]]:
+    """Where a module keeps its tensors, so that others can stand there for one call.
+
+    `torch.func.functional_call` does the same, and looks for these places at every call.
+    """
+    found = []
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        table: dict[str, Any] = own_parameters(owner)
+        found.append((table if leaf in table else own_buffers(owner), leaf))
+    return found
 
 
 def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument, ...]:
@@ -166,14 +193,3 @@ def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument
             )
     return tuple(given)
 
-
-@contextmanager
-def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """In training or evaluation mode for a while."""
-    before = [(inner, inner.training) for inner in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for inner, was_training in before:
-            inner.training = was_training

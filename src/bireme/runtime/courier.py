@@ -62,6 +62,10 @@ class Courier:
         """Messages made here that are not sent yet, or are for another stage of this rank."""
         self._awaited: dict[Message, _Awaited] = {}
         self._sent: dict[tuple[bool, int], deque[_Sent]] = {}
+        self._ready: dict[Message, Parcel] = {}
+        """Room for messages that are about to be made."""
+        self._free: dict[WireFormat, list[Parcel]] = {}
+        """Room whose last message has gone."""
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
         self.most_receive_bytes = 0
@@ -83,12 +87,14 @@ class Courier:
         tensors = self._here(key)
         if tensors is None:
             raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
-        wire_format = self._format(key)
-        channel = self._sent.get((key.forward, key.to_stage))
-        if channel is None:
-            channel = self._sent[key.forward, key.to_stage] = deque()
-        parcel = self._free_parcel(channel, wire_format)
-        pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.pack(tensors, key))
+        channel = self._sent.setdefault((key.forward, key.to_stage), deque())
+        if len(channel) >= MOST_SENDS:
+            oldest = channel.popleft()
+            oldest.pending.wait()
+            self._free.setdefault(oldest.parcel.wire_format, []).append(oldest.parcel)
+        parcel = self._ready.pop(key, None) or self._parcel(key)
+        parcel.pack(tensors)
+        pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message)
         channel.append(_Sent(parcel, pending))
 
     def take(self, step: Instruction) -> Tensors:
@@ -100,6 +106,11 @@ class Courier:
         if here is not None:
             return here
         awaited = self._awaited.pop(key)
+        made = step.makes(self._num_stages)
+        # Halves may be sent as a whole.
+        if made is not None and made.half is None and not self._stays(made):
+            # What a send takes besides the tensors costs nothing now, and would hold up others later.
+            self._ready[made] = self._parcel(made)
         awaited.pending.wait()
         self.receive_bytes -= awaited.wire_format.num_bytes
         return awaited.wire_format.unpack(awaited.payload, key)
@@ -116,14 +127,17 @@ class Courier:
             while channel:
                 channel.popleft().pending.wait()
 
-    def _free_parcel(self, channel: deque[_Sent], wire_format: WireFormat) -> Parcel:
-        """Room for a message: that of the oldest one, once so many are under way."""
-        if len(channel) >= MOST_SENDS:
-            oldest = channel.popleft()
-            oldest.pending.wait()
-            if oldest.parcel.wire_format is wire_format:
-                return oldest.parcel
-        return wire_format.parcel(self._device)
+    def _stays(self, key: Message) -> bool:
+        """Whether a message is for another stage of this rank."""
+        return self._rank_of_stage[key.to_stage] == self._rank_of_stage[key.from_stage]
+
+    def _parcel(self, key: Message) -> Parcel:
+        """Room for a message, with its address on it."""
+        wire_format = self._format(key)
+        free = self._free.get(wire_format)
+        parcel = free.pop() if free else wire_format.parcel(self._device)
+        parcel.address(key)
+        return parcel
 
     def _here(self, key: Message) -> Tensors | None:
         """What this rank made for a message, if it did. Halves are joined where the whole is asked for."""

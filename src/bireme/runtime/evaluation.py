@@ -71,7 +71,9 @@ class Evaluator:
             size = num_samples_of(batch)
             pieces = min(size, most)
             # One replica's cutter gives all pieces; the replicas take turns at them.
-            cutter = replace(self._cutter, width=1, replica=0, num_microbatches=pieces, num_sliced=0)
+            cutter = replace(
+                self._cutter, width=1, replica=0, num_microbatches=pieces, num_sliced=0, shares=()
+            )
             feed = Feed([batch], cutter, 0)
             feed.has(1)
             weight += feed.portion(0).weight

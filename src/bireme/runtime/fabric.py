@@ -59,8 +59,11 @@ class Fabric(Protocol):
         threads; None where only a group's background can.
         """
 
+    def everyone(self) -> Group:
+        """All ranks, for what their own threads do together."""
+
     def group(self, ranks: Sequence[int]) -> Group | None:
-        """Sums over some ranks; None if this one is not of them."""
+        """A new group of some ranks, which another thread may have; None if this one is not of them."""
 
 
 class DistFabric:
@@ -113,8 +116,14 @@ class DistFabric:
             return None
         return SocketSums(transport, self.rank, self.size)
 
+    def everyone(self) -> Group:
+        """The group that torch.distributed makes of all processes when they join."""
+        everyone = dist.group.WORLD
+        assert everyone is not None, "a world that is open has joined it"
+        return DistGroup(everyone)
+
     def group(self, ranks: Sequence[int]) -> Group | None:
-        """Sums over some processes; None if this one is not of them."""
+        """A new group of some processes; None if this one is not of them."""
         made = dist.new_group(list(ranks))
         return DistGroup(made) if self.rank in ranks else None
 
@@ -136,6 +145,10 @@ class LonelyFabric:
         return _Nowhere()
 
     def sums(self, _transport: Transport, /) -> Sums:
+        """This process alone."""
+        return LonelyGroup()
+
+    def everyone(self) -> Group:
         """This process alone."""
         return LonelyGroup()
 

@@ -12,7 +12,7 @@ from bireme.sync.group import Group, LonelyGroup
 from bireme.sync.inline_reducer import InlineReducer
 from bireme.sync.reducer import Reducer
 
-__all__ = ["everyone", "reducer_of"]
+__all__ = ["reducer_of"]
 
 
 def reducer_of(
@@ -29,7 +29,8 @@ def reducer_of(
         if sums is not None:
             return InlineReducer(sums, [name for name in templates if name in layout.counted])
     replicas = _replicas(fabric, layout)
-    control = everyone(fabric)
+    control = fabric.group(range(fabric.size)) if fabric.size > 1 else LonelyGroup()
+    assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.
     of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
     return Reducer(
@@ -40,13 +41,6 @@ def reducer_of(
         tied={name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None},
         counted=layout.counted,
     )
-
-
-def everyone(fabric: Fabric) -> Group:
-    """A group of all ranks."""
-    group = fabric.group(range(fabric.size)) if fabric.size > 1 else LonelyGroup()
-    assert group is not None, "every rank is one of all"
-    return group
 
 
 def _replicas(fabric: Fabric, layout: Layout) -> Group:

@@ -17,7 +17,16 @@ from bireme.model.counting import Count
 from bireme.model.graph import Value
 from bireme.model.length import evaluate
 
-__all__ = ["Cutter", "Feed", "MicroBatch", "Portion", "checked", "micro_batch_seed", "num_samples_of"]
+__all__ = [
+    "Cutter",
+    "Feed",
+    "MicroBatch",
+    "Portion",
+    "apportioned",
+    "checked",
+    "micro_batch_seed",
+    "num_samples_of",
+]
 
 Batch = Mapping[str, Tensor]
 
@@ -55,7 +64,8 @@ class Cutter:
     """Cuts batches for one replica of some.
 
     `required` are all inputs of the model, `needed` those that this rank's stages take. The first
-    `num_sliced` micro-batches are cut in halves.
+    `num_sliced` micro-batches are cut in halves. `shares` are in what proportion the replicas' micro-batches
+    are large; they are equal if it is empty.
     """
 
     width: int
@@ -67,6 +77,7 @@ class Cutter:
     needed: tuple[str, ...]
     device: torch.device
     seed: int
+    shares: tuple[int, ...] = ()
 
     def cut(self, batch: Batch, number: int) -> Portion:
         """This replica's portion of a batch, which is the one of that number."""
@@ -78,7 +89,7 @@ class Cutter:
                 f"micro-batches ({self.num_microbatches} for each of {self.width} replicas). Leave such a "
                 "batch out, or plan for fewer micro-batches."
             )
-        bounds = list(accumulate(_sizes(num_samples, pieces), initial=0))
+        bounds = list(accumulate(self._sizes(num_samples), initial=0))
         weights = [self.count(_rows(batch, begin, end)) for begin, end in pairwise(bounds)]
         total = sum(weights)
         if not total:
@@ -107,6 +118,10 @@ class Cutter:
 
         cut = tuple(map(micro_batch, range(self.num_microbatches)))
         return Portion(cut, total, num_samples, _stamp(batch))
+
+    def _sizes(self, num_samples: int) -> list[int]:
+        shares = self.shares or (1,) * self.width
+        return apportioned(num_samples, [share for share in shares for _ in range(self.num_microbatches)])
 
 
 SECOND_HALF = 1 << 62
@@ -227,7 +242,12 @@ def _rows(batch: Batch, begin: int, end: int) -> dict[str, Tensor]:
     return {name: value[begin:end] if value.ndim else value for name, value in batch.items()}
 
 
-def _sizes(num_samples: int, pieces: int) -> list[int]:
-    """As equal as can be, the larger ones first."""
-    small, larger = divmod(num_samples, pieces)
-    return [small + (index < larger) for index in range(pieces)]
+def apportioned(num_samples: int, shares: Sequence[int]) -> list[int]:
+    """So many samples in these proportions, as nearly as can be, and at least one each."""
+    exact = [num_samples * share / sum(shares) for share in shares]
+    sizes = [max(int(part), 1) for part in exact]
+    while (missing := num_samples - sum(sizes)) != 0:
+        step = 1 if missing > 0 else -1
+        able = (place for place, size in enumerate(sizes) if size + step >= 1)
+        sizes[max(able, key=lambda place: step * (exact[place] - sizes[place]))] += step
+    return sizes

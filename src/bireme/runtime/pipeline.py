@@ -17,14 +17,16 @@ from bireme.model.counting import count_of
 from bireme.model.graph import Graph
 from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import Unit, units_of
+from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.assembly import Assembly
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, fabric_of
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
-from bireme.runtime.groups import everyone, reducer_of
+from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Cutter, Feed
@@ -61,6 +63,7 @@ class Result:
 class Pipeline:
     """One rank's part of a pipeline, joined with the others through `world`.
 
+    `plan` is one made by hand, or what `load_plan` gives, which must have been made for this model.
     `model` is a module, captured with `example_inputs` and `loss`, or a graph captured before. `weights`
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
@@ -71,7 +74,7 @@ class Pipeline:
     def __init__(
         self,
         model: Graph | nn.Module,
-        plan: Plan,
+        plan: Plan | SavedPlan,
         world: World | Fabric | None = None,
         *,
         example_inputs: Inputs | None = None,
@@ -88,6 +91,8 @@ class Pipeline:
         compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
     ) -> None:
+        saved = plan if isinstance(plan, SavedPlan) else SavedPlan(plan)
+        plan = saved.plan
         fabric = fabric_of(world, plan.num_ranks)
         made_of = prepared(
             model,
@@ -98,6 +103,8 @@ class Pipeline:
             seed=seed,
         )
         graph = made_of.graph
+        if saved.origin is not None:
+            check_plan_fits(saved.origin, graph, saved.units)
         tell = on_instruction or _teller(world)
         self.graph = graph
         self.plan = plan
@@ -121,7 +128,7 @@ class Pipeline:
         self._transport = transport
         is_fresh = plan.program(1).rule is Rule.FRESH
         self._reducer = reducer_of(fabric, self.layout, transport, self._templates(), keep_gradients=is_fresh)
-        self._spare = everyone(fabric)
+        self._spare = fabric.everyone()
         self._updates = Updates(self.stages, self._reducer, Settings(lr, clip_norm))
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
@@ -258,6 +265,7 @@ class Pipeline:
             needed=tuple(dict.fromkeys(needed)),
             device=self._device,
             seed=seed,
+            shares=self.plan.micro_batch_sizes,
         )
 
     def _templates(self) -> dict[str, Tensor]:

@@ -26,6 +26,9 @@ __all__ = ["LARGE_BYTES", "Lines", "SocketPending", "SocketTransport"]
 LARGE_BYTES = 256 * 1024
 """Messages of more bytes go over the second socket."""
 
+STAGING_BYTES = 3 * LARGE_BYTES
+"""Of what has come over the small socket and is not looked at yet. The longest message must fit."""
+
 LOOK_S = 0.2
 """How often a wait looks whether the transport was given up."""
 
@@ -63,8 +66,7 @@ class SocketTransport:
         line = self._lines[to]
         sent = _Sent(key, payload, framed(key, len(data)), data)
         line.queue.append(sent)
-        with _Translated(line, self):
-            line.write()
+        self._move(line)
         return _SendPending(self, line, sent)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> "SocketPending":
@@ -109,9 +111,7 @@ class SocketTransport:
         ends_s = 0.0
         while not pending.is_done():
             self.check()
-            with _Translated(line, self):
-                line.write()
-                line.read()
+            self._move(line)
             if pending.is_done():
                 return
             now = time.monotonic()
@@ -130,30 +130,19 @@ class SocketTransport:
                 line.polled_events = events
                 self._poller.register(number, events)
         for number, _event in self._poller.poll(seconds * 1000):
-            line = self._by_number[number]
-            with _Translated(line, self):
+            self._move(self._by_number[number])
+
+    def _move(self, line: "_Line") -> None:
+        """Write what goes and read what has come; a broken connection means that its rank is gone, or that
+        this one gave up.
+        """
+        try:
+            if line.queue:
                 line.write()
-                line.read()
-
-
-class _Translated:
-    """Turns a broken connection into the news that its rank is gone, or that this one gave up."""
-
-    __slots__ = ("_line", "_transport")
-
-    def __init__(self, line: "_Line", transport: SocketTransport) -> None:
-        self._line = line
-        self._transport = transport
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            self._transport.check()
-            raise self._transport.fail(
-                PeerLost(self._line.peer, str(error) or type(error).__name__)
-            ) from error
+            line.read()
+        except OSError as error:
+            self.check()
+            raise self.fail(PeerLost(line.peer, str(error) or type(error).__name__)) from error
 
 
 class _Sent:
@@ -180,36 +169,44 @@ class _Received:
         self.size_sent: int | None = None
         """Of the message that came, where that is not the size expected."""
 
+    def take(self, body: bytes | memoryview) -> None:
+        """The message has come."""
+        if len(body) == len(self.data):
+            self.data[:] = body
+        else:
+            self.size_sent = len(body)
+        self.is_done = True
+
 
 class _Line:
-    """The socket for ordinary messages to one rank, which never blocks."""
+    """The socket for ordinary messages to one rank, which never blocks.
+
+    What has come is read into `_staging`, whole messages and parts of one; from `_begin` to `_end` it is not
+    looked at yet.
+    """
 
     def __init__(self, peer: int, small: socket.socket) -> None:
         self.peer = peer
         self.socket = small
         self.queue: list[_Sent] = []
-        self._posted: dict[Message, _Received] = {}
-        self._early: dict[Message, bytearray] = {}
-        self._frame = bytearray(FRAME_BYTES)
-        self._frame_view = memoryview(self._frame)
-        self._filled = 0
-        self._body: memoryview | None = None
-        self._body_filled = 0
-        self._reading: tuple[Message, _Received | None] | None = None
         self.polled_events = -1
+        self._posted: dict[bytes, _Received] = {}
+        """By their frames, so that an ordinary one need not be taken apart."""
+        self._early: dict[Message, bytes] = {}
+        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._begin = self._end = 0
 
     def awaited_events(self) -> int:
         """What a wait must wake up for. Bytes that nobody expects yet may stay where they are."""
-        reads = self._posted or self._body is not None or self._filled
-        return (select.POLLIN if reads else 0) | (select.POLLOUT if self.queue else 0)
+        return (select.POLLIN if self._posted else 0) | (select.POLLOUT if self.queue else 0)
 
     def post(self, received: _Received) -> None:
         """Expect a message; it may have come already."""
-        early = self._early.pop(received.key, None)
+        early = self._early.pop(received.key, None) if self._early else None
         if early is not None:
-            self._deliver(received, early)
+            received.take(early)
         else:
-            self._posted[received.key] = received
+            self._posted[framed(received.key, len(received.data))] = received
 
     def write(self) -> None:
         """Write what the kernel takes of what waits."""
@@ -227,64 +224,47 @@ class _Line:
             self.queue.pop(0)
 
     def read(self) -> None:
-        """Read what has come, as far as it is expected."""
-        while self._posted or self._body is not None or self._filled:
-            if self._body is None and not self._read_frame():
+        """Read what has come, as long as anything is expected."""
+        while self._posted:
+            behind = self._begin + FRAME_BYTES
+            if behind <= self._end:
+                frame = bytes(self._staging[self._begin : behind])
+                received = self._posted.get(frame)
+                after = behind + (len(received.data) if received is not None else read_frame(frame)[1])
+                if after <= self._end:
+                    self._begin = after
+                    self._deliver(frame, received, self._staging[behind:after])
+                    continue
+            if not self._stage_more():
                 return
-            if not self._read_body():
-                return
 
-    def _read_frame(self) -> bool:
-        while self._filled < FRAME_BYTES:
-            num_bytes = self._receive_into(self._frame_view[self._filled :])
-            if num_bytes == 0:
-                return False
-            self._filled += num_bytes
-        key, size = read_frame(self._frame)
-        received = self._posted.pop(key, None)
-        if received is not None and len(received.data) == size:
-            self._body = received.data
-        else:
-            self._body = memoryview(bytearray(size))
-        self._body_filled = 0
-        self._reading = key, received
-        return True
-
-    def _read_body(self) -> bool:
-        assert self._body is not None
-        assert self._reading is not None
-        while self._body_filled < len(self._body):
-            num_bytes = self._receive_into(self._body[self._body_filled :])
-            if num_bytes == 0:
-                return False
-            self._body_filled += num_bytes
-        key, received = self._reading
-        body, self._body, self._reading, self._filled = self._body, None, None, 0
-        if received is None:
-            self._early[key] = bytearray(body)
-        elif body is received.data:
-            received.is_done = True
-        else:
-            received.size_sent = len(body)
-            received.is_done = True
-        return True
-
-    def _deliver(self, received: _Received, early: bytearray) -> None:
-        if len(early) == len(received.data):
-            received.data[:] = early
-        else:
-            received.size_sent = len(early)
-        received.is_done = True
-
-    def _receive_into(self, view: memoryview) -> int:
-        """How many bytes came; zero where none are there yet."""
+    def _stage_more(self) -> bool:
+        """Read more behind what is staged; whether there was any."""
+        if STAGING_BYTES - self._begin < FRAME_BYTES + LARGE_BYTES or self._begin == self._end:
+            rest = self._end - self._begin
+            self._staging[:rest] = self._staging[self._begin : self._end]
+            self._begin, self._end = 0, rest
         try:
-            num_bytes = self.socket.recv_into(view)
+            num_bytes = self.socket.recv_into(self._staging[self._end :])
         except BlockingIOError:
-            return 0
+            return False
         if num_bytes == 0:
             raise ConnectionResetError("the connection was closed")
-        return num_bytes
+        self._end += num_bytes
+        return True
+
+    def _deliver(self, frame: bytes, received: _Received | None, body: memoryview) -> None:
+        if received is not None:
+            del self._posted[frame]
+            received.take(body)
+            return
+        key, _ = read_frame(frame)
+        for posted, other in self._posted.items():
+            if other.key == key:  # it was expected in another size
+                del self._posted[posted]
+                other.take(body)
+                return
+        self._early[key] = bytes(body)
 
 
 class _SendPending:

@@ -62,6 +62,12 @@ class ThreadRank:
         lines = self._hub.lines[self._key(members)]
         return _ThreadTransport(self._hub, lines, members, members.index(self.rank))
 
+    def everyone(self) -> Group:
+        """Sums and broadcasts over all ranks."""
+        group = self.group(range(self.size))
+        assert group is not None, "every rank is one of all"
+        return group
+
     def sums(self, _transport: Transport) -> Sums | None:
         """Sums over all ranks, which no thread but theirs makes."""
         return self.group(range(self.size))

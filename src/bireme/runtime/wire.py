@@ -137,7 +137,7 @@ class WireFormat:
 class Parcel:
     """The memory of a message to be sent, with its tensors as views, made once and packed many times."""
 
-    __slots__ = ("_format", "_header", "_views", "message")
+    __slots__ = ("_format", "_header", "_key", "_views", "message")
 
     def __init__(
         self, wire_format: WireFormat, message: Tensor, views: list[tuple[TensorSpec, Tensor]]
@@ -146,29 +146,33 @@ class Parcel:
         self._format = wire_format
         self._views = views
         self._header = message.numpy().data[: HEADER.size] if message.is_cpu else None
+        self._key: Message | None = None
 
     @property
     def wire_format(self) -> WireFormat:
         """What it is a message of."""
         return self._format
 
-    def pack(self, tensors: Mapping[str, Tensor], key: Message) -> Tensor:
-        """The message, with copies of the tensors. More tensors than are sent may be given."""
+    def address(self, key: Message) -> None:
+        """Write down which message it is."""
+        self._key = key
         header = self._format.header(key)
         if self._header is not None:
             self._header[:] = header
         else:
             self.message[: HEADER.size].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors into it. More than are sent may be given."""
         for spec, view in self._views:
             tensor = tensors[spec.name]
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
                 raise BiremeError(
-                    f"The {key} should carry {spec}, but the stage made {_shown_tensor(tensor)}. "
+                    f"The {self._key} should carry {spec}, but the stage made {_shown_tensor(tensor)}. "
                     "The graph's shapes do not hold for this batch. Capture the model with inputs like the "
                     "ones it is trained on."
                 )
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
-        return self.message
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
