@@ -66,6 +66,48 @@ def test_2bw_runs_at_the_pace_of_its_slowest_stage(times: list[tuple[int, int]],
     assert simulate(program, costs).steady_batch_s == m * max(f + b for f, b in times)
 
 
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    times=st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=5),
+    latency_s=st.integers(0, 2),
+)
+def test_ranks_that_agree_on_a_batch_begin_the_next_together(
+    name: str, times: list[tuple[int, int, int, int]], latency_s: int
+) -> None:
+    """So a batch in the middle takes what it takes alone; without that a rank may begin early."""
+    d, m = len(times), len(times) + 2
+    forward_s, input_s, weight_s, reduce_s = zip(*times, strict=True)
+    costs = Costs.per_stage(
+        d,
+        forward_s=forward_s,
+        backward_s=[a + b for a, b in zip(input_s, weight_s, strict=True)],
+        backward_input_s=input_s,
+        reduce_s=reduce_s,
+    )
+
+    def timeline(batches: int, *, agree: bool) -> Timeline:
+        program = generate(name, num_stages=d, num_microbatches=m, num_batches=batches)
+        network = Network.dedicated(pairs_that_talk(program), latency_s=latency_s)
+        return simulate(program, costs, network, agree=agree)
+
+    together, apart = timeline(4, agree=True), timeline(4, agree=False)
+    assert together.makespan_s == 4 * timeline(1, agree=True).makespan_s
+    assert together.steady_batch_s >= apart.steady_batch_s
+
+
+def test_2bw_loses_nothing_by_agreeing() -> None:
+    program = generate("2bw", num_stages=4, num_microbatches=6, num_batches=10)
+    costs = Costs.per_stage(4, forward_s=[1, 2, 1, 1], backward_s=2, reduce_s=1)
+    assert simulate(program, costs, agree=True).steady_batch_s == simulate(program, costs).steady_batch_s
+
+
+def test_stages_that_step_one_by_one_cannot_agree() -> None:
+    program = generate("pipedream", num_stages=2, num_microbatches=4)
+    with pytest.raises(BiremeError, match="step one by one"):
+        simulate(program, Costs.per_stage(2, forward_s=1, backward_s=2), agree=True)
+
+
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9), (1, 3, 5)])
 def test_interleaving_divides_the_bubble(p: int, v: int, m: int) -> None:
     program = generate("interleaved", num_stages=p * v, num_microbatches=m, stages_per_rank=v)

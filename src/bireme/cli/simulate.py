@@ -79,6 +79,14 @@ def simulate(
     overlap_reduce: Annotated[
         bool, typer.Option(help="Let the gradient sync run beside the next work.", rich_help_panel=TIMES)
     ] = True,
+    agree: Annotated[
+        bool,
+        typer.Option(
+            "--agree",
+            help="No update before all ranks have a batch's gradients, as in Bireme's engine.",
+            rich_help_panel=TIMES,
+        ),
+    ] = False,
     message_bytes: Annotated[
         float, typer.Option(help="Bytes across a border, each way.", rich_help_panel=LINKS)
     ] = 0.0,
@@ -163,6 +171,7 @@ def simulate(
             recompute=recompute,
             overlap=overlap,
             overlap_reduce=overlap_reduce,
+            agree=agree,
         )
         _show_comparison(list(contenders), as_json=as_json)
         return
@@ -193,6 +202,7 @@ def simulate(
         links.network(program),
         overlap=overlap,
         overlap_reduce=overlap_reduce,
+        agree=agree,
         memory_series=trace is not None,
     )
     if trace is not None:

@@ -11,6 +11,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.generators.shape import Schedule, Shape
 from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.lookahead import Lookahead, solve_lookahead
 from bireme.simulate.network import Network
@@ -43,6 +44,7 @@ def compare(
     recompute: bool = False,
     overlap: bool = True,
     overlap_reduce: bool = True,
+    agree: bool = False,
 ) -> Iterator[Contender]:
     """Each schedule in turn, on as many devices as the costs have stages; `network` joins its ranks."""
     for schedule in SCHEDULES.values():
@@ -64,7 +66,14 @@ def compare(
         except BiremeError as error:
             yield Contender(schedule, refused=str(error))
             continue
-        timeline = simulate(program, parts, network(program), overlap=overlap, overlap_reduce=overlap_reduce)
+        timeline = simulate(
+            program,
+            parts,
+            network(program),
+            overlap=overlap,
+            overlap_reduce=overlap_reduce,
+            agree=agree and schedule.rule is not Rule.STASHED,
+        )
         advice = None
         if schedule.most_lookahead is not None and overlap:
             advice = solve_lookahead(

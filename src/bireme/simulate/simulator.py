@@ -4,8 +4,8 @@ A rank goes through its track in order. A compute instruction starts when the ra
 has arrived. A message sets out when it has been sent, its receive posted, and the one before it on its
 channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank stands still while a
 message crosses, as blocking runtimes do; messages of one pair of ranks then cross in the order they are
-used. A gradient sync runs beside the track from REDUCE until UPDATE
-waits for it.
+used. A gradient sync runs beside the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
+batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all of them.
 
 Where no two channels share a wire each rank runs ahead as far as it can; else all ranks go forward together
 in the order of time, so that messages meet when they would.
@@ -23,6 +23,7 @@ from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, K
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.residency import resident
+from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, Traffic
 from bireme.timeline.timeline import RankTimeline, Timeline, Transfers
@@ -37,12 +38,14 @@ def simulate(
     *,
     overlap: bool = True,
     overlap_reduce: bool = True,
+    agree: bool = False,
     memory_series: bool = False,
 ) -> Timeline:
     """The timeline of a lowered program.
 
     Without a network messages take no time. `overlap_reduce=False` keeps a rank busy during its gradient
-    sync. `memory_series` keeps the bytes at every instruction, not only the peak.
+    sync. `agree` lets no rank update before all have a batch's gradients, as it is in the engine.
+    `memory_series` keeps the bytes at every instruction, not only the peak.
     """
     if costs.num_stages != program.num_stages:
         raise BiremeError(
@@ -52,8 +55,10 @@ def simulate(
         raise BiremeError(
             f"rank_speed has {len(costs.rank_speed)} values for {program.num_ranks} ranks; give one each."
         )
+    if agree and program.rule is Rule.STASHED:
+        raise BiremeError(f"Under {program.name} stages step one by one, so ranks cannot agree before.")
     network = network or Network.dedicated(pairs_that_talk(program))
-    run = _Run(program, costs, network, overlap=overlap, overlap_reduce=overlap_reduce)
+    run = _Run(program, costs, network, overlap=overlap, overlap_reduce=overlap_reduce, agree=agree)
     run.to_end()
     sizes = costs.sizes()
     return Timeline(
@@ -144,13 +149,21 @@ class _Run:
     """One simulation under way."""
 
     def __init__(
-        self, program: Program, costs: Costs, network: Network, *, overlap: bool, overlap_reduce: bool
+        self,
+        program: Program,
+        costs: Costs,
+        network: Network,
+        *,
+        overlap: bool,
+        overlap_reduce: bool,
+        agree: bool,
     ) -> None:
         self.program = program
         self.costs = costs
         self.network = network
         self.overlap = overlap
         self.overlap_reduce = overlap_reduce
+        self.agree = agree
         self.in_order = network.is_shared()
         self.traffic = Traffic(network)
         self.channels: list[_Channel] = []
@@ -162,6 +175,8 @@ class _Run:
         """Messages that one end is ready for and the other not yet."""
         self.arrival_s: dict[int, float] = {}
         self.waiting: dict[int, _Rank] = {}
+        self.synced: dict[int, list[tuple[int, float]]] = {}
+        """By batch, the syncs that have come and wait for those of the other stages, and when they came."""
         self.flows: dict[int, tuple[_Parcel, float]] = {}
         self.stamps: dict[int, int] = {}
         self.num_stamps = 0
@@ -292,8 +307,19 @@ class _Run:
     def _arrive(self, channel: _Channel, parcel: _Parcel, start: float, through: float) -> None:
         arrival = through + channel.path.latency_s + parcel.late_s
         channel.book(parcel, start, arrival)
-        self.arrival_s[parcel.key] = arrival
-        rank = self.waiting.pop(parcel.key, None)
+        if self.agree and channel.transfers.is_sync:
+            synced = self.synced.setdefault(parcel.key // 8 // self.program.num_stages, [])
+            synced.append((parcel.key, arrival))
+            if len(synced) == self.program.num_stages:
+                latest = max(one for _, one in synced)
+                for key, _ in synced:
+                    self._arrived(key, latest)
+        else:
+            self._arrived(parcel.key, arrival)
+
+    def _arrived(self, key: int, arrival: float) -> None:
+        self.arrival_s[key] = arrival
+        rank = self.waiting.pop(key, None)
         if rank is not None:
             heappush(self.agenda, (max(arrival, rank.now_s), rank.number, 0, 0))
 
