@@ -1,10 +1,11 @@
 """What a plan promises: seconds, bytes, and what limits it; and the plans a search found, best first."""
 
+import math
 from dataclasses import dataclass
 
 from bireme.plan.plan import Plan
 
-__all__ = ["Answer", "Candidate", "Forecast", "Origin", "StageForecast"]
+__all__ = ["Answer", "Candidate", "Forecast", "NothingFits", "Origin", "StageForecast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +85,42 @@ class Answer:
     def best(self) -> Candidate:
         """The plan to run."""
         return self.candidates[0]
+
+
+@dataclass(frozen=True, slots=True)
+class NothingFits:
+    """That no plan fits, and why: of all plans the one whose worst device misses least.
+
+    Its `stage` misses most, `missing_bytes` on `device`. `remedies` are the least changes, with any of which
+    a plan would fit, as parts of a sentence.
+    """
+
+    schedule: str
+    depth: int
+    width: int
+    micro_batch: int
+    stages: tuple[StageForecast, ...]
+    stage: int
+    device: str
+    missing_bytes: float
+    remedies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        worst = self.stages[self.stage]
+        if self.missing_bytes == math.inf:
+            return "No plan keeps all pinned units on their devices. Pin fewer of them."
+        needs, has = _bytes(worst.peak_bytes), _bytes(worst.limit_bytes)
+        text = (
+            f"Nothing fits. The nearest plan ({self.schedule}, depth {self.depth}, micro-batches of "
+            f"{self.micro_batch}) needs {needs} for stage {self.stage} (units {worst.begin} to "
+            f"{worst.end - 1}) on {self.device}, which has {has}: {_bytes(self.missing_bytes)} are missing."
+        )
+        return f"{text} What would fit: {'; or '.join(self.remedies)}." if self.remedies else text
+
+
+def _bytes(num_bytes: float) -> str:
+    """A number of bytes as people read it; all digits where it is small."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= 10 * size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:,.0f} bytes"

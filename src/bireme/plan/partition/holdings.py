@@ -4,16 +4,17 @@ The counts come from the schedule's own program and the account of `schedule/res
 simulator uses too. So a planner's bytes are the simulator's, whatever the schedule, before any stage is cut.
 """
 
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate, schedule_named
+from bireme.schedule.program import Program
 from bireme.schedule.residency import Sizes, resident
 from bireme.schedule.rule import Rule
 
-__all__ = ["Moment", "holdings"]
+__all__ = ["DEEP", "Moment", "holdings"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,6 +32,12 @@ class Moment:
     gradient_message: float
 
 
+DEEP = 7
+"""Stages from which on one stage more adds the same each time."""
+
+EVENLY = frozenset({"gpipe", "1f1b", "2bw", "2bw-fresh"})
+"""The schedules of which that holds."""
+
 DRAINING, FLOWING = 2, 4
 """Batches of a window in which everything there can be at once is there: the next batch's first message
 before an update, all weight versions."""
@@ -46,6 +53,10 @@ def holdings(
             f"{schedule} puts several stages on a device, and their bytes share its memory. Cut the chain "
             "for a schedule with one stage on each, and let the simulator count the bytes of this one."
         )
+    if num_stages > DEEP and num_microbatches >= num_stages and schedule in EVENLY:
+        # All but gpipe keep no more for a longer batch.
+        longest = num_microbatches if schedule == "gpipe" else num_stages
+        return _of_deep(schedule, num_stages, longest, recompute)
     few = 2 * num_stages + 2
     if num_microbatches <= few:
         return _counted(schedule, num_stages, num_microbatches, recompute)
@@ -62,6 +73,43 @@ def holdings(
 
 
 @lru_cache(maxsize=4096)
+def _of_deep(
+    schedule: str, num_stages: int, num_microbatches: int, recompute: bool
+) -> tuple[tuple[Moment, ...], ...]:
+    """The moments of a deep pipeline, from what a stage more before or behind adds in shallow ones.
+
+    With a batch at least as long as the pipeline is deep, counts are those of a stage as far from the end, or
+    more by the same for each stage in between.
+    """
+    longest = num_microbatches if schedule == "gpipe" else DEEP
+    shallow, deeper = (holdings(schedule, depth, longest, recompute=recompute) for depth in (DEEP - 1, DEEP))
+    more = num_stages - DEEP
+
+    def further(one: tuple[Moment, ...], other: tuple[Moment, ...], steps: int) -> list[Moment]:
+        return [
+            Moment(*(b + steps * (b - a) for a, b in zip(astuple(first), astuple(second), strict=True)))
+            for first, second in zip(one, other, strict=True)
+        ]
+
+    def between(stage: int) -> list[Moment]:
+        """One stage more before it, and one more behind it, from the middle."""
+        middle = DEEP // 2
+        behind = num_stages - 1 - stage
+        base = deeper[middle]
+        later = further(shallow[middle - 1], base, stage - middle)
+        earlier = further(shallow[middle], base, behind - (DEEP - 1 - middle))
+        return [
+            Moment(*(a + b - c for a, b, c in zip(astuple(one), astuple(two), astuple(three), strict=True)))
+            for one, two, three in zip(later, earlier, base, strict=True)
+        ]
+
+    first = further(shallow[0], deeper[0], more)
+    last = further(shallow[-1], deeper[-1], more)
+    inner = [between(stage) for stage in range(1, num_stages - 1)]
+    return tuple(map(tuple, (first, *inner, last)))
+
+
+@lru_cache(maxsize=4096)
 def _counted(
     schedule: str, num_stages: int, num_microbatches: int, recompute: bool
 ) -> tuple[tuple[Moment, ...], ...]:
@@ -73,18 +121,49 @@ def _counted(
         num_batches=DRAINING if drains else FLOWING,
         recompute=range(num_stages) if recompute else (),
     )
-    nothing, one = (0.0,) * num_stages, (1.0,) * num_stages
-    names = [field.name for field in fields(Moment)]
     found: list[tuple[Moment, ...]] = []
     for rank in range(num_stages):
-        series = []
-        for counted in names:
-            each = (one if name == counted else nothing for name in names)
-            version, gradient, stash, inputs, activation, message = each
-            sizes = Sizes(version, gradient, nothing, stash, inputs, activation, message)
-            series.append(resident(program, rank, sizes, series=True).series or ())
-        found.append(_unsurpassed(Moment(*counts) for counts in set(zip(*series, strict=True))))
+        is_large = max(num_stages, num_microbatches) > MOST_DIGITS
+        found.append(_unsurpassed(_one_by_one(program, rank) if is_large else _at_once(program, rank)))
     return tuple(found)
+
+
+DIGITS = {"version": 8, "gradient": 5, "stash": 12, "inputs": 12, "activation": 8, "gradient_message": 7}
+"""Binary digits for the count of each thing in halves, which together a float holds exactly."""
+
+MOST_DIGITS = 60
+"""Stages and micro-batches for which they are more than enough."""
+
+
+def _at_once(program: Program, rank: int) -> set[Moment]:
+    """What a rank keeps at each instruction, all counted in one number, each in digits of its own."""
+    shift = 0
+    shifts: dict[str, int] = {}
+    for name, digits in DIGITS.items():
+        shifts[name] = shift
+        shift += digits
+    weights = [(float(2 << at),) * program.num_stages for at in shifts.values()]
+    series = resident(program, rank, _sizes(weights), series=True).series or ()
+    return {
+        Moment(*(((int(count) >> shifts[name]) & ((1 << DIGITS[name]) - 1)) / 2 for name in DIGITS))
+        for count in set(series)
+    }
+
+
+def _one_by_one(program: Program, rank: int) -> set[Moment]:
+    """The same, counted for each thing apart."""
+    nothing, one = (0.0,) * program.num_stages, (1.0,) * program.num_stages
+    series = []
+    for counted in DIGITS:
+        each = [one if name == counted else nothing for name in DIGITS]
+        series.append(resident(program, rank, _sizes(each), series=True).series or ())
+    return {Moment(*counts) for counts in set(zip(*series, strict=True))}
+
+
+def _sizes(each: Sequence[tuple[float, ...]]) -> Sizes:
+    """The sizes of what is counted; the optimiser's state is not, as it is always there."""
+    version, gradient, stash, inputs, activation, message = each
+    return Sizes(version, gradient, tuple(0.0 for _ in version), stash, inputs, activation, message)
 
 
 def _unsurpassed(moments: Iterable[Moment]) -> tuple[Moment, ...]:

@@ -1,7 +1,9 @@
 """The simulator as a judge of partitions, for any schedule that puts one stage on each device."""
 
+from dataclasses import replace
+
 from bireme.plan.partition.autopipe import Cuts, Judge
-from bireme.plan.partition.chain import Seconds
+from bireme.plan.partition.chain import Chain, Seconds
 from bireme.plan.partition.loads import Loads
 from bireme.plan.partition.partition import Partition, assess
 from bireme.schedule.catalogue import generate, schedule_named
@@ -12,7 +14,7 @@ from bireme.simulate.network import Network, Path, Wire
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["costs_of", "judged_by_simulator", "predict"]
+__all__ = ["costs_between", "costs_of", "judged_by_simulator", "predict"]
 
 NUM_BATCHES = 6
 """Enough that a pipeline that does not drain has come to its pace."""
@@ -45,11 +47,17 @@ def predict(loads: Loads, partition: Partition, num_batches: int | None = None) 
 
 
 def costs_of(loads: Loads, cuts: Cuts) -> Costs:
-    """The costs of the stages for the simulator.
+    """The costs of the stages on their devices."""
+    costs = costs_between(loads.chain, cuts)
+    return replace(costs, rank_speed=tuple(float(seat.speed) for seat in loads.line.seats))
+
+
+def costs_between(chain: Chain, cuts: Cuts, *, half_forward_s: Seconds | None = None) -> Costs:
+    """The costs of the stages between some cuts for the simulator, on devices of speed 1.
 
     It knows no buffers and no workspace, which are with the optimiser's bytes here, as they are always there.
+    `half_forward_s` are the seconds of half a micro-batch in each unit, where they are known.
     """
-    chain = loads.chain
     bounds = chain.bounds(cuts)
     begins, ends = list(bounds[:-1]), list(bounds[1:])
     tables = chain.bytes
@@ -62,10 +70,11 @@ def costs_of(loads: Loads, cuts: Cuts) -> Costs:
     again_s = sums(chain.recompute_backward_s)
     inputs = chain.backward_input_s
     return Costs.per_stage(
-        loads.num_stages,
+        len(begins),
         forward_s=sums(chain.forward_s),
         backward_s=backward_s,
         backward_input_s=None if inputs is None else sums(inputs),
+        half_forward_s=None if half_forward_s is None else sums(half_forward_s),
         recompute_s=[max(again - once, 0.0) for again, once in zip(again_s, backward_s, strict=True)],
         update_s=sums(chain.update_s),
         message_bytes=[*(float(chain.boundary_bytes[end - 1]) for end in ends[:-1]), 0.0],
@@ -74,7 +83,6 @@ def costs_of(loads: Loads, cuts: Cuts) -> Costs:
         optimizer_bytes=always.tolist(),
         stash_bytes=tables.kept[begins, ends].tolist(),
         input_bytes=tables.inputs[begins, ends].tolist(),
-        rank_speed=[seat.speed for seat in loads.line.seats],
     )
 
 

@@ -1,0 +1,224 @@
+"""Where to cut for a mapping: the partitioners of `plan/partition`, for replicas on unequal devices.
+
+All replicas are cut alike, so a stage is as slow as its slowest replica and must fit the tightest. Where a
+rank has several stages, `plan/partition` has no account of its bytes: there stages are cut to equal seconds,
+each within its part of the memory, and the judge counts what they really take.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from bireme.plan.partition.autopipe import autopipe
+from bireme.plan.partition.exact import exact, least_max
+from bireme.plan.partition.holdings import DEEP
+from bireme.plan.partition.line import Line, Seat
+from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
+from bireme.plan.partition.partition import Misfit
+from bireme.plan.search.contention import links_between
+from bireme.plan.search.draft import Draft, Grid
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.shapes import Outline
+from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.rule import Rule
+
+__all__ = ["all_drafts", "likely_drafts", "loads_on", "num_cuts_and_sets"]
+
+RECKONED_AS = {"1f1b-sliced": "1f1b"}
+"""Whose bytes and times stand for a schedule until it is judged."""
+
+
+def all_drafts(ground: Ground, outline: Outline, grid: Grid) -> Iterator[Draft]:
+    """All ways to cut, and all sets of stages that could run again."""
+    for cuts in combinations(ground.bounds[1:-1], outline.num_stages - 1):
+        if _keeps_pins(ground, outline, grid, cuts):
+            for recompute in _sets(ground, outline.num_stages):
+                yield Draft(outline, grid, cuts, recompute)
+
+
+def num_cuts_and_sets(ground: Ground, outline: Outline) -> int:
+    """How many of them there are for a mapping."""
+    num_sets = 2**outline.num_stages if ground.wishes.recompute is Recompute.WHERE_NEEDED else 1
+    count = 1
+    for place in range(outline.num_stages - 1):
+        count = count * (ground.num_units - 1 - place) // (place + 1)
+    return count * num_sets
+
+
+def _sets(ground: Ground, num_stages: int) -> Iterator[tuple[int, ...]]:
+    match ground.wishes.recompute:
+        case Recompute.NEVER:
+            yield ()
+        case Recompute.ALWAYS:
+            yield tuple(range(num_stages))
+        case Recompute.WHERE_NEEDED:
+            for count in range(num_stages + 1):
+                yield from combinations(range(num_stages), count)
+
+
+def _keeps_pins(ground: Ground, outline: Outline, grid: Grid, cuts: tuple[int, ...]) -> bool:
+    if not ground.pins:
+        return True
+    ranks = outline.rank_of_stage
+    for place, device in ground.pins.items():
+        stage = sum(cut <= ground.bounds[place] for cut in cuts)
+        if device not in grid[ranks[stage]]:
+            return False
+    return True
+
+
+def likely_drafts(ground: Ground, outline: Outline, grid: Grid) -> list[Draft]:
+    """The cuts that the partitioners would make, best first; none if they see no way to fit."""
+    if outline.stages_per_rank > 1:
+        return list(_folded(ground, outline, grid))
+    loads = loads_on(ground, outline, grid)
+    found = exact(loads)
+    if isinstance(found, Misfit):
+        return []
+    partitions = [found]
+    if schedule_named(outline.schedule).rule is Rule.SYNCHRONOUS and outline.num_stages > 1:
+        better = autopipe(loads)
+        if better is not None and better.partition.cuts != found.cuts:
+            partitions.insert(0, better.partition)
+    drafts = []
+    for partition in partitions:
+        cuts = tuple(ground.bounds[cut] for cut in partition.cuts)
+        drafts.append(Draft(outline, grid, cuts, partition.recompute))
+    return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Replicas that are alike: their micro-batch, and the speed and memory of each rank."""
+
+    size: int
+    speeds: tuple[float, ...]
+    limits: tuple[float, ...]
+
+
+def loads_on(ground: Ground, outline: Outline, grid: Grid) -> Loads:
+    """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
+    links = tuple(links_between(ground, grid, range(outline.num_ranks)))
+    schedule = RECKONED_AS.get(outline.schedule, outline.schedule)
+    num_microbatches = outline.num_microbatches
+    if schedule == "zb-h1" and outline.num_ranks > DEEP:
+        # None of its stages keeps more than that many micro-batches, so it takes no more than this.
+        schedule, num_microbatches = "gpipe", min(outline.num_ranks, num_microbatches)
+    groups = _groups(ground, outline, grid)
+    of_group = []
+    for group in groups:
+        seats = tuple(
+            Seat(f"rank {rank}", speed, limit)
+            for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
+        )
+        setting = Setting(schedule, num_microbatches, ground.wishes.recompute)
+        of_group.append(loads_of(ground.merged(group.size), Line(seats, links), setting))
+    slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
+    named = tuple(
+        replace(seat, name=ground.names[min(row, key=lambda device: ground.limits[device])])
+        for seat, row in zip(slowest.line.seats, grid, strict=True)
+    )
+    slowest = replace(slowest, line=replace(slowest.line, seats=named))
+    return _pinned(ground, slowest, grid) if ground.pins else slowest
+
+
+def _groups(ground: Ground, outline: Outline, grid: Grid) -> list[_Group]:
+    """One for each size of micro-batch, with the slowest and the tightest device of each rank."""
+    found = []
+    for size in dict.fromkeys(outline.sizes):
+        places = [replica for replica, one in enumerate(outline.sizes) if one == size]
+        found.append(
+            _Group(
+                size,
+                tuple(min(ground.speeds[row[place]] for place in places) for row in grid),
+                tuple(min(ground.limits[row[place]] for place in places) for row in grid),
+            )
+        )
+    return found
+
+
+def _worst(of_group: list[Loads]) -> Loads:
+    """What the slowest of several takes, and as much too much as the tightest; the first stands for all."""
+    first = of_group[0]
+    busy_s, recomputed, peak_bytes, link_s = [], [], [], []
+    for stage, seat in enumerate(first.line.seats):
+        busy_s.append(np.maximum.reduce([loads.busy_s[stage] for loads in of_group]))
+        recomputed.append(np.logical_or.reduce([loads.recomputed[stage] for loads in of_group]))
+        over = [loads.peak_bytes[stage] - loads.line.seats[stage].memory_bytes for loads in of_group]
+        peak_bytes.append(np.maximum.reduce(over) + seat.memory_bytes)
+    for link in range(len(first.link_s)):
+        link_s.append(np.maximum.reduce([loads.link_s[link] for loads in of_group]))
+    return replace(
+        first,
+        busy_s=tuple(busy_s),
+        recomputed=tuple(recomputed),
+        peak_bytes=tuple(peak_bytes),
+        link_s=tuple(link_s),
+    )
+
+
+def _pinned(ground: Ground, loads: Loads, grid: Grid) -> Loads:
+    """The loads in which no stage fits that has a unit which belongs to another's device."""
+    peaks = []
+    for stage, table in enumerate(loads.peak_bytes):
+        blocked = np.zeros_like(table, np.bool_)
+        places = np.arange(len(table))
+        for unit, device in ground.pins.items():
+            if device not in grid[stage]:
+                blocked |= (places[:, None] + stage <= unit) & (unit <= places[None, :] + stage)
+        peaks.append(np.where(blocked, np.inf, table))
+    return replace(loads, peak_bytes=tuple(peaks))
+
+
+def _folded(ground: Ground, outline: Outline, grid: Grid) -> Iterator[Draft]:
+    """Stages of equal seconds: without a limit, within the memory, and running all again."""
+    ranks = outline.rank_of_stage
+    chain = ground.merged(max(outline.sizes))
+    width = chain.num_units - outline.num_stages + 1
+    is_empty = np.tri(width, width, -1, np.bool_)
+    wish = ground.wishes.recompute
+    ways = {
+        Recompute.NEVER: [(False, False), (True, False)],
+        Recompute.ALWAYS: [(False, True), (True, True)],
+        Recompute.WHERE_NEEDED: [(False, False), (True, False), (True, True)],
+    }[wish]
+    seen = set()
+    for within, again in ways:
+        backward_s = chain.recompute_backward_s if again else chain.backward_s
+        through_s = np.concatenate(([0.0], np.cumsum(chain.forward_s + backward_s)))
+        tables = chain.bytes
+        state = tables.parameter + tables.gradient + tables.optimizer + tables.buffer
+        costs = []
+        for stage, rank in enumerate(ranks):
+            here, there = slice(stage, stage + width), slice(stage + 1, stage + 1 + width)
+            speed = min(ground.speeds[device] for device in grid[rank])
+            seconds = (through_s[there][None, :] - through_s[here][:, None]) / speed
+            seconds[is_empty] = np.inf
+            if within:
+                num = _num_kept(outline, rank)
+                held = state + tables.workspace + num * (tables.inputs if again else tables.kept)
+                held = held + (tables.kept if again else 0)
+                limit = min(ground.limits[device] for device in grid[rank]) / outline.stages_per_rank
+                seconds[held[here, there] > limit] = np.inf
+            for unit, device in ground.pins.items():
+                if device not in grid[rank]:
+                    place = np.arange(width) + stage
+                    seconds[(place[:, None] <= unit) & (unit <= place[None, :])] = np.inf
+            costs.append(seconds)
+        least = least_max(costs)
+        if least.value == np.inf:
+            continue
+        cuts = tuple(ground.bounds[cut] for cut in least.cuts())
+        recompute = tuple(range(outline.num_stages)) if again else ()
+        if (cuts, recompute) not in seen:
+            seen.add((cuts, recompute))
+            yield Draft(outline, grid, cuts, recompute)
+
+
+def _num_kept(outline: Outline, rank: int) -> float:
+    """How many micro-batches each stage of a rank keeps, of several stages about equally many."""
+    p, parts, m = outline.num_ranks, outline.stages_per_rank, outline.num_microbatches
+    ahead = 2 * p if outline.schedule == "zbv" else (parts - 1) * p + 2 * (p - 1 - rank) + 1
+    return min(ahead / parts, m)

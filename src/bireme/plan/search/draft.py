@@ -1,0 +1,140 @@
+"""A plan as the search handles it: devices by their numbers, cuts at units of the whole chain."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from bireme.cluster.cluster import Cluster
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.plan.search.shapes import PARTS, Outline
+from bireme.schedule.catalogue import generate, schedule_named
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
+
+__all__ = ["Draft", "Grid", "draft_of"]
+
+Grid = tuple[tuple[int, ...], ...]
+"""The device of each replica of each rank: `grid[rank][replica]`."""
+
+MOST_PASSES = 512
+"""Forwards of a batch, over all stages; with more, what a micro-batch more takes is added up."""
+
+DRAINING, FLOWING = 2, 4
+"""Batches of the window that is looked at; in its middle the pipeline has come to its pace, and all that is
+ever kept at once has been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan in the making."""
+
+    outline: Outline
+    grid: Grid
+    cuts: tuple[int, ...]
+    recompute: tuple[int, ...] = ()
+    num_sliced: int | None = None
+    lookahead: int = 0
+
+    @property
+    def rule(self) -> Rule:
+        """Its update rule."""
+        return schedule_named(self.outline.schedule).rule
+
+    def stages(self, num_units: int) -> list[tuple[int, int]]:
+        """The units from which and up to which each stage goes."""
+        return list(pairwise((0, *self.cuts, num_units)))
+
+    def shortened(self) -> "Draft":
+        """The same with fewer micro-batches where there are many: as many as show all it does."""
+        outline = self.outline
+        shows_all = outline.num_ranks * (2 if outline.stages_per_rank > 1 else 1) + self.lookahead
+        shows_all = max(shows_all, outline.num_stages // outline.stages_per_rank, self.num_sliced or 0, 1)
+        if (
+            outline.num_stages * outline.num_microbatches <= MOST_PASSES
+            or outline.num_microbatches <= shows_all
+        ):
+            return self
+        return replace(self, outline=replace(outline, num_microbatches=shows_all))
+
+    def program(self) -> Program:
+        """What one replica does in a few batches."""
+        outline = self.outline
+        return _program(
+            outline.schedule,
+            outline.num_stages,
+            outline.num_microbatches,
+            outline.stages_per_rank,
+            self.num_sliced,
+            self.lookahead,
+            self.recompute,
+        )
+
+    def plan(self, names: tuple[str, ...]) -> Plan:
+        """The plan, with the devices' names."""
+        outline = self.outline
+        return Plan(
+            cuts=self.cuts,
+            num_microbatches=outline.num_microbatches,
+            schedule=outline.schedule,
+            width=outline.width,
+            stages_per_rank=outline.stages_per_rank if outline.schedule in PARTS else None,
+            num_sliced=self.num_sliced,
+            lookahead=self.lookahead,
+            recompute=self.recompute,
+            micro_batch_sizes=outline.sizes,
+            devices=tuple(tuple(names[device] for device in row) for row in self.grid),
+        )
+
+
+@lru_cache(maxsize=256)
+def _program(
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    num_sliced: int | None,
+    lookahead: int,
+    recompute: tuple[int, ...],
+) -> Program:
+    drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
+    return generate(
+        schedule,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_batches=DRAINING if drains else FLOWING,
+        stages_per_rank=stages_per_rank,
+        num_sliced=num_sliced,
+        lookahead=lookahead,
+        recompute=recompute,
+    )
+
+
+def draft_of(plan: Plan, cluster: Cluster) -> Draft:
+    """The draft of a plan that names its devices and the samples of its micro-batches."""
+    if not plan.devices or not plan.micro_batch_sizes:
+        raise BiremeError(
+            "The plan does not say on which devices it runs, or how many samples a micro-batch has, so "
+            "nobody can tell what it takes. Give it both."
+        )
+    if plan.recompute_units:
+        raise BiremeError(
+            "What a plan takes that runs single units again is not known. Name whole stages to recompute."
+        )
+    program = plan.program(1)
+    num_ranks = program.num_ranks
+    outline = Outline(
+        plan.schedule,
+        num_ranks,
+        program.num_stages // num_ranks,
+        plan.micro_batch_sizes,
+        plan.num_microbatches,
+    )
+    grid = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
+    used = [device for row in grid for device in row]
+    if len(set(used)) != len(used):
+        twice = next(device for device in used if used.count(device) > 1)
+        raise BiremeError(
+            f"The plan puts two ranks on {cluster.devices()[twice].name}; each takes a device of its own."
+        )
+    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead)

@@ -1,0 +1,170 @@
+"""What a shape would take, roughly: PipeDream-2BW's cost functions, to say what to look at first.
+
+    pace  = max( work of a stage, messages over a link, gradient ring / m )    for schedules that do not drain
+    batch = m · pace · (1 + bubble) + gradient ring                            for those that do
+
+After the paper (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 4).
+What we changed: times are of all w replicas, not of one; micro-batches are a whole number; replicas that fill
+one server have its fast links; schedules that drain have their bubble; units are measured, so embedding and
+head count; a device is as fast as it is; messages are under way while stages compute. Nothing is decided by
+these numbers alone but the order.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.search.draft import Draft
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.shapes import Outline, Outlines
+from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.rule import Rule, banks_needed
+
+__all__ = ["Estimator"]
+
+OVER = 100.0
+"""How much worse a shape looks that would not fit if its stages were equal; it may fit all the same."""
+
+HALF_BUBBLE = 2 / 3
+"""A sliced start-up is half a forward, of a third of the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Of the whole chain at a micro-batch size."""
+
+    work_s: float
+    again_s: float
+    parameter_bytes: float
+    gradient_bytes: float
+    rest_bytes: float
+    kept_bytes: float
+    boundary_bytes: float
+    workspace_bytes: float
+
+
+class Estimator:
+    """Orders shapes by what they would cost."""
+
+    def __init__(self, ground: Ground, outlines: Outlines) -> None:
+        self._ground = ground
+        self._outlines = outlines
+        self._totals: dict[int, _Totals] = {}
+        self._limits = np.sort([ground.limits[device] for device in ground.devices])[::-1]
+
+    def cost_s(self, outline: Outline) -> float:
+        """Seconds of training per sample."""
+        rule = schedule_named(outline.schedule).rule
+        m, p = outline.num_microbatches, outline.num_ranks
+        totals = self._of(max(outline.sizes))
+        again = self._runs_again(outline, rule, totals)
+        num_units = self._ground.num_units
+        # Units are not divided: of 10 on 4 ranks one has 3.
+        pace_s = self._outlines.least_pace_s(outline) * (p * -(-num_units // p) / num_units)
+        if again is None:
+            pace_s *= OVER
+        elif again:
+            pace_s *= totals.again_s / totals.work_s if totals.work_s else 1.0
+        message_s, ring_s = self._links_s(outline, totals)
+        batch_s = max(m * max(pace_s, message_s if p > 1 else 0.0) * (1 + self._bubble(outline)), ring_s)
+        if rule is Rule.SYNCHRONOUS:
+            batch_s += ring_s
+        return self._ground.wishes.penalties.get(rule, 1.0) * batch_s / outline.batch_size
+
+    def rough_cost_s(self, draft: Draft, floor_s: float) -> float:
+        """The same for a plan whose busiest device or lane is known."""
+        outline = draft.outline
+        batch_s = floor_s * (1 + self._bubble(outline))
+        if draft.rule is Rule.SYNCHRONOUS:
+            batch_s += self._links_s(outline, self._of(max(outline.sizes)))[1]
+        return self._ground.wishes.penalties.get(draft.rule, 1.0) * batch_s / outline.batch_size
+
+    def _bubble(self, outline: Outline) -> float:
+        m, fill = outline.num_microbatches, outline.num_ranks - 1
+        match outline.schedule:
+            case "sequential":
+                return float(fill)
+            case "gpipe" | "1f1b":
+                return fill / m
+            case "1f1b-sliced":
+                return fill / m * (1 - HALF_BUBBLE / 4)
+            case "interleaved":
+                return fill / m / outline.stages_per_rank
+            case "zb-h1":
+                return fill / m / 3
+            case "zbv":
+                return fill / m / 6
+        return 0.0
+
+    def _runs_again(self, outline: Outline, rule: Rule, totals: _Totals) -> bool | None:
+        """Whether equal stages would have to run their forwards again to fit; None if they would not fit."""
+        p, m = outline.num_ranks, outline.num_microbatches
+        limit = float(self._limits[min(outline.num_devices, len(self._limits)) - 1])
+        versions = banks_needed(rule, 0, p) + (rule is Rule.FRESH)
+        under_way = {"gpipe": m, "sequential": 1}.get(outline.schedule, min(p, m))
+        state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
+        state += totals.workspace_bytes
+        wish = self._ground.wishes.recompute
+        if wish is not Recompute.ALWAYS and state + under_way * totals.kept_bytes / p <= limit:
+            return False
+        least = state + totals.kept_bytes / p + under_way * totals.boundary_bytes
+        return True if wish is not Recompute.NEVER and least <= limit else None
+
+    def _links_s(self, outline: Outline, totals: _Totals) -> tuple[float, float]:
+        """A micro-batch's messages and a batch's gradient ring, in the better of two placements."""
+        p, w = outline.num_ranks, outline.width
+        fast, slow = self._rates
+        per_server = self._per_server
+        # A server's card carries all that its devices send at once.
+        message, ring = 2 * totals.boundary_bytes, 2 * (w - 1) / w * totals.gradient_bytes / p
+        sharing = per_server if w > 1 else 1
+        if p <= per_server:
+            together = (
+                message / fast,
+                ring / fast if w * p <= per_server else ring * min(per_server, p) / slow,
+            )
+        else:
+            together = message * max(1, per_server // p) / slow, ring * per_server / slow
+        if w <= per_server:
+            crosses = p * w > per_server
+            apart = message * min(w, sharing) / slow if crosses else message / fast, ring / fast
+        else:
+            apart = together
+        return min(together, apart, key=lambda pair: outline.num_microbatches * pair[0] + pair[1])
+
+    @cached_property
+    def _per_server(self) -> int:
+        devices = self._ground.devices
+        return max(1, len(devices) // len({self._ground.servers[device] for device in devices}))
+
+    @cached_property
+    def _rates(self) -> tuple[float, float]:
+        """Bytes a second inside a server and between two, as two typical devices have them."""
+        ground = self._ground
+        first = ground.devices[0]
+        inside = [d for d in ground.devices[1:] if ground.servers[d] == ground.servers[first]]
+        outside = [d for d in ground.devices if ground.servers[d] != ground.servers[first]]
+        fast = ground.cluster.bandwidth(first, inside[0]) if inside else float("inf")
+        slow = min(
+            (ground.cluster.bandwidth(first, d) for d in outside[:: max(1, len(outside) // 8)]),
+            default=fast,
+        )
+        return (fast if inside else slow), slow
+
+    def _of(self, size: int) -> _Totals:
+        if size not in self._totals:
+            chain = self._ground.merged(size)
+            tables = chain.bytes
+            self._totals[size] = _Totals(
+                work_s=float((chain.forward_s + chain.backward_s).sum()),
+                again_s=float((chain.forward_s + chain.recompute_backward_s).sum()),
+                parameter_bytes=float(tables.parameter[0, -1]),
+                gradient_bytes=float(tables.gradient[0, -1]),
+                rest_bytes=float(tables.optimizer[0, -1] + tables.buffer[0, -1]),
+                kept_bytes=float(tables.kept[0, -1]),
+                boundary_bytes=float(np.median(chain.boundary_bytes[:-1])) if chain.num_units > 1 else 0.0,
+                workspace_bytes=float(np.median(np.diag(tables.workspace, 1))),
+            )
+        return self._totals[size]

@@ -1,0 +1,281 @@
+"""Two ways through the space of plans: all of it where that is small, and the likely part of it.
+
+Both go by shape, then mapping, then cuts, then how many micro-batches are sliced or run ahead.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Protocol
+
+from bireme.plan.search.contention import links_between
+from bireme.plan.search.cutting import all_drafts, likely_drafts, num_cuts_and_sets
+from bireme.plan.search.draft import Draft, Grid
+from bireme.plan.search.estimate import Estimator
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.ledger import Judged, Ledger, kind_of
+from bireme.plan.search.mapping import all_grids, exchanged, likely_grids
+from bireme.plan.search.shapes import Outline, Outlines
+from bireme.plan.summary import Kind
+from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.generators.shape import Shape
+
+__all__ = ["Explorer", "Likely", "Thorough", "few_enough"]
+
+MOST_PLANS = 6_000
+"""So many plans are all gone through."""
+
+MOST_DEVICES = 8
+"""Of clusters whose mappings may all be gone through."""
+
+MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 40_000, 8_000
+"""To be simulated in the likely part of the space, with few devices and with many; the walk may as many."""
+
+MOST_GRIDS = 24
+"""Mappings of a shape that are compared by their links."""
+
+FEW, MOST_SHARE = 16, 4.0
+"""Devices; with more, fewer things are tried, and with fewer more, up to so many times as many."""
+
+MOST_EXCHANGED, MOST_EXCHANGES = 32, 60
+"""Devices of a cluster in which two are exchanged, and how often that is tried."""
+
+MOST_CUT = 2
+"""Mappings of a shape that are cut."""
+
+MOST_SHAPES, LEAST_SHAPES = 12, 2
+"""Shapes of a kind that are cut, of those that look best: with few devices, and with many."""
+
+MOST_FRUITLESS = 24
+"""Of which nothing fits; then the kind is given up."""
+
+MOST_STEPS, SIMPLER = 1024, 10
+"""So many forwards are soon simulated; a shape of twice as many must look better by so many times `ALIKE`."""
+
+ALIKE = 0.02
+"""Estimates that differ by less are taken for equal."""
+
+AS_GOOD = 1.001
+"""A thousandth of a batch is not worth another stashed micro-batch."""
+
+
+class Explorer(Protocol):
+    """Goes through plans; `how` says what was done, for people."""
+
+    how: str
+
+    def explore(self, shapes: Sequence[Outline]) -> None:
+        """Judge what these shapes have to offer."""
+
+
+def few_enough(ground: Ground, shapes: Sequence[Outline]) -> bool:
+    """Whether all plans can be gone through."""
+    if len(ground.devices) > MOST_DEVICES:
+        return False
+    count = 0
+    grids: dict[tuple[int, tuple[int, ...]], int] = {}
+    for outline in shapes:
+        each = num_cuts_and_sets(ground, outline) * len(list(_variants(outline)))
+        count += each
+        if count > MOST_PLANS:
+            return False
+        key = outline.num_ranks, outline.sizes
+        if key not in grids:
+            found = all_grids(ground, outline, MOST_PLANS // each)
+            if found is None:
+                return False
+            grids[key] = len(found)
+        count += each * (grids[key] - 1)
+    return count <= MOST_PLANS
+
+
+def _variants(outline: Outline) -> Iterator[tuple[int | None, int]]:
+    """How many micro-batches go in halves, and how many more run ahead."""
+    schedule = schedule_named(outline.schedule)
+    if schedule.slices:
+        for num_sliced in range(1, min(outline.num_stages, outline.num_microbatches) + 1):
+            yield num_sliced, 0
+        return
+    most = 0
+    if schedule.most_lookahead is not None:
+        most = schedule.most_lookahead(Shape(outline.num_stages, outline.num_microbatches, 1))
+    for lookahead in range(most + 1):
+        yield None, lookahead
+
+
+class Thorough:
+    """Goes through all plans, leaving out those that cannot be the best of their kind."""
+
+    def __init__(self, ground: Ground, outlines: Outlines, ledger: Ledger) -> None:
+        self._ground = ground
+        self._outlines = outlines
+        self._ledger = ledger
+        self.how = ""
+
+    def explore(self, shapes: Sequence[Outline]) -> None:
+        """Judge every plan, the most promising shapes first."""
+        ledger = self._ledger
+        ordered = sorted(shapes, key=lambda outline: self._outlines.least_s(outline) / outline.batch_size)
+        count = 0
+        for place, outline in enumerate(ordered):
+            ledger.progress(place / len(ordered))
+            for grid in all_grids(self._ground, outline, MOST_PLANS) or []:
+                for draft in all_drafts(self._ground, outline, grid):
+                    for num_sliced, lookahead in _variants(outline):
+                        count += 1
+                        self._look(replace(draft, num_sliced=num_sliced, lookahead=lookahead))
+        ledger.progress(1.0)
+        self.how = f"all {count:,} plans gone through, {ledger.num_judged:,} simulated, the others ruled out"
+
+    def _look(self, draft: Draft) -> None:
+        ledger, outline = self._ledger, draft.outline
+        if not ledger.could_win(outline, self._outlines.least_s(outline)):
+            return
+        if ledger.could_win(outline, ledger.judge.least_s(draft)):
+            ledger.judged(draft)
+
+
+class Likely:
+    """Goes through the shapes that look best, and walks on from the best of every kind."""
+
+    def __init__(self, ground: Ground, outlines: Outlines, ledger: Ledger) -> None:
+        self._ground = ground
+        self._outlines = outlines
+        self._ledger = ledger
+        self._estimator = Estimator(ground, outlines)
+        self._share = min(MOST_SHARE, FEW / len(ground.devices))
+        self._most_instructions = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * self._share))
+        self.how = ""
+
+    def explore(self, shapes: Sequence[Outline]) -> None:
+        """Cut the best looking shapes of every kind, simulate what promises most, and walk on from there."""
+        ledger = self._ledger
+        drafts: dict[Kind, list[tuple[float, int, Draft]]] = {}
+        num_shapes = 0
+        kinds = self._ranked(shapes)
+        for place, (kind, ranked) in enumerate(kinds.items()):
+            ledger.progress(0.4 * place / len(kinds))
+            most = max(LEAST_SHAPES, round(MOST_SHAPES * self._share))
+            found: list[tuple[float, int, Draft]] = []
+            for number, outline in enumerate(ranked[:MOST_FRUITLESS]):
+                if number >= most and found:
+                    break
+                num_shapes += 1
+                for draft in self._drafts(outline):
+                    floor_s = ledger.judge.least_s(draft)
+                    found.append((self._estimator.rough_cost_s(draft, floor_s), len(found), draft))
+            drafts[kind] = sorted(found, key=lambda one: one[:2])
+        for of_kind in drafts.values():
+            # The best of every kind is shown beside the best of all, so each is simulated.
+            for place, (_, _, draft) in enumerate(of_kind):
+                del of_kind[: place + 1]
+                if self._judge(draft).fits:
+                    break
+        ledger.progress(0.6)
+        rest = sorted((one for of_kind in drafts.values() for one in of_kind), key=lambda one: one[0])
+        for _, _, draft in rest:
+            if ledger.judge.num_instructions > self._most_instructions:
+                break
+            if ledger.could_win(draft.outline, ledger.judge.least_s(draft)):
+                self._judge(draft)
+        ledger.progress(0.8)
+        for judged in ledger.all_best():
+            self._walk(judged)
+        ledger.progress(1.0)
+        self.how = (
+            f"{num_shapes:,} of {len(shapes):,} shapes cut, {ledger.num_judged:,} plans simulated; what was "
+            "left out looked worse"
+        )
+
+    def _ranked(self, shapes: Sequence[Outline]) -> dict[Kind, list[Outline]]:
+        """The shapes of each kind, the best looking first."""
+        ranked: defaultdict[Kind, list[tuple[int, int, int]]] = defaultdict(list)
+        for place, outline in enumerate(shapes):
+            # Of shapes that look alike, the one with fewer steps to simulate is the simpler one.
+            looks = round(math.log(self._estimator.cost_s(outline)) / ALIKE)
+            steps = outline.num_stages * min(outline.num_microbatches, 2 * outline.num_stages)
+            looks += SIMPLER * max(steps // MOST_STEPS - 1, 0).bit_length()
+            if steps > MOST_STEPS and outline.stages_per_rank > 1 and self._ground.wishes.schedule == "auto":
+                continue
+            ranked[kind_of(outline)].append((looks, steps, place))
+        return {kind: [shapes[place] for _, _, place in sorted(found)] for kind, found in ranked.items()}
+
+    def _drafts(self, outline: Outline) -> Iterator[Draft]:
+        num_sliced = next(_variants(outline))[0]
+        for grid in self._grids(outline):
+            for draft in likely_drafts(self._ground, outline, grid):
+                yield replace(draft, num_sliced=num_sliced)
+
+    def _judge(self, draft: Draft) -> Judged:
+        return self._ledger.judged(draft)
+
+    def _grids(self, outline: Outline) -> list[Grid]:
+        """The mappings whose links carry a batch soonest, those first that come first among equals."""
+        most = max(MOST_CUT, MOST_GRIDS * FEW // max(outline.num_devices, FEW))
+        grids = list(islice(likely_grids(self._ground, outline), most))
+        if len(grids) <= MOST_CUT:
+            return grids
+        units = self._ground.bounds
+        step = (len(units) - 1) / outline.num_stages
+        cuts = tuple(units[max(stage, round(stage * step))] for stage in range(1, outline.num_stages))
+        scored = []
+        for place, grid in enumerate(grids):
+            floor = self._ledger.judge.floor(Draft(outline, grid, cuts))
+            scored.append((floor.seconds, place))
+        return [grids[place] for _, place in sorted(scored)[:MOST_CUT]]
+
+    def _walk(self, judged: Judged) -> None:
+        """From neighbour to neighbour as long as that is better: slices, lookahead, devices, cuts."""
+        best, is_better = judged, True
+        while is_better:
+            is_better = False
+            for more in (self._sliced, self._ahead, self._exchanged, self._recut):
+                found = self._best_of(more(best.draft))
+                if found is not None and found.cost_s * AS_GOOD < best.cost_s:
+                    best, is_better = found, True
+
+    def _best_of(self, drafts: Iterator[Draft]) -> Judged | None:
+        """The best that fits, of as many as may still be simulated."""
+        ledger, best = self._ledger, None
+        for draft in drafts:
+            if ledger.judge.num_instructions > 2 * self._most_instructions:
+                break
+            if ledger.could_win(draft.outline, ledger.judge.least_s(draft)):
+                found = self._judge(draft)
+                if found.fits and (best is None or found.cost_s < best.cost_s):
+                    best = found
+        return best
+
+    def _sliced(self, draft: Draft) -> Iterator[Draft]:
+        if draft.num_sliced:
+            most = min(draft.outline.num_stages, draft.outline.num_microbatches)
+            yield from (replace(draft, num_sliced=k) for k in range(draft.num_sliced + 1, most + 1))
+
+    def _ahead(self, draft: Draft) -> Iterator[Draft]:
+        if draft.num_sliced is None and draft.outline.num_stages > 1:
+            links = links_between(self._ground, draft.grid, draft.outline.rank_of_stage)
+            if any(link.bytes_per_s < float("inf") or link.latency_s for link in links):
+                yield from (
+                    replace(draft, lookahead=lookahead)
+                    for _, lookahead in _variants(draft.outline)
+                    if lookahead in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+                )
+
+    def _exchanged(self, draft: Draft) -> Iterator[Draft]:
+        if len(self._ground.devices) > MOST_EXCHANGED:
+            return
+        for grid in islice(exchanged(self._ground, draft.grid), MOST_EXCHANGES):
+            for other in likely_drafts(self._ground, draft.outline, grid)[:1]:
+                yield replace(other, num_sliced=draft.num_sliced, lookahead=draft.lookahead)
+
+    def _recut(self, draft: Draft) -> Iterator[Draft]:
+        bounds = self._ground.bounds
+        place_of = {unit: place for place, unit in enumerate(bounds)}
+        for which, cut in enumerate(draft.cuts):
+            for step in (-1, 1):
+                moved = bounds[place_of[cut] + step]
+                cuts = (*draft.cuts[:which], moved, *draft.cuts[which + 1 :])
+                if all(a < b for a, b in zip((0, *cuts), (*cuts, bounds[-1]), strict=True)):
+                    yield replace(draft, cuts=cuts)

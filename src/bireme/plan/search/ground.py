@@ -1,0 +1,162 @@
+"""What a search stands on: the profile as chains, the devices that may be used, and where nothing may be cut.
+
+Units that must stay together are one unit of the merged chain, so that no partitioner has to know of it.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.routes import Lane
+from bireme.cluster.symmetry import Symmetry
+from bireme.errors import BiremeError
+from bireme.plan.partition.chain import Chain, chain_of
+from bireme.plan.wishes import Wishes
+from bireme.profile.profile import Profile
+from bireme.schedule.catalogue import SCHEDULES, schedule_named
+from bireme.schedule.rule import Rule
+
+__all__ = ["Ground"]
+
+
+class Ground:
+    """A profile, a cluster and wishes that have been checked against each other."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.wishes = wishes
+        placed = cluster.devices()
+        self.names = tuple(device.name for device in placed)
+        self.speeds = tuple(device.device.speed for device in placed)
+        self.limits = tuple(device.device.memory_bytes * wishes.memory_fraction for device in placed)
+        self.servers = tuple(device.server for device in placed)
+        self.devices = tuple(dict.fromkeys(map(cluster.number_of, wishes.devices))) or tuple(
+            range(len(placed))
+        )
+        self.bounds = _bounds(wishes, len(profile.units))
+        self.pins = self._pins()
+        self.schedules = _schedules(wishes)
+        self.sizes = self._sizes()
+        self._check_numbers()
+        self._chains: dict[int, Chain] = {}
+        self._merged: dict[int, Chain] = {}
+        self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
+
+    @property
+    def num_units(self) -> int:
+        """How many units the merged chain has."""
+        return len(self.bounds) - 1
+
+    @property
+    def batches(self) -> range:
+        """How many samples a step may have."""
+        wishes = self.wishes
+        return range(wishes.batch_size, (wishes.largest_batch or wishes.batch_size) + 1)
+
+    @cached_property
+    def symmetry(self) -> Symmetry:
+        """Which devices can stand for each other."""
+        return Symmetry(self.cluster)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether equal devices may change places: not where some are named."""
+        return not self.wishes.devices and not self.pins
+
+    def whole(self, micro_batch: int) -> Chain:
+        """The chain of all units."""
+        if micro_batch not in self._chains:
+            self._chains[micro_batch] = chain_of(self.profile, micro_batch)
+        return self._chains[micro_batch]
+
+    def merged(self, micro_batch: int) -> Chain:
+        """The chain of what may be cut apart."""
+        if micro_batch not in self._merged:
+            chain = self.whole(micro_batch)
+            is_plain = len(self.bounds) == chain.num_units + 1
+            self._merged[micro_batch] = chain if is_plain else chain.merged(self.bounds)
+        return self._merged[micro_batch]
+
+    def path(self, source: int, destination: int) -> tuple[Lane, ...]:
+        """The lanes between two devices."""
+        ends = source, destination
+        if ends not in self._paths:
+            self._paths[ends] = self.cluster.path(source, destination)
+        return self._paths[ends]
+
+    def _pins(self) -> Mapping[int, int]:
+        """The device of each pinned unit of the merged chain."""
+        pins: dict[int, int] = {}
+        num_units = len(self.profile.units)
+        for unit, name in self.wishes.pinned.items():
+            if not 0 <= unit < num_units:
+                raise BiremeError(
+                    f"Unit {unit} is pinned to {name}, but the model's units are 0 to {num_units - 1}."
+                )
+            device = self.cluster.number_of(name)
+            if device not in self.devices:
+                raise BiremeError(f"Unit {unit} is pinned to {name}, which is not among the devices to use.")
+            place = next(place for place, end in enumerate(self.bounds[1:]) if unit < end)
+            if pins.setdefault(place, device) != device:
+                raise BiremeError(
+                    f"Unit {unit} is pinned to {name}, and must stay together with one that is pinned to "
+                    f"{self.names[pins[place]]}. Drop one of the three."
+                )
+        return pins
+
+    def _sizes(self) -> tuple[int, ...]:
+        wish = self.wishes.micro_batch
+        if wish is None:
+            return tuple(sorted(set(self.profile.micro_batches)))
+        self.profile.units[0].at(wish)  # refuses what the profile does not know
+        return (wish,)
+
+    def _check_numbers(self) -> None:
+        wishes = self.wishes
+        if wishes.largest_batch is not None and wishes.largest_batch < wishes.batch_size:
+            raise BiremeError(
+                f"The largest batch is {wishes.largest_batch}, and a batch has {wishes.batch_size} samples "
+                "at least. Exchange the two."
+            )
+        depth, width, num_devices = wishes.depth or 1, wishes.width or 1, len(self.devices)
+        if depth * width > num_devices:
+            raise BiremeError(
+                f"Depth {depth} times width {width} takes {depth * width} devices, and {num_devices} may be "
+                "used. Make one of them smaller."
+            )
+        if depth > self.num_units:
+            raise BiremeError(
+                f"{self.num_units} units that may be cut apart cannot make {depth} stages: each needs one."
+            )
+
+
+def _bounds(wishes: Wishes, num_units: int) -> tuple[int, ...]:
+    """Where the chain may be cut, its begin and its end included."""
+    inside: set[int] = set()
+    for first, last in wishes.together:
+        if not 0 <= first <= last < num_units:
+            raise BiremeError(
+                f"Units {first} to {last} cannot be kept together: the model's units are 0 to "
+                f"{num_units - 1}, and the first comes first."
+            )
+        inside.update(range(first + 1, last + 1))
+    return tuple(place for place in range(num_units + 1) if place not in inside)
+
+
+def _schedules(wishes: Wishes) -> tuple[str, ...]:
+    if wishes.schedule == "auto":
+        found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
+        return tuple(n for n in found if not wishes.synchronous or SCHEDULES[n].rule is Rule.SYNCHRONOUS)
+    schedule = schedule_named(wishes.schedule)
+    if schedule.rule is Rule.STASHED:
+        raise BiremeError(
+            f"The engine does not run {schedule.name}, so there is no planning for it. Use 2bw, which came "
+            "out of it."
+        )
+    if wishes.synchronous and schedule.rule is not Rule.SYNCHRONOUS:
+        raise BiremeError(
+            f"{schedule.name} delays updates, and they shall be synchronous. Leave out one of the two, or "
+            "use a schedule that drains (1f1b)."
+        )
+    return (schedule.name,)

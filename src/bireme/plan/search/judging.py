@@ -1,0 +1,326 @@
+"""The judge: what a plan takes on its devices, in seconds and in bytes, as the simulator sees it.
+
+Each replica is simulated on its own devices, on the cluster's links, with the gradient rings it takes part
+in. Replicas meet on links: what a replica gets of a lane is its part of all the bytes that go over it. For
+equal replicas in step that is exact, as their messages are under way at the same time; for others it is our
+approximation. A batch is that of the slowest replica, and never shorter than what the busiest device or lane
+needs for its bytes alone.
+
+Parameters that stages on several ranks share are summed over all of these, in a ring beside the others.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from bireme.plan.forecast import Forecast, StageForecast
+from bireme.plan.partition.judge import costs_between
+from bireme.plan.search.contention import Ring, Traffic, ring_over
+from bireme.plan.search.draft import Draft
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.shapes import PATH_BOUND
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
+from bireme.simulate.cluster_network import cluster_network
+from bireme.simulate.costs import Costs
+from bireme.simulate.network import Network
+from bireme.simulate.simulator import simulate
+from bireme.timeline.timeline import Timeline
+
+__all__ = ["Floor", "Judge"]
+
+MOST_INSTRUCTIONS = 20_000
+"""Of the replicas of a plan; when so many are simulated, the faster ones are left out."""
+
+MOST_KEPT = 4096
+"""Costs of partitions that are not worked out again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the stages of one replica take per micro-batch and per batch, on a device of speed 1."""
+
+    costs: Costs
+    again_s: tuple[float, ...]
+
+    def busy_s(self, stage: int, num_microbatches: int, *, steps: int) -> float:
+        """For how long a batch keeps the stage busy; `steps` counts updates and trials."""
+        costs = self.costs
+        each_s = costs.forward_s[stage] + costs.backward_s[stage] + self.again_s[stage]
+        return num_microbatches * each_s + steps * costs.update_s[stage]
+
+    def kept_bytes(self, stage: int, draft: Draft) -> float:
+        """What the stage keeps of a micro-batch that waits for its backward."""
+        return (self.costs.input_bytes if stage in draft.recompute else self.costs.stash_bytes)[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What a batch takes at the least, and the device or lane that it takes it from."""
+
+    seconds: float
+    bottleneck: str
+    device_s: Mapping[int, float]
+    """For how long a batch keeps each device busy."""
+
+
+class Judge:
+    """Says what drafts take."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._works: dict[object, _Work] = {}
+        self.num_simulated = 0
+        self.num_instructions = 0
+
+    @cached_property
+    def _tied(self) -> dict[str, list[tuple[int, int]]]:
+        """The units that hold each tied parameter, and the bytes of its gradient."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for place, unit in enumerate(self._ground.profile.units):
+            for held in unit.tied:
+                if held.gradient_bytes:
+                    found.setdefault(held.name, []).append((place, held.gradient_bytes))
+        return found
+
+    def floor(self, draft: Draft) -> Floor:
+        """What the busiest device and the busiest lane need, all else being free."""
+        ground, outline = self._ground, draft.outline
+        rank_of_stage = draft.outline.rank_of_stage
+        steps = 2 if draft.rule is Rule.FRESH else 1
+        device_s: dict[int, float] = {}
+        works = {size: self._work(draft, size) for size in set(outline.sizes)}
+        for replica, size in enumerate(outline.sizes):
+            for stage, rank in enumerate(rank_of_stage):
+                device = draft.grid[rank][replica]
+                busy_s = works[size].busy_s(stage, outline.num_microbatches, steps=steps)
+                device_s[device] = device_s.get(device, 0.0) + busy_s / ground.speeds[device]
+        busiest = max(device_s, key=lambda device: (device_s[device], -device))
+        slowest_lane, lane_s = self._traffic(draft, rank_of_stage).slowest()
+        if lane_s > device_s[busiest]:
+            return Floor(lane_s, slowest_lane, device_s)
+        return Floor(device_s[busiest], ground.names[busiest], device_s)
+
+    def least_s(self, draft: Draft) -> float:
+        """What a batch takes at the least: its floor and, where it drains, the way there and back.
+
+        Stage s begins a batch when all before it have run their first forward, and when it is done they all
+        have a backward left to run.
+        """
+        outline = draft.outline
+        least_s = self.floor(draft).seconds
+        if outline.schedule not in PATH_BOUND and outline.schedule != "sequential":
+            return least_s
+        m = outline.num_microbatches
+        for replica, size in enumerate(outline.sizes):
+            work = self._work(draft, size)
+            before_s = all_s = 0.0
+            for stage, row in enumerate(draft.grid):
+                speed = self._ground.speeds[row[replica]]
+                once_s = (work.costs.forward_s[stage] + work.costs.backward_s[stage]) / speed
+                every_s = (work.busy_s(stage, m, steps=0)) / speed
+                least_s = max(least_s, before_s + every_s)
+                before_s += once_s
+                all_s += m * once_s
+            if outline.schedule == "sequential":
+                least_s = max(least_s, all_s)
+        return least_s
+
+    def forecast(self, draft: Draft) -> Forecast:
+        """What a draft takes, whether it fits or not."""
+        ground, outline = self._ground, draft.outline
+        short = draft.shortened()
+        floor = self.floor(draft)
+        program = short.program()
+        traffic = self._traffic(short, program.rank_of_stage)
+        timelines: dict[object, Timeline] = {}
+        of_size: dict[int, Timeline] = {}
+        for replica in self._slowest_first(short, floor):
+            size = outline.sizes[replica]
+            if size in of_size and len(timelines) * program.num_instructions > MOST_INSTRUCTIONS:
+                continue  # bytes are the same for all of a size, and one that is slower has been looked at
+            key = self._likeness(short, program, replica, traffic)
+            if key not in timelines:
+                timelines[key] = self._simulate(short, program, replica, traffic)
+            of_size.setdefault(size, timelines[key])
+        of_replica = [of_size[size] for size in outline.sizes]
+        batch_s = max(timeline.steady_batch_s for timeline in timelines.values())
+        if short is not draft:
+            batch_s += floor.seconds - self.floor(short).seconds
+        batch_s = max(batch_s, floor.seconds)
+        penalty = ground.wishes.penalties.get(draft.rule, 1.0)
+        return Forecast(
+            batch_s=batch_s,
+            samples_per_s=outline.batch_size / batch_s,
+            penalty=penalty,
+            busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
+            bottleneck=floor.bottleneck,
+            stages=tuple(self._stages(draft, program, of_replica)),
+        )
+
+    def _slowest_first(self, draft: Draft, floor: Floor) -> list[int]:
+        """The replicas, those with the busiest device first."""
+        busiest_s = [
+            max(floor.device_s[row[replica]] for row in draft.grid) for replica in range(draft.outline.width)
+        ]
+        return sorted(range(len(busiest_s)), key=lambda replica: (-busiest_s[replica], replica))
+
+    def _stages(self, draft: Draft, program: Program, timelines: Sequence[Timeline]) -> list[StageForecast]:
+        ground, outline = self._ground, draft.outline
+        steps = 2 if draft.rule is Rule.FRESH else 1
+        works = {size: self._work(draft, size) for size in set(outline.sizes)}
+        found = []
+        for stage, (begin, end) in enumerate(draft.stages(len(ground.profile.units))):
+            rank = program.rank_of_stage[stage]
+            row = draft.grid[rank]
+            more = [0.0] * outline.width
+            if outline.schedule == "gpipe":  # the one that keeps all micro-batches of a batch
+                each = [works[size].kept_bytes(stage, draft) for size in outline.sizes]
+                more = [(outline.num_microbatches - program.num_microbatches) * one for one in each]
+            held = [
+                timeline.memory[rank].peak_bytes + extra
+                for timeline, extra in zip(timelines, more, strict=True)
+            ]
+            tightest = min(range(outline.width), key=lambda r: ground.limits[row[r]] - held[r])
+            found.append(
+                StageForecast(
+                    begin=begin,
+                    end=end,
+                    devices=tuple(ground.names[device] for device in row),
+                    recompute=stage in draft.recompute,
+                    busy_s=max(
+                        works[size].busy_s(stage, outline.num_microbatches, steps=steps)
+                        / ground.speeds[device]
+                        for size, device in zip(outline.sizes, row, strict=True)
+                    ),
+                    peak_bytes=held[tightest],
+                    limit_bytes=ground.limits[row[tightest]],
+                )
+            )
+        return found
+
+    def _simulate(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> Timeline:
+        ground = self._ground
+        devices = [row[replica] for row in draft.grid]
+        replicas = dict(enumerate(draft.grid)) if draft.outline.width > 1 else None
+        network = cluster_network(ground.cluster, program, devices, replicas=replicas)
+        shared = Network(
+            tuple(
+                replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
+                for wire in network.wires
+            ),
+            network.paths,
+            network.sync_paths,
+        )
+        costs = self._work(draft, draft.outline.sizes[replica]).costs
+        rings = self._rings(draft, program.rank_of_stage)
+        tied_s, reduce_bytes = self._syncs(draft, rings)
+        costs = replace(
+            costs,
+            reduce_s=tied_s,
+            reduce_bytes=reduce_bytes,
+            rank_speed=tuple(ground.speeds[device] for device in devices),
+        )
+        self.num_simulated += 1
+        self.num_instructions += program.num_instructions
+        return simulate(program, costs, shared, agree=True)
+
+    def _likeness(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> object:
+        """What is equal for replicas that run alike."""
+        ground = self._ground
+        devices = [row[replica] for row in draft.grid]
+        names: dict[str, int] = {}
+        ways = []
+        for a, b in pairwise(program.rank_of_stage):
+            for ends in ((devices[a], devices[b]), (devices[b], devices[a])):
+                lanes = ground.path(*ends)
+                ways.append(
+                    (
+                        ground.cluster.latency(*ends),
+                        tuple(
+                            (names.setdefault(lane.name, len(names)), *traffic.at(replica, lane))
+                            for lane in lanes
+                        ),
+                    )
+                )
+        return draft.outline.sizes[replica], tuple(ground.speeds[device] for device in devices), tuple(ways)
+
+    def _work(self, draft: Draft, size: int) -> _Work:
+        ground = self._ground
+        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced)
+        if key not in self._works:
+            half = None
+            if draft.num_sliced and size % 2 == 0 and size // 2 in ground.profile.micro_batches:
+                half = ground.whole(size // 2).forward_s
+            costs = costs_between(ground.whole(size), draft.cuts, half_forward_s=half)
+            again_s = tuple(
+                one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
+            )
+            if len(self._works) >= MOST_KEPT:
+                self._works.clear()
+            self._works[key] = _Work(costs, again_s)
+        return self._works[key]
+
+    def _rings(self, draft: Draft, rank_of_stage: Sequence[int]) -> list[tuple[tuple[int, ...], Ring]]:
+        """The stages whose gradients go around each ring beside those of replicas, and what goes there."""
+        stages = draft.stages(len(self._ground.profile.units))
+        of_ranks: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        sums: defaultdict[tuple[int, ...], float] = defaultdict(float)
+        for places in self._tied.values():
+            holders = tuple(
+                stage
+                for stage, (begin, end) in enumerate(stages)
+                if any(begin <= place < end for place, _ in places)
+            )
+            ranks = tuple(sorted({rank_of_stage[stage] for stage in holders}))
+            if len(ranks) > 1:
+                of_ranks.setdefault(ranks, []).append(holders)
+                sums[ranks] += places[0][1]
+        return [
+            (
+                tuple(sorted({stage for one in holders for stage in one})),
+                ring_over(
+                    self._ground, [device for rank in ranks for device in draft.grid[rank]], sums[ranks]
+                ),
+            )
+            for ranks, holders in of_ranks.items()
+        ]
+
+    def _syncs(
+        self, draft: Draft, rings: Sequence[tuple[tuple[int, ...], Ring]]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The seconds that each stage's tied parameters take to sum, and the bytes of its other gradients."""
+        num_stages = draft.outline.num_stages
+        tied_s = [0.0] * num_stages
+        reduced = list(self._reduce_bytes(draft))
+        width = draft.outline.width
+        for holders, ring in rings:
+            for stage in holders:
+                tied_s[stage] += ring.seconds
+                reduced[stage] = max(reduced[stage] - 2 * (width - 1) / width * ring.num_bytes, 0.0)
+        return tuple(tied_s), tuple(reduced)
+
+    def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
+        """What a ring moves over each of its hops, per stage."""
+        width = draft.outline.width
+        gradients = self._work(draft, draft.outline.sizes[0]).costs.gradient_bytes
+        return tuple(2 * (width - 1) / width * one for one in gradients)
+
+    def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
+        messages = {size: self._work(draft, size).costs.message_bytes for size in set(draft.outline.sizes)}
+        reduced = self._reduce_bytes(draft)
+        per_rank = [0.0] * draft.outline.num_ranks
+        for stage, rank in enumerate(rank_of_stage):
+            per_rank[rank] += reduced[stage]
+        return Traffic.of(
+            self._ground,
+            draft.grid,
+            rank_of_stage,
+            [
+                [draft.outline.num_microbatches * one for one in messages[size]]
+                for size in draft.outline.sizes
+            ],
+            per_rank,
+        )

@@ -1,0 +1,183 @@
+"""Mappings: which device runs which rank of which replica.
+
+AutoPipe-H maps stages to devices "considering server heterogeneity, to reduce communication contention". More
+than that abstract is not public; what is done here is our own design. Devices are put in an order, server by
+server, and dealt out in tiles: a tile of g replicas takes, for one rank after the other, g devices in a row.
+
+    g = 1: each replica's ranks are neighbours        g = w: each rank's replicas are neighbours
+    0a 1a 2a 3a | 0b 1b 2b 3b                         0a 0b 1a 1b | 2a 2b 3a 3b
+
+What lies between mixes both. Which of them is best is judged by the bytes that meet on the lanes, then by the
+simulator. Where all mappings are few, all are gone through, each once of those that equal devices make alike.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, permutations, product
+
+from bireme.plan.search.draft import Grid
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.shapes import Outline
+
+__all__ = ["all_grids", "exchanged", "likely_grids"]
+
+MOST_ORDERS = 20_000
+"""Before those that are alike are left out."""
+
+MOST_PINNED = 64
+"""Ways to deal out ranks to pinned devices that are tried with each order of devices."""
+
+MOST_REPLICAS = 4
+"""With more, mappings are not all gone through."""
+
+
+def all_grids(ground: Ground, outline: Outline, most: int) -> list[Grid] | None:
+    """All mappings but those that exchanging equal devices or replicas makes alike; None if over `most`."""
+    if outline.width > MOST_REPLICAS:
+        return None
+    found: dict[tuple[tuple[int, ...], ...], Grid] = {}
+    for number, order in enumerate(_orders(ground, (), outline.num_devices)):
+        if number > MOST_ORDERS:
+            return None
+        pipelines = _dealt(order, outline)
+        key = min(_written(ground, exchange) for exchange in _exchanges(pipelines, outline.sizes))
+        found.setdefault(key, tuple(zip(*pipelines, strict=True)))
+        if len(found) > most:
+            return None
+    return list(found.values())
+
+
+def _orders(ground: Ground, used: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+    if not left:
+        yield used
+        return
+    free = ground.symmetry.choices(used) if ground.is_symmetric else ground.devices
+    for device in free:
+        if device not in used:
+            yield from _orders(ground, (*used, device), left - 1)
+
+
+def _dealt(order: Sequence[int], outline: Outline) -> tuple[tuple[int, ...], ...]:
+    """The devices of each replica."""
+    depth = outline.num_ranks
+    return tuple(tuple(order[r * depth : (r + 1) * depth]) for r in range(outline.width))
+
+
+def _exchanges(
+    pipelines: tuple[tuple[int, ...], ...], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to number the replicas, those of equal micro-batches among themselves."""
+    groups = [
+        [p for p, one in zip(pipelines, sizes, strict=True) if one == size] for size in dict.fromkeys(sizes)
+    ]
+    for chosen in product(*(permutations(group) for group in groups)):
+        yield tuple(pipeline for group in chosen for pipeline in group)
+
+
+def _written(ground: Ground, pipelines: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    if not ground.is_symmetric:
+        return pipelines
+    order = ground.symmetry.canonical([device for pipeline in pipelines for device in pipeline])
+    depth = len(pipelines[0])
+    return tuple(order[r * depth : (r + 1) * depth] for r in range(len(pipelines)))
+
+
+def likely_grids(ground: Ground, outline: Outline) -> Iterator[Grid]:
+    """Mappings worth a look."""
+    seen: set[Grid] = set()
+    for order in _device_orders(ground, outline):
+        for tile in _tiles(outline.width):
+            for grid in _with_pins(ground, _tiled(order, outline, tile)):
+                if grid not in seen:
+                    seen.add(grid)
+                    yield grid
+
+
+def _with_pins(ground: Ground, grid: Grid) -> Iterator[Grid]:
+    """The mappings in which pinned devices have changed places with others, to run any of the ranks."""
+    pinned = list(dict.fromkeys(device for _, device in sorted(ground.pins.items())))
+    for ranks in islice(product(range(len(grid)), repeat=len(pinned)), MOST_PINNED):
+        rows = [list(row) for row in grid]
+        for device, rank in zip(pinned, ranks, strict=True):
+            there = {one: (r, c) for r, row in enumerate(rows) for c, one in enumerate(row)}
+            if device in rows[rank]:
+                continue
+            place = next((c for c, one in enumerate(rows[rank]) if one not in pinned), 0)
+            if device in there:
+                row, column = there[device]
+                rows[row][column] = rows[rank][place]
+            rows[rank][place] = device
+        yield tuple(map(tuple, rows))
+
+
+def _tiles(width: int) -> list[int]:
+    divisors = [g for g in range(1, width + 1) if width % g == 0]
+    if len(divisors) <= 4:
+        return divisors
+    return [g for g in divisors if g in (1, 2, 4, 8, width)]
+
+
+def _tiled(order: Sequence[int], outline: Outline, tile: int) -> Grid:
+    depth, width = outline.num_ranks, outline.width
+    grid = [[-1] * width for _ in range(depth)]
+    places = iter(order)
+    for first in range(0, width, tile):
+        for rank in range(depth):
+            for replica in range(first, first + tile):
+                grid[rank][replica] = next(places)
+    return tuple(map(tuple, grid))
+
+
+def _device_orders(ground: Ground, outline: Outline) -> Iterator[tuple[int, ...]]:
+    """Orders of as many devices as are needed, those of a server next to each other."""
+    count = outline.num_devices
+    speed, memory = ground.speeds.__getitem__, ground.limits.__getitem__
+    by_server: dict[int, list[int]] = {}
+    for device in ground.devices:
+        by_server.setdefault(ground.servers[device], []).append(device)
+
+    def arranged(value: Callable[[int], float], *, rising: bool) -> tuple[int, ...]:
+        sign = 1 if rising else -1
+        servers = sorted(by_server.values(), key=lambda own: (sign * sum(map(value, own)) / len(own), own[0]))
+        return tuple(d for own in servers for d in sorted(own, key=lambda d: (sign * value(d), d)))
+
+    fastest = arranged(speed, rising=False)[:count]
+    chosen = set(fastest)
+    yield fastest
+    for order in (
+        ground.devices,
+        arranged(memory, rising=False),
+        arranged(speed, rising=True),
+        arranged(memory, rising=True),
+    ):
+        yield tuple(device for device in order if device in chosen)
+    roomiest = arranged(memory, rising=False)[:count]
+    if set(roomiest) != chosen:
+        yield roomiest
+    pinned = [device for _, device in sorted(ground.pins.items()) if device not in chosen]
+    if pinned:
+        yield (*fastest[: count - len(pinned)], *pinned)
+        yield (*pinned, *fastest[: count - len(pinned)])
+
+
+def exchanged(ground: Ground, grid: Grid) -> Iterator[Grid]:
+    """The mappings in which two unlike devices have changed places, or an unlike idle one has come in."""
+    used = [(rank, replica) for rank, row in enumerate(grid) for replica in range(len(row))]
+    taken = {device for row in grid for device in row}
+    idle = {_look(ground, device): device for device in reversed(ground.devices) if device not in taken}
+    for place, (rank, replica) in enumerate(used):
+        one = grid[rank][replica]
+        for other_rank, other_replica in used[place + 1 :]:
+            other = grid[other_rank][other_replica]
+            if _look(ground, one) != _look(ground, other):
+                rows = [list(row) for row in grid]
+                rows[rank][replica], rows[other_rank][other_replica] = other, one
+                yield tuple(map(tuple, rows))
+        for look, device in idle.items():
+            if look != _look(ground, one):
+                rows = [list(row) for row in grid]
+                rows[rank][replica] = device
+                yield tuple(map(tuple, rows))
+
+
+def _look(ground: Ground, device: int) -> tuple[int, float, float]:
+    return ground.servers[device], ground.speeds[device], ground.limits[device]

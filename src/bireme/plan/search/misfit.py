@@ -1,0 +1,189 @@
+"""Where nothing fits: the plan that comes nearest, and the least change that would make one fit.
+
+Whether anything fits is asked of the exact partition, which knows the bytes of every stage of every cut.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from bireme.errors import BiremeError
+from bireme.plan.forecast import NothingFits, StageForecast
+from bireme.plan.partition.exact import exact
+from bireme.plan.partition.line import Line, Link, Seat
+from bireme.plan.partition.loads import Recompute, Setting, loads_of
+from bireme.plan.partition.partition import Misfit, Partition
+from bireme.plan.search.cutting import loads_on
+from bireme.plan.search.draft import Grid
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.ledger import Judged
+from bireme.plan.search.mapping import likely_grids
+from bireme.plan.search.shapes import Outline, Outlines
+from bireme.schedule.catalogue import schedule_named
+
+__all__ = ["nearest_misfit"]
+
+MOST_ASKED = 40
+"""Pairs of a shape and a mapping that are asked whether they fit."""
+
+MOST_NAMED = 3
+"""Devices in a sentence."""
+
+MOST_MORE = 64
+"""Devices more to think of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """A plan that does not fit."""
+
+    outline: Outline
+    grid: Grid
+    stages: tuple[StageForecast, ...]
+
+    @property
+    def missing(self) -> list[float]:
+        """What each stage takes more than its device has."""
+        return [max(stage.peak_bytes - stage.limit_bytes, 0.0) for stage in self.stages]
+
+    @property
+    def most_missing(self) -> float:
+        """What the worst one misses."""
+        return max(self.missing)
+
+
+def nearest_misfit(ground: Ground, shapes: Sequence[Outline], judged: Sequence[Judged]) -> NothingFits:
+    """Of all plans the one whose worst device misses least, and what would help.
+
+    `judged` are plans that were looked at and do not fit: all there is of schedules with several stages on a
+    rank, of which the partition knows no bytes.
+    """
+    asked = [found for found in _asked(ground, shapes) if isinstance(found, _Near)]
+    looked_at = [_Near(one.draft.outline, one.draft.grid, one.forecast.stages) for one in judged]
+    near = min(
+        asked or looked_at,
+        key=lambda one: (one.most_missing, one.outline.num_devices),
+        default=None,
+    )
+    if near is None:
+        raise BiremeError("No plan keeps all pinned units on their devices. Pin fewer of them.")
+    stage = near.missing.index(near.most_missing)
+    return NothingFits(
+        schedule=near.outline.schedule,
+        depth=near.outline.num_ranks,
+        width=near.outline.width,
+        micro_batch=max(near.outline.sizes),
+        stages=near.stages,
+        stage=stage,
+        device=_tightest(ground, near, stage),
+        missing_bytes=near.most_missing,
+        remedies=tuple(_remedies(ground, near)),
+    )
+
+
+def _near_of(ground: Ground, outline: Outline, grid: Grid, misfit: Misfit) -> _Near:
+    return _Near(
+        outline,
+        grid,
+        tuple(
+            StageForecast(
+                begin=ground.bounds[stage.begin],
+                end=ground.bounds[stage.end],
+                devices=tuple(ground.names[device] for device in row),
+                recompute=stage.recompute,
+                busy_s=outline.num_microbatches * stage.busy_s,
+                peak_bytes=stage.peak_bytes,
+                limit_bytes=stage.limit_bytes,
+            )
+            for stage, row in zip(misfit.nearest.stages, grid, strict=True)
+        ),
+    )
+
+
+def _tightest(ground: Ground, near: _Near, stage: int) -> str:
+    """The device of a stage that has least memory."""
+    row = near.grid[near.outline.rank_of_stage[stage]]
+    return ground.names[min(row, key=lambda device: ground.limits[device])]
+
+
+def _asked(ground: Ground, shapes: Sequence[Outline]) -> Iterator[_Near | Partition]:
+    """The shapes that take the fewest bytes, on likely mappings."""
+    seen: set[tuple[str, int, int, int]] = set()
+    num_asked = 0
+    for outline in sorted(shapes, key=lambda one: (max(one.sizes), -one.num_ranks, one.width)):
+        key = outline.schedule, outline.num_ranks, outline.width, max(outline.sizes)
+        if outline.stages_per_rank > 1 or key in seen:
+            continue
+        seen.add(key)
+        for grid in islice(likely_grids(ground, outline), 3):
+            num_asked += 1
+            found = exact(loads_on(ground, outline, grid))
+            yield _near_of(ground, outline, grid, found) if isinstance(found, Misfit) else found
+        if num_asked >= MOST_ASKED:
+            return
+
+
+def _remedies(ground: Ground, near: _Near) -> Iterator[str]:
+    """The changes that would do, each alone."""
+    wishes = ground.wishes
+    missing = near.most_missing
+    if missing == math.inf:
+        return
+    if wishes.recompute is Recompute.NEVER and _would_fit(ground, recompute=Recompute.WHERE_NEEDED):
+        yield "running forwards again (recompute)"
+    smaller = [size for size in ground.profile.micro_batches if size < min(ground.sizes)]
+    if smaller:
+        fits = [size for size in smaller if _would_fit(ground, micro_batch=size)]
+        if fits:
+            yield f"micro-batches of {max(fits)} samples"
+    if wishes.schedule != "auto" and _would_fit(ground, schedule="auto"):
+        yield "another schedule (auto)"
+    if wishes.memory_fraction < 1 and _would_fit(ground, memory_fraction=1.0):
+        yield "all of the devices' memory (memory_fraction 1)"
+    if wishes.depth is not None and _would_fit(ground, depth=None):
+        yield f"another depth than {wishes.depth}"
+    if wishes.width is not None and _would_fit(ground, width=None):
+        yield f"another width than {wishes.width}"
+    short = dict.fromkeys(_tightest(ground, near, stage) for stage, over in enumerate(near.missing) if over)
+    where = f"{'each of ' if len(short) > 1 else ''}{', '.join(short)}"
+    if len(short) > MOST_NAMED:
+        where = f"each of {len(short)} devices"
+    yield f"{missing:,.0f} bytes more on {where}"
+    more = _devices_more(ground, near)
+    if more is not None and wishes.depth is None:
+        like = _tightest(ground, near, near.missing.index(missing))
+        yield f"{more} device{'s' if more > 1 else ''} more like {like}"
+
+
+def _would_fit(ground: Ground, **changes: object) -> bool:
+    """Whether anything would fit with other wishes."""
+    wishes = replace(ground.wishes, **changes)  # type: ignore[arg-type]  # the names and types are given above
+    other = Ground(ground.profile, ground.cluster, wishes)
+    return any(isinstance(found, Partition) for found in _asked(other, list(Outlines(other))))
+
+
+def _devices_more(ground: Ground, near: _Near) -> int | None:
+    """How many devices like the one that misses most would make a pipeline deep enough, if so many do."""
+    outline = near.outline
+    row = near.grid[outline.rank_of_stage[near.missing.index(near.most_missing)]]
+    device = min(row, key=lambda one: ground.limits[one])
+    seats = [
+        Seat(ground.names[own], ground.speeds[own], ground.limits[own])
+        for own in (min(one, key=lambda d: ground.limits[d]) for one in near.grid)
+    ]
+    chain = ground.merged(max(outline.sizes))
+    for more in range(1, MOST_MORE + 1):
+        depth = outline.num_ranks + more
+        if depth > chain.num_units:
+            return None
+        m = max(outline.num_microbatches, depth)
+        name = outline.schedule if schedule_named(outline.schedule).stages_per_rank == 1 else "1f1b"
+        line = Line(
+            (*seats, *[Seat("more", ground.speeds[device], ground.limits[device])] * more),
+            (Link(),) * (depth - 1),  # bytes do not depend on the links
+        )
+        found = exact(loads_of(chain, line, Setting(name, m, ground.wishes.recompute)))
+        if isinstance(found, Partition):
+            return more
+    return None

@@ -1,0 +1,85 @@
+"""The search: the fastest plan that fits, and the best of every kind beside it.
+
+Shapes are gone through by what they promise, each with mappings onto devices and cuts for them, and the
+simulator judges what is left. Where there are few plans in all, all are gone through: those that are left out
+could not be better, by bounds that hold (see docs/search.md). Else shapes, mappings and cuts are the likely
+ones, and a walk from neighbour to neighbour follows.
+"""
+
+from collections.abc import Callable
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import cluster_hash
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Answer, Forecast, NothingFits, Origin
+from bireme.plan.hashes import profile_hash
+from bireme.plan.plan import Plan
+from bireme.plan.search.draft import draft_of
+from bireme.plan.search.explorers import Explorer, Likely, Thorough, few_enough
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.judging import Judge
+from bireme.plan.search.ledger import Ledger
+from bireme.plan.search.misfit import nearest_misfit
+from bireme.plan.search.shapes import Outlines
+from bireme.plan.wishes import Wishes
+from bireme.profile.profile import Profile
+
+__all__ = ["Progress", "find_plan", "forecast_of"]
+
+Progress = Callable[[float], None]
+"""Told now and then which share of the work is done."""
+
+
+def find_plan(
+    profile: Profile, cluster: Cluster, wishes: Wishes, *, progress: Progress | None = None
+) -> Answer | NothingFits:
+    """The best plans for a model of that profile on that cluster, or why there is none."""
+    ground = Ground(profile, cluster, wishes)
+    outlines = Outlines(ground)
+    shapes = list(outlines)
+    if not shapes:
+        raise BiremeError(_no_shape(ground))
+    ledger = Ledger(ground, Judge(ground), progress or (lambda _share: None))
+    explorer: Explorer
+    if few_enough(ground, shapes):
+        explorer = Thorough(ground, outlines, ledger)
+    else:
+        explorer = Likely(ground, outlines, ledger)
+    explorer.explore(shapes)
+    candidates = ledger.candidates()
+    if not candidates:
+        return nearest_misfit(ground, shapes, ledger.misfits())
+    origin = Origin(
+        graph=profile.graph,
+        profile=profile_hash(profile),
+        cluster=cluster_hash(cluster),
+        batch_size=wishes.batch_size,
+        how=explorer.how,
+    )
+    return Answer(candidates, origin, ledger.num_judged)
+
+
+def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes) -> Forecast:
+    """What any plan promises that names its devices and the samples of its micro-batches.
+
+    Of the wishes the part of the memory and the penalties count.
+    """
+    draft = draft_of(plan, cluster)
+    return Judge(Ground(profile, cluster, wishes)).forecast(draft)
+
+
+def _no_shape(ground: Ground) -> str:
+    wishes = ground.wishes
+    sizes = ", ".join(map(str, ground.sizes))
+    batch = f"{wishes.batch_size}"
+    if wishes.largest_batch:
+        batch += f" to {wishes.largest_batch}"
+    fixed = [f"{name} {value}" for name in ("depth", "width") if (value := getattr(wishes, name)) is not None]
+    shape = f" with {' and '.join(fixed)}" if fixed else ""
+    schedule = "any schedule" if wishes.schedule == "auto" else wishes.schedule
+    return (
+        f"No plan{shape} for {schedule} makes batches of {batch} samples out of whole micro-batches of "
+        f"{sizes}: a batch is width times micro-batches times their samples, and a pipeline of two weight "
+        "versions needs as many micro-batches as stages. Use another batch size, or profile smaller "
+        "micro-batches."
+    )

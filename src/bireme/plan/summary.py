@@ -1,0 +1,111 @@
+"""A candidate in short: what kind of plan it is, its shape, and what it promises. For lists side by side."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bireme.plan.forecast import Candidate
+from bireme.plan.plan import Plan
+from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.rule import Rule
+
+__all__ = ["ZERO_BUBBLE", "Kind", "Summary", "best_of_kinds", "headroom_bytes", "summarize"]
+
+ZERO_BUBBLE = frozenset({"zb-h1", "zbv"})
+"""The schedules that split the backward in two so that nothing waits."""
+
+
+class Kind(StrEnum):
+    """What a plan is, as people compare plans."""
+
+    DELAYED = "2bw"
+    FRESH = "2bw-fresh"
+    FLUSH = "flush"
+    ZERO_BUBBLE = "zero-bubble"
+    ONE_DEVICE = "one device"
+    DATA_PARALLEL = "data parallel"
+    STASHED = "pipedream"
+
+    @staticmethod
+    def of(plan: Plan) -> "Kind":
+        """The kind of a plan."""
+        if plan.num_stages == 1 and schedule_named(plan.schedule).rule is Rule.SYNCHRONOUS:
+            return Kind.ONE_DEVICE if plan.width == 1 else Kind.DATA_PARALLEL
+        match schedule_named(plan.schedule).rule:
+            case Rule.DELAYED:
+                return Kind.DELAYED
+            case Rule.FRESH:
+                return Kind.FRESH
+            case Rule.STASHED:
+                return Kind.STASHED
+            case Rule.SYNCHRONOUS:
+                return Kind.ZERO_BUBBLE if plan.schedule in ZERO_BUBBLE else Kind.FLUSH
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`depth` is how many devices a replica has, on which its stages lie; `micro_batch_sizes` has a size for
+    each replica. The rest means what it does in plan and forecast.
+    """
+
+    kind: Kind
+    schedule: str
+    depth: int
+    width: int
+    num_stages: int
+    micro_batch_sizes: tuple[int, ...]
+    num_microbatches: int
+    num_recomputed: int
+    batch_size: int
+    batch_s: float
+    samples_per_s: float
+    penalty: float
+    cost_s_per_sample: float
+    busy_share: float
+    bottleneck: str
+
+
+def summarize(candidate: Candidate) -> Summary:
+    """A candidate in short."""
+    plan, forecast = candidate.plan, candidate.forecast
+    batch_size = max(1, round(forecast.samples_per_s * forecast.batch_s))
+    equal = -(-batch_size // (plan.width * plan.num_microbatches))
+    return Summary(
+        kind=Kind.of(plan),
+        schedule=plan.schedule,
+        depth=plan.num_ranks // plan.width,
+        width=plan.width,
+        num_stages=plan.num_stages,
+        micro_batch_sizes=plan.micro_batch_sizes or (equal,) * plan.width,
+        num_microbatches=plan.num_microbatches,
+        num_recomputed=len(plan.recompute),
+        batch_size=batch_size,
+        batch_s=forecast.batch_s,
+        samples_per_s=forecast.samples_per_s,
+        penalty=forecast.penalty,
+        cost_s_per_sample=forecast.cost_s_per_sample,
+        busy_share=forecast.busy_share,
+        bottleneck=forecast.bottleneck,
+    )
+
+
+def best_of_kinds(candidates: Iterable[Candidate]) -> dict[Kind, Summary]:
+    """The first candidate of each kind; the candidates come best first."""
+    found: dict[Kind, Summary] = {}
+    for candidate in candidates:
+        short = summarize(candidate)
+        found.setdefault(short.kind, short)
+    return found
+
+
+def headroom_bytes(candidate: Candidate) -> dict[str, float]:
+    """What is left on each device of a plan at its worst moment.
+
+    Several stages of one device each show what is left on it when all are counted.
+    """
+    found: dict[str, float] = {}
+    for stage in candidate.forecast.stages:
+        for device in stage.devices:
+            left = stage.limit_bytes - stage.peak_bytes
+            found[device] = min(found.get(device, left), left)
+    return found

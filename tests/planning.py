@@ -1,0 +1,107 @@
+"""Small problems for planners: profiles of a few units, clusters of a few unlike devices."""
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device
+from bireme.cluster.links import Bridge, Card, Link
+from bireme.profile.profile import Profile, UnitCost, UnitProfile
+
+__all__ = ["profile_of", "small_clusters", "small_profiles"]
+
+
+def profile_of(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    *,
+    sizes: Sequence[int] = (1,),
+    parameter_bytes: Sequence[int] = (),
+    kept_bytes: Sequence[int] = (),
+    boundary_bytes: Sequence[int] = (),
+    update_s: Sequence[float] = (),
+) -> Profile:
+    """Units that share nothing; what is for one sample is in proportion for several."""
+    num_units = len(forward_s)
+    nothing = [0] * num_units
+    parameters, kept, boundary = (
+        list(values) or nothing for values in (parameter_bytes, kept_bytes, boundary_bytes)
+    )
+    update = list(update_s) or [0.0] * num_units
+    units = tuple(
+        UnitProfile(
+            name=f"layers.{place}",
+            structure=f"structure {place}",
+            same_as=None,
+            receives=(f"value {place}",) if place else (),
+            sends=(f"value {place + 1}",),
+            inputs=(),
+            parameter_bytes=parameters[place],
+            gradient_bytes=parameters[place],
+            optimizer_bytes=2 * parameters[place],
+            buffer_bytes=0,
+            update_s=update[place],
+            tied=(),
+            costs=tuple(
+                UnitCost(
+                    micro_batch=size,
+                    forward_s=size * forward_s[place],
+                    backward_s=size * backward_s[place],
+                    recompute_backward_s=size * (forward_s[place] + backward_s[place]),
+                    backward_input_s=None,
+                    backward_weight_s=None,
+                    spread=0.0,
+                    saved_bytes=size * kept[place],
+                    boundary_bytes=size * boundary[place],
+                    workspace_bytes=0,
+                    shared=(),
+                )
+                for size in sizes
+            ),
+        )
+        for place in range(num_units)
+    )
+    return Profile("m", "g", "d", "emulated", 1, "", False, "adamw", num_units, sum(parameters), units)
+
+
+@st.composite
+def small_profiles(draw: st.DrawFn, *, most_units: int = 4) -> Profile:
+    num_units = draw(st.integers(1, most_units))
+
+    def numbers(least: int, most: int) -> list[int]:
+        return draw(st.lists(st.integers(least, most), min_size=num_units, max_size=num_units))
+
+    return profile_of(
+        numbers(1, 9),
+        numbers(1, 9),
+        sizes=draw(st.sampled_from([(1,), (2,), (1, 2)])),
+        parameter_bytes=numbers(0, 20),
+        kept_bytes=numbers(0, 9),
+        boundary_bytes=numbers(0, 4),
+        update_s=numbers(0, 3),
+    )
+
+
+@st.composite
+def small_clusters(draw: st.DrawFn, *, most_devices: int = 3) -> Cluster:
+    """One or two servers of devices of three kinds, on links that may be slow."""
+    kinds = [
+        Device("any", "emulated", draw(st.integers(60, 800)), speed=draw(st.sampled_from([0.5, 1.0, 2.0])))
+        for _ in range(2)
+    ]
+    count = draw(st.integers(1, most_devices))
+    devices = [draw(st.sampled_from(kinds)) for _ in range(count)]
+    cut = draw(st.integers(1, count))
+    servers = []
+    for name, own in (("a", devices[:cut]), ("b", devices[cut:])):
+        if not own:
+            continue
+        places = tuple(range(len(own)))
+        rate, slow = draw(st.sampled_from([1.0, 4.0, 100.0])), draw(st.sampled_from([0.5, 2.0, 50.0]))
+        full = draw(st.booleans())
+        bridges = (
+            (Bridge("bus", places, Link(rate, draw(st.integers(0, 1)), full)),) if draw(st.booleans()) else ()
+        )
+        servers.append(Server(name, tuple(own), bridges, (), (Card("net", places, Link(slow, 0.5, full)),)))
+    return Cluster(tuple(servers))

@@ -1,0 +1,127 @@
+"""The GPT models of PipeDream-2BW's evaluation as profiles, from arithmetic and the paper's own byte count.
+
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021: mixed precision, sequences
+of 512 tokens, servers p3.16xlarge of eight V100 with 16 GB and NVLink. A parameter takes 20 bytes with one
+weight version (2 for the weight and 2 for the gradient in 16 bits, 4 each for the master copy and its
+gradient, 8 for Adam) and 4 more for each version beyond, kept in 32 bits as in the authors' released
+optimiser.
+
+A layer of width h keeps 34·s·b·h bytes of activations and 5·a·s²·b for its a heads (Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, equation 1).
+"""
+
+from dataclasses import dataclass
+
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device
+from bireme.cluster.links import Card, Link, Mesh
+from bireme.profile.profile import Profile, UnitCost, UnitProfile
+
+__all__ = ["GPT_1_3B", "GPT_2_2B", "Model", "p3_16xlarge", "profile_of_model"]
+
+TOKENS, WORDS = 512, 50_304
+SIZES = (1, 2, 4, 8, 16, 32)
+MOST_FLOPS_PER_S = 60e12
+"""Of a V100 in large matrices; the paper attains about 45 in a model of 355M."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A GPT of the paper."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Those of the layers and of the table of words."""
+        return 12 * self.layers * self.width**2 + WORDS * self.width
+
+
+GPT_1_3B = Model("GPT 1.3B", 24, 2048, 16)
+GPT_2_2B = Model("GPT 2.2B", 32, 2304, 32)
+
+
+def p3_16xlarge(count: int = 1) -> Cluster:
+    """Servers of eight V100 with 16 GB."""
+    device = Device("V100", "cuda", 16 * 10**9)
+    places = tuple(range(8))
+    return Cluster(
+        tuple(
+            Server(
+                f"server{number}",
+                (device,) * 8,
+                (),
+                (Mesh("nvlink", places, Link(25e9, 5e-6)),),
+                (Card("eth0", places, Link(3.1e9, 30e-6)),),
+            )
+            for number in range(count)
+        )
+    )
+
+
+def profile_of_model(model: Model) -> Profile:
+    """A unit for each layer, with the embedding in the first and the head behind the last."""
+    h = model.width
+    units = [_unit("embedding", WORDS * h, flops=0.0, kept_bytes=TOKENS * h, h=h, first=True)]
+    layer_flops = TOKENS * (24 * h**2 + 4 * TOKENS * h)
+    layer_bytes = 34 * TOKENS * h + 5 * model.heads * TOKENS**2
+    for place in range(model.layers):
+        units.append(_unit(f"layers.{place}", 12 * h**2, flops=layer_flops, kept_bytes=layer_bytes, h=h))
+    head_flops = TOKENS * 2 * WORDS * h
+    units.append(_unit("head", WORDS * h, flops=head_flops, kept_bytes=6 * TOKENS * WORDS, h=h))
+    return Profile(
+        model.name,
+        model.name,
+        "V100",
+        "cuda",
+        1,
+        "",
+        False,
+        "adam",
+        len(units),
+        4 * model.num_parameters,
+        tuple(units),
+    )
+
+
+def _unit(
+    name: str, parameters: int, *, flops: float, kept_bytes: int, h: int, first: bool = False
+) -> UnitProfile:
+    costs = []
+    for size in SIZES:
+        # Small matrices attain less: half the rate at one sequence, all but an eighth at eight.
+        rate = MOST_FLOPS_PER_S * size / (size + 1)
+        forward_s = size * flops / rate + 20e-6
+        costs.append(
+            UnitCost(
+                micro_batch=size,
+                forward_s=forward_s,
+                backward_s=2 * forward_s,
+                recompute_backward_s=3 * forward_s,
+                backward_input_s=None,
+                backward_weight_s=None,
+                spread=0.0,
+                saved_bytes=size * kept_bytes,
+                boundary_bytes=0 if name == "head" else 2 * size * TOKENS * h,
+                workspace_bytes=0,
+                shared=(),
+            )
+        )
+    return UnitProfile(
+        name=name,
+        structure=name.partition(".")[0],
+        same_as=None,
+        receives=() if first else ("x",),
+        sends=("x",),
+        inputs=(),
+        parameter_bytes=4 * parameters,
+        gradient_bytes=6 * parameters,
+        optimizer_bytes=10 * parameters,
+        buffer_bytes=0,
+        update_s=20 * parameters / 0.7e12,
+        tied=(),
+        costs=tuple(costs),
+    )

@@ -1,0 +1,26 @@
+"""What a stage holds at its worst moments: counted in one go, and reckoned for deep pipelines."""
+
+import pytest
+
+from bireme.plan.partition import holdings as module
+from bireme.plan.partition.holdings import DEEP, holdings
+from bireme.schedule.catalogue import SCHEDULES, generate
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", [name for name, one in SCHEDULES.items() if one.stages_per_rank == 1])
+def test_counting_all_at_once_is_counting_one_by_one(name: str, recompute: bool) -> None:
+    again = range(4) if recompute else ()
+    program = generate(name, num_stages=4, num_microbatches=6, num_batches=3, recompute=again)
+    for rank in range(4):
+        assert module._at_once(program, rank) == module._one_by_one(program, rank)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", sorted(module.EVENLY))
+def test_deep_pipelines_hold_what_counting_says(name: str, recompute: bool) -> None:
+    for num_stages in (DEEP + 1, DEEP + 4):
+        for num_microbatches in (num_stages, num_stages + 3):
+            counted = module._counted(name, num_stages, num_microbatches, recompute)
+            reckoned = holdings(name, num_stages, num_microbatches, recompute=recompute)
+            assert [set(stage) for stage in reckoned] == [set(stage) for stage in counted]
