@@ -1,15 +1,17 @@
 """`bireme cluster`: the machines to train on, found here or described in a file."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json, print_json, refuse
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
+    from bireme.runtime.world import Backend
 
 __all__ = ["app"]
 
@@ -36,8 +38,7 @@ def discover(
     """
     from bireme.cluster.discover import discover as find
 
-    if output is not None and output.suffix != ".toml":
-        raise BiremeError(f"A cluster is written to a .toml file, and {output} is none.")
+    _check_output(output)
     found = find(cpus)
     if output is not None:
         from bireme.cluster.cluster_file import save_cluster
@@ -68,6 +69,95 @@ def show(
         print_json({"clusters": list(example_names())})
     else:
         typer.echo("\n".join(example_names()))
+
+
+@app.command()
+def probe(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="What devices are timed on: gpt:…, hf:FOLDER or python:….",
+            show_default="a small GPT",
+        ),
+    ] = "",
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples it is timed with.")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            "-n",
+            help="Processes to start here, one for each device; not under torchrun.",
+            show_default="a CUDA device each, else 2",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure the links, about.")] = 20.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.toml", help="Write the cluster to a file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how fast devices are and what joins them, on this machine or, under torchrun, on several.
+
+    [dim]torchrun --nnodes 2 --nproc-per-node 4 … --no-python bireme cluster probe -o cluster.toml[/dim]
+    """
+    from bireme.bench.probe import Setting, probe_here, probe_of_environment
+
+    is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    try:
+        _check_output(output)
+        if is_started and processes is not None:
+            refuse(context, "The processes were started by torchrun already", "processes")
+        setting = Setting(batch=batch, seconds=seconds, **({"model": model} if model else {}))
+        backend, here = _backend_and_devices(device)
+        if is_started:
+            found = probe_of_environment(setting, backend=backend)
+        else:
+            found = probe_here(here if processes is None else processes, setting, backend=backend)
+    except BiremeError:
+        if is_started and os.environ["RANK"] != "0":
+            raise typer.Exit(2) from None  # the first rank says it for all
+        raise
+    if found is None:
+        return
+    cluster, notes = found.inferred.cluster, found.notes
+    if output is not None:
+        from bireme.cluster.cluster_file import save_cluster
+
+        save_cluster(cluster, output)
+    if as_json:
+        from bireme.report.cluster_table import cluster_document
+
+        print_json(cluster_document(cluster) | found.document())
+    else:
+        _show(cluster, notes, output, as_json=False)
+
+
+def _check_output(output: Path | None) -> None:
+    if output is None:
+        return
+    if output.suffix != ".toml":
+        raise BiremeError(f"A cluster is written to a .toml file, and {output} is none.")
+    if not output.resolve().parent.is_dir():
+        raise BiremeError(f"{output} cannot be written: there is no folder {output.parent}. Make it first.")
+
+
+def _backend_and_devices(device: str | None) -> "tuple[Backend, int]":
+    """What joins the ranks, and how many devices of that kind there are here."""
+    import torch
+
+    if device not in (None, "cpu", "cuda"):
+        raise BiremeError(f"There is no device {device!r} to probe; it is cpu or cuda.")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not there:
+        raise BiremeError("There is no CUDA device here to probe. Leave out --device, or write cpu.")
+    if device == "cpu" or not there:
+        return "gloo", 2
+    return "nccl", there
 
 
 def _show(cluster: "Cluster", notes: tuple[str, ...], written: Path | None, *, as_json: bool) -> None:

@@ -1,0 +1,243 @@
+"""The probe: measure the devices and links of a run, and make a `Cluster` of them.
+
+It stands here and not in `cluster/`, the lowest floor, because it needs processes, the timing of a model's
+units and a progress bar. What the measurements mean is inferred in `cluster/inference.py`, which is pure.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from bireme.bench.flows import Line, all_reduce_s, latency_s, message_bytes, rates
+from bireme.cluster.device import Device
+from bireme.cluster.inference import Inferred, infer
+from bireme.cluster.machine import host_name, num_cores
+from bireme.cluster.probed import AllReduce, Experiment, Flow, Measurements, experiments_for
+from bireme.errors import BiremeError
+from bireme.profile.here import device_here
+from bireme.report.progress import progress_bar
+from bireme.runtime.launch import launch
+from bireme.runtime.world import World
+
+if TYPE_CHECKING:
+    from bireme.runtime.world import Backend
+
+__all__ = ["MODEL", "Probe", "Setting", "probe_here", "probe_in", "probe_of_environment"]
+
+MODEL = "gpt:layers=2,width=256,heads=4,vocab=512,context=64"
+"""What devices are timed on if nobody names a model."""
+
+REPEATS = 3
+LATENCY_ROUNDS = 30
+SUM_BYTES = 4 * 2**20
+SUM_ROUNDS = 5
+LEAST_FLOW_S = 0.01
+MOST_FLOW_S = 0.5
+MESSAGES_OF_FLOW = 5
+"""At least, in the time that a flow is measured for."""
+MOST_RANKS = 256
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`seconds` are for the links, about; `model` is timed with `batch` samples on every device."""
+
+    model: str = MODEL
+    batch: int = 1
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.seconds <= 86_400:
+            raise BiremeError(f"The links are measured for {self.seconds:g} s; it must be 0.1 to 86,400.")
+        if self.batch < 1:
+            raise BiremeError(f"The batch is {self.batch}; it must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was measured and what follows from it."""
+
+    measurements: Measurements
+    inferred: Inferred
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the cluster's file does not say."""
+        sums = ", ".join(
+            f"{one.seconds * 1e3:.3g} ms over {one.num_devices}" for one in self.measurements.all_reduces
+        )
+        told = [f"A sum of {SUM_BYTES / 2**20:g} MiB takes {sums}."] if sums else []
+        joint = [one for one in self.measurements.experiments if len(one.flows) > 1]
+        if joint:
+            told.append(
+                f"The links explain {len(joint)} experiments with flows that may meet to "
+                f"{self.inferred.error:.1%} on average."
+            )
+        return (*told, *self.inferred.notes)
+
+    def document(self) -> dict[str, Any]:
+        """What was measured, as plain data."""
+        found = self.measurements
+        names = [placed.name for placed in self.inferred.cluster.devices()]
+        return {
+            "error": self.inferred.error,
+            "notes": list(self.inferred.notes),
+            "speeds": {name: one.speed for name, one in zip(names, found.devices, strict=True)},
+            "pairs": [
+                {
+                    "from": names[a],
+                    "to": names[b],
+                    "bytes_per_s": found.alone(a, b),
+                    "latency_s": found.latency_s[a, b],
+                }
+                for a, b in found.latency_s
+            ],
+            "experiments": [
+                {
+                    "flows": [[names[a], names[b]] for a, b in one.flows],
+                    "bytes_per_s": list(one.bytes_per_s),
+                }
+                for one in found.experiments
+            ],
+            "all_reduces": [asdict(one) for one in found.all_reduces],
+        }
+
+
+def probe_here(
+    num_processes: int,
+    setting: Setting | None = None,
+    *,
+    backend: "Backend" = "gloo",
+    timeout_s: float = 300.0,
+) -> Probe:
+    """Probe this machine with so many processes of its own."""
+    setting = setting or Setting()
+    check_model(setting)
+    if not 1 <= num_processes <= MOST_RANKS:
+        raise BiremeError(f"{num_processes} processes cannot be probed; it takes 1 to {MOST_RANKS}.")
+    found = launch(probe_in, num_processes, setting, backend=backend, timeout_s=timeout_s)[0]
+    assert found is not None
+    return found
+
+
+def probe_of_environment(
+    setting: Setting, *, backend: "Backend" = "gloo", timeout_s: float = 300.0
+) -> Probe | None:
+    """Probe the ranks that torchrun started, of which this is one; None on all but the first."""
+    check_model(setting)
+    with World.from_environment(timeout_s=timeout_s, backend=backend) as world:
+        return probe_in(world, setting)
+
+
+def check_model(setting: Setting) -> None:
+    """Refuse a model that there is not, before processes are started."""
+    from bireme.model.sources import load_source
+
+    load_source(setting.model, batch=setting.batch)
+
+
+def probe_in(world: World, setting: Setting) -> Probe | None:
+    """On every rank of an open world; the first has the result."""
+    bar = progress_bar("finding the ranks") if world.rank == 0 else nullcontext(_silent)
+    with bar as progress:
+        line = Line.of(world)
+        progress(0.0, "timing the devices")
+        hosts, devices = _devices(world, line, setting)
+        found = _links(line, setting, hosts, progress)
+        sums = [
+            AllReduce(size, SUM_BYTES, all_reduce_s(line, size, SUM_BYTES, rounds=SUM_ROUNDS))
+            for size in _group_sizes(world.size)
+        ]
+        line.together()
+    if world.rank:
+        return None
+    measurements = replace(found, devices=tuple(devices), all_reduces=tuple(sums))
+    return Probe(measurements, infer(measurements))
+
+
+def _silent(_done: float, _what: str) -> None:
+    """Of all ranks one tells how far they are."""
+
+
+def _group_sizes(num_ranks: int) -> list[int]:
+    sizes = [2**power for power in range(1, num_ranks.bit_length()) if 2**power < num_ranks]
+    return [*sizes, num_ranks] if num_ranks > 1 else []
+
+
+def _devices(world: World, line: Line, setting: Setting) -> "tuple[tuple[str, ...], list[Device]]":
+    """Every rank's server and device, with its speed beside the first one's. All are timed at once."""
+    own = device_here(world.device)
+    line.together()
+    own_s = _unit_seconds(world, setting)
+    told = {"host": host_name(), "device": asdict(own), "seconds": own_s}
+    world.store.set(f"probe/{world.rank}", json.dumps(told))
+    line.together()
+    all_told: list[dict[str, Any]] = [
+        json.loads(world.store.get(f"probe/{rank}")) for rank in range(world.size)
+    ]
+    hosts = tuple(str(one["host"]) for one in all_told)
+    devices = []
+    for one in all_told:
+        device = Device(**one["device"])
+        if device.kind == "cpu":
+            # The processes of a server share its processor and memory.
+            sharers = hosts.count(one["host"])
+            cores = max(1, num_cores() // sharers) if one["host"] == told["host"] else 0
+            device = replace(device, memory_bytes=device.memory_bytes // sharers, num_cores=cores)
+        speed = all_told[0]["seconds"] / one["seconds"]
+        devices.append(replace(device, speed=float(f"{speed:.3g}")))
+    return hosts, devices
+
+
+def _unit_seconds(world: World, setting: Setting) -> float:
+    """Forward and backward of all units of the model on this rank's device."""
+    from bireme.model.captures import Captures
+    from bireme.model.sources import load_source
+    from bireme.profile.profiler import profile
+    from bireme.profile.timing import Effort
+
+    source = load_source(setting.model, batch=setting.batch)
+    captures = Captures(source.model, source.example_inputs, name=setting.model)
+    found = profile(
+        captures.graph,
+        world.device,
+        [setting.batch],
+        examples=source.example_inputs,
+        effort=Effort(num_least=9, seconds_per_unit=0.3),
+        use_cache=False,
+    )
+    return sum(unit.costs[0].forward_s + unit.costs[0].backward_s for unit in found.units)
+
+
+def _links(line: Line, setting: Setting, hosts: tuple[str, ...], progress: Progress) -> Measurements:
+    """All ways alone, then flows that may meet. The devices are yet to be filled in."""
+    experiments = experiments_for(hosts)
+    alone = [flows[0] for flows in experiments if len(flows) == 1]
+    each_s = setting.seconds / max(len(experiments), 1) / REPEATS
+    flow_s = min(max(each_s, LEAST_FLOW_S), MOST_FLOW_S)
+    late_s: dict[Flow, float] = {}
+    sizes: dict[Flow, int] = {}
+    for number, flow in enumerate(alone):
+        progress(0.3 * number / len(alone), f"way {number + 1} of {len(alone)}: latency, size of messages")
+        late_s[flow] = latency_s(line, flow, rounds=LATENCY_ROUNDS)
+        sizes[flow] = message_bytes(line, flow, late_s[flow], least_s=flow_s / MESSAGES_OF_FLOW)
+    found = []
+    for number, flows in enumerate(experiments):
+        done = 0.3 + 0.7 * number / len(experiments)
+        progress(done, f"flows {number + 1} of {len(experiments)}: {_shown(flows)}")
+        own = [sizes[flow] for flow in flows]
+        laps = [rates(line, flows, own, seconds=flow_s) for _ in range(REPEATS)]
+        found.append(Experiment(flows, tuple(statistics.median(same) for same in zip(*laps, strict=True))))
+    progress(1.0, "sums over groups")
+    # A message is as late one way as the other, as far as anyone can tell without a common clock.
+    even = {(a, b): (late_s[a, b] + late_s[b, a]) / 2 for a, b in late_s}
+    return Measurements(hosts, (Device("", "cpu"),) * len(hosts), even, tuple(found))
+
+
+def _shown(flows: tuple[Flow, ...]) -> str:
+    return ", ".join(f"{a} → {b}" for a, b in flows[:3]) + (", …" if len(flows) > 3 else "")

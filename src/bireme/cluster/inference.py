@@ -1,0 +1,364 @@
+"""The structures that may join devices, and which of them explains what was measured.
+
+Inside a server these are cables between every two devices, a port for each device, and bridges that several
+share. Which devices share one is read off flows side by side. Between servers they are network cards, one
+for all devices of a server or one for some, and a switch that may be the narrow place. Each in full and in
+half duplex. What no experiment shows, such as a link that is never the slowest on any way, nobody can find.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.fairness import fair_rates
+from bireme.cluster.lateness import groups_of, with_latencies
+from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh, Switch
+from bireme.cluster.probed import Experiment, Measurements
+
+__all__ = ["Inferred", "infer"]
+
+TOLERANCE = 0.10
+"""The mean part by which a structure may miss what was measured, for a simpler one to be taken."""
+
+EXPLAINED = 1e-3
+"""Nothing else is looked for where a structure misses no more."""
+
+SAME = 0.05
+"""Figures that differ by no more are taken for equal, so that equal devices and links are known as such."""
+
+SHARING = 0.8
+"""Flows that together come to less than this part of what each does alone share something."""
+
+ASYMMETRIC = 1.25
+"""Times as fast one way as the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """The cluster, by which mean part it misses the experiments, and in sentences what stands out."""
+
+    cluster: Cluster
+    error: float
+    notes: tuple[str, ...]
+
+
+def infer(found: Measurements, *, same: float = SAME) -> Inferred:
+    """The simplest cluster that explains what was measured; what differs by less than `same` is equal."""
+    servers = found.servers()
+    inside: dict[str, Server] = {}
+    for name, own in servers.items():
+        bare = Server(name, tuple(found.devices[device] for device in own))
+        inside[name] = _inside(bare, own, found)
+    best = Cluster(tuple(inside.values())) if len(inside) == 1 else _with_cards(inside, servers, found)
+    tidy = _tidied(with_latencies(best, found.latency_s), same)
+    error = _error(tidy, found.experiments)
+    return Inferred(tidy, error, tuple(_notes(found, error)))
+
+
+def _inside(bare: Server, own: Sequence[int], found: Measurements) -> Server:
+    """How the devices of a server are joined, from the experiments that stay in it."""
+    if len(own) == 1:
+        return bare
+    place = {device: number for number, device in enumerate(own)}
+    experiments = [
+        Experiment(tuple((place[a], place[b]) for a, b in one.flows), one.bytes_per_s)
+        for one in found.experiments
+        if all(a in place and b in place for a, b in one.flows)
+    ]
+    shapes = [Cluster((server,)) for server in _joined(bare, experiments)]
+    best = _simplest([_fitted(shape, experiments) for shape in shapes], experiments)
+    return best.servers[0]
+
+
+Grouping = tuple[tuple[int, ...], ...]
+"""Devices of a server, each in one part."""
+
+ANY = 1.0
+"""A bandwidth that is yet to be found."""
+
+
+def _joined(bare: Server, experiments: Sequence[Experiment]) -> Iterator[Server]:
+    """The server with each structure that is looked for, the simplest first."""
+    everyone = tuple(range(len(bare.devices)))
+    for full in (True, False):
+        yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(ANY, 0.0, full)),))
+    if len(everyone) > 2:
+        for full in (True, False):
+            pairs = enumerate(combinations(everyone, 2))
+            yield replace(
+                bare, meshes=tuple(Mesh(f"mesh{n}", pair, Link(ANY, 0.0, full)) for n, pair in pairs)
+            )
+    if len(everyone) > 2:
+        for full in (True, False):
+            yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(ANY, 0.0, full), switched=True),))
+    for full, groups in product((True, False), _groupings(len(everyone), experiments)):
+        yield replace(
+            bare,
+            bridges=tuple(Bridge(f"bridge{n}", own, Link(ANY, 0.0, full)) for n, own in enumerate(groups)),
+        )
+
+
+def _groupings(num_devices: int, experiments: Sequence[Experiment]) -> Iterator[Grouping]:
+    """Which devices may share a bridge or card: none, all, and those that slow each other down."""
+    alone = {one.flows[0]: one.bytes_per_s[0] for one in experiments if len(one.flows) == 1}
+    singles = tuple((one,) for one in range(num_devices))
+    found = [
+        singles,
+        (tuple(range(num_devices)),),
+        *(_parts(num_devices, _sharers(experiments, alone, end)) for end in (0, 1)),
+    ]
+    if num_devices <= MOST_TRIED:
+        found += sorted(_partitions(num_devices), key=len)
+    yield from dict.fromkeys(found)
+
+
+MOST_TRIED = 5
+"""So few devices are put together in every way, of which five have 52."""
+
+
+def _partitions(num_devices: int) -> Iterator[Grouping]:
+    if num_devices == 0:
+        yield ()
+        return
+    last = num_devices - 1
+    for parts in _partitions(last):
+        yield (*parts, (last,))
+        for place, part in enumerate(parts):
+            yield (*parts[:place], (*part, last), *parts[place + 1 :])
+
+
+def _sharers(
+    experiments: Sequence[Experiment], alone: dict[tuple[int, int], float], end: int
+) -> set[tuple[int, int]]:
+    """Pairs of devices whose flows slowed each other down whatever was at the other end."""
+    slowed: dict[tuple[int, int], list[bool]] = {}
+    for one in experiments:
+        if len(one.flows) != 2 or len({*one.flows[0], *one.flows[1]}) < 4:
+            continue
+        a, b = sorted(flow[end] for flow in one.flows)
+        sum_alone = sum(alone[flow] for flow in one.flows)
+        slowed.setdefault((a, b), []).append(sum(one.bytes_per_s) < SHARING * sum_alone)
+    return {pair for pair, verdicts in slowed.items() if all(verdicts)}
+
+
+def _parts(num_devices: int, together: set[tuple[int, int]]) -> Grouping:
+    """The devices, those that are together, directly or through others, in one part."""
+    part = list(range(num_devices))
+    for a, b in combinations(range(num_devices), 2):
+        if (a, b) in together:
+            part = [part[a] if one == part[b] else one for one in part]
+    return tuple(tuple(d for d in range(num_devices) if part[d] == one) for one in dict.fromkeys(part))
+
+
+def _with_cards(inside: dict[str, Server], members: dict[str, list[int]], found: Measurements) -> Cluster:
+    """All servers with their cards and the switch: alike first, then each in its own way."""
+    ways = {
+        name: [
+            tuple(Card(f"card{n}", part, Link(ANY, 0.0, full)) for n, part in enumerate(parts))
+            for full, parts in product((True, False), _card_groupings(own, found))
+        ]
+        for name, own in members.items()
+    }
+    experiments = [
+        one for one in found.experiments if any(found.hosts[a] != found.hosts[b] for a, b in one.flows)
+    ]
+
+    def shape(chosen: dict[str, int], limited: bool) -> Cluster:
+        servers = (
+            replace(server, cards=ways[name][min(chosen[name], len(ways[name]) - 1)])
+            for name, server in inside.items()
+        )
+        return _fitted(Cluster(tuple(servers), Switch(ANY if limited else None)), found.experiments)
+
+    shapes: list[Cluster] = []
+    for limited in (False, True):
+        shapes += [
+            shape(chosen, limited) for chosen in _choices({name: len(way) for name, way in ways.items()})
+        ]
+        errors = [_error(one, experiments) for one in shapes]
+        if min(errors) < EXPLAINED:
+            break
+    return _simplest(shapes, found.experiments)
+
+
+MOST_CHOICES = 600
+
+
+def _choices(num_ways: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Which way each server may be: all alike, one unlike the others, all ways where those are few."""
+    alike = [dict.fromkeys(num_ways, number) for number in range(max(num_ways.values()))]
+    yield from alike
+    if math.prod(num_ways.values()) <= MOST_CHOICES:
+        yield from (dict(zip(num_ways, one, strict=True)) for one in product(*map(range, num_ways.values())))
+        return
+    for one in alike:
+        for name, count in num_ways.items():
+            yield from ({**one, name: number} for number in range(count))
+
+
+def _card_groupings(own: Sequence[int], found: Measurements) -> list[Grouping]:
+    place = {device: number for number, device in enumerate(own)}
+    everyone = tuple(range(len(own)))
+    alone = {one.flows[0]: one.bytes_per_s[0] for one in found.experiments if len(one.flows) == 1}
+    outside = [
+        one
+        for one in found.experiments
+        if all((a in place) != (b in place) for a, b in one.flows)
+        and len({a in place for a, _ in one.flows}) == 1
+    ]
+    groupings = [(everyone,), tuple((one,) for one in everyone)]
+    for end in (0, 1):
+        sharers = _sharers([one for one in outside if one.flows[0][end] in place], alone, end)
+        shared = {(place[a], place[b]) for a, b in sharers}
+        groupings.append(_parts(len(own), shared))
+    return list(dict.fromkeys(groupings))
+
+
+def _fitted(shape: Cluster, experiments: Sequence[Experiment]) -> Cluster:
+    """The structure whose lanes carry the most that was seen to cross them."""
+    most: dict[str, float] = {}
+    for one in experiments:
+        crossed: Counter[str] = Counter()
+        for (a, b), rate in zip(one.flows, one.bytes_per_s, strict=True):
+            for lane in shape.path(a, b):
+                crossed[lane.name] += rate  # type: ignore[assignment]  # a counter of bytes
+        for lane_name, total in crossed.items():
+            most[lane_name] = max(most.get(lane_name, 0.0), total)
+    servers = tuple(_server_with(server, most) for server in shape.servers)
+    switch = shape.switch
+    if switch is not None and switch.bytes_per_s is not None:
+        switch = replace(switch, bytes_per_s=min(most.get("switch", ANY), MOST_BYTES_PER_S))
+    return Cluster(servers, switch)
+
+
+def _server_with(server: Server, most: dict[str, float]) -> Server:
+    def link(link: Link, name: str) -> Link:
+        if not link.full_duplex:
+            return replace(link, bytes_per_s=most.get(name, ANY))
+        out, into = (most.get(f"{name} {way}", 0.0) for way in ("out", "in"))
+        # What nothing ever crossed one way is as fast as the other way.
+        out, into = out or into or ANY, into or out or ANY
+        return replace(link, bytes_per_s=out, back_bytes_per_s=None if into == out else into)
+
+    def cable(mesh: Mesh) -> Link:
+        seen = {name: rate for name, rate in most.items() if name.startswith(f"{named(mesh)} ")}
+        if mesh.switched and mesh.link.full_duplex:
+            ways = {way: max(r for n, r in seen.items() if n.endswith(f" {way}")) for way in ("out", "in")}
+            back = None if ways["in"] == ways["out"] else ways["in"]
+            return replace(mesh.link, bytes_per_s=ways["out"], back_bytes_per_s=back)
+        return replace(mesh.link, bytes_per_s=(max if mesh.switched else statistics.median)(seen.values()))
+
+    def named(group: Bridge | Card | Mesh) -> str:
+        return f"{server.name}/{group.name}"
+
+    return replace(
+        server,
+        bridges=tuple(replace(one, link=link(one.link, named(one))) for one in server.bridges),
+        meshes=tuple(replace(one, link=cable(one)) for one in server.meshes),
+        cards=tuple(replace(one, link=link(one.link, named(one))) for one in server.cards),
+    )
+
+
+def _simplest(shapes: Sequence[Cluster], experiments: Sequence[Experiment]) -> Cluster:
+    """The first that explains the experiments about as well as any does."""
+    errors = [_error(shape, experiments) for shape in shapes]
+    enough = max(TOLERANCE, 1.1 * min(errors))
+    exact = [error for error in errors if error < 1e-6]
+    if exact:
+        enough = 1e-6
+    return next(shape for shape, error in zip(shapes, errors, strict=True) if error <= enough)
+
+
+def _error(shape: Cluster, experiments: Sequence[Experiment]) -> float:
+    """The mean part by which it misses a flow, as the logarithm has it; experiments count alike."""
+    missed = []
+    for one in experiments:
+        paths = [shape.path(a, b) for a, b in one.flows]
+        rates = fair_rates(paths, {lane: lane.bytes_per_s for path in paths for lane in path})
+        pairs = zip(rates, one.bytes_per_s, strict=True)
+        missed.append(statistics.fmean(abs(math.log(rate / seen)) for rate, seen in pairs))
+    return statistics.fmean(missed) if missed else 0.0
+
+
+def _tidied(cluster: Cluster, same: float) -> Cluster:
+    """Links and speeds that hardly differ made equal, so that equal devices are known to be alike."""
+    groups = [group.link for server in cluster.servers for group in groups_of(server)]
+    rate = _evened([one for link in groups for one in (link.bytes_per_s, link.into_bytes_per_s)], same)
+    late = _evened([link.latency_s for link in groups], same)
+    speed: dict[str, dict[float, float]] = {}
+    devices = [placed.device for placed in cluster.devices()]
+    for name in {device.name for device in devices}:
+        speed[name] = _evened([device.speed for device in devices if device.name == name], same)
+    # All speeds are beside the first device's, which stays what it is.
+    first = devices[0]
+    of_first = speed[first.name][first.speed]
+    speed[first.name] = {
+        one: first.speed if even == of_first else even for one, even in speed[first.name].items()
+    }
+
+    def link(one: Link) -> Link:
+        out, into = rate[one.bytes_per_s], rate[one.into_bytes_per_s]
+        back = None if out == into or not one.full_duplex else into
+        return Link(out, late[one.latency_s], one.full_duplex, back)
+
+    servers = []
+    for server in cluster.servers:
+        even = replace(
+            server,
+            devices=tuple(replace(one, speed=speed[one.name][one.speed]) for one in server.devices),
+            bridges=tuple(replace(one, link=link(one.link)) for one in server.bridges),
+            meshes=tuple(replace(one, link=link(one.link)) for one in server.meshes),
+            cards=tuple(replace(one, link=link(one.link)) for one in server.cards),
+        )
+        servers.append(_bundled(even))
+    return Cluster(tuple(servers), cluster.switch)
+
+
+def _bundled(server: Server) -> Server:
+    """Equal ports of all devices as one switched mesh, equal cables of all pairs as one mesh."""
+    everyone = tuple(range(len(server.devices)))
+    links = {bridge.link for bridge in server.bridges}
+    each_alone = len(server.bridges) == len(everyone) > 1
+    if each_alone and len(links) == 1 and next(iter(links)).full_duplex and not server.cards:
+        (one,) = links
+        # A port's latency counts at both ends, a mesh's once.
+        mesh = Mesh("mesh0", everyone, replace(one, latency_s=2 * one.latency_s), switched=True)
+        return replace(server, bridges=(), meshes=(mesh,))
+    cables = {mesh.link for mesh in server.meshes}
+    if len(server.meshes) == len(list(combinations(everyone, 2))) > 1 and len(cables) == 1:
+        return replace(server, meshes=(Mesh("mesh0", everyone, next(iter(cables))),))
+    return server
+
+
+def _evened(values: Sequence[float], same: float) -> dict[float, float]:
+    """For each value the median of those that hardly differ from the least of them."""
+    found: dict[float, float] = {}
+    run: list[float] = []
+    for value in [*sorted(values), math.inf]:
+        if run and value > run[0] * (1 + same):
+            middle = run[0] if run[0] == run[-1] else statistics.median(run)
+            # Nothing is measured to more than a few digits.
+            found |= dict.fromkeys(run, float(f"{middle:.4g}") if same else middle)
+            run = []
+        run.append(value)
+    return found
+
+
+def _notes(found: Measurements, error: float) -> Iterator[str]:
+    """What a person should know who looks at the cluster."""
+    for a, b in combinations(range(len(found.hosts)), 2):
+        forth, back = found.alone(a, b), found.alone(b, a)
+        if max(forth, back) > ASYMMETRIC * min(forth, back):
+            yield (
+                f"The way from device {a} to {b} carries {forth / 1e9:.3g} GB/s, and back {back / 1e9:.3g} "
+                "GB/s."
+            )
+    if error > TOLERANCE:
+        yield (
+            f"The links explain what was measured to {error:.0%} only. Something else used them, or they are "
+            "joined in a way that this file cannot say: probe again, for longer, or write them by hand."
+        )
