@@ -1,0 +1,380 @@
+"""Whether the planner keeps its word, and what its plans are worth beside others, rehearsed with the
+engine.
+
+    python benchmarks/planner.py [--quick] [--json] [--cluster NAME …]
+
+On emulated clusters of eight devices every stage is a process that sleeps for as long as it would compute,
+and messages come through emulated links; schedule, weights, messages and sums are the real engine's. The
+chosen plan is measured beside what was foretold, beside the best of a list of all other shapes, schedules
+and partitions, and beside the equal and Piper's cuts of the same shape. All take turns; figures are
+medians.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bireme.bench.rehearsal import Effort, Rehearsal, rehearse
+from bireme.bench.rehearsed import rehearsed, simulated_s
+from bireme.bench.spread import Spread, ratios
+from bireme.bench.unequal import unequal_units
+from bireme.bench.verdicts import Verdict
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import load_cluster
+from bireme.cluster.symmetry import Symmetry
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Answer
+from bireme.plan.partition.autopipe import Cuts, autopipe
+from bireme.plan.partition.baselines import BASELINES
+from bireme.plan.partition.chain import chain_of
+from bireme.plan.partition.exact import exact
+from bireme.plan.partition.line import Line, Link, Seat
+from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
+from bireme.plan.partition.partition import Partition, assess
+from bireme.plan.plan import Plan
+from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.wishes import PENALTIES, Wishes
+from bireme.profile.profile import Profile
+from bireme.schedule.catalogue import generate, schedule_named
+from bireme.schedule.rule import Rule
+
+CLUSTERS = ("emulated-8-equal", "emulated-8-one-slow", "emulated-two-servers", "emulated-two-memories")
+QUICK_CLUSTERS = CLUSTERS[1:3]
+SCHEDULES = ("1f1b", "2bw", "2bw-fresh", "gpipe", "zb-h1")
+BATCH_SIZE = 16
+
+MOST_ERROR = 0.05
+MOST_FASTER = 0.03
+LEAST_GAIN = 1.2
+FAR_BEHIND = 1.25
+"""Times the chosen plan's cost: a plan whose busiest device alone takes more is not simulated."""
+NUM_RANDOM = 2
+"""Random cuts of each shape, besides those of planners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A plan of the list, what is foretold of it, and by whom it was cut."""
+
+    name: str
+    plan: Plan
+    foretold_s: float
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds of a batch times the steps that its update rule takes for one."""
+        return penalised(self.plan, self.foretold_s)
+
+
+def penalised(plan: Plan, seconds: float) -> float:
+    return PENALTIES.get(schedule_named(plan.schedule).rule, 1.0) * seconds
+
+
+def orders_of(cluster: Cluster, count: int) -> list[tuple[int, ...]]:
+    """Ways to put devices into a row: as they stand, in turns, weak ones first, last, in the middle."""
+    everyone = tuple(range(cluster.num_devices))
+    half = len(everyone) // 2
+    turns = tuple(one for pair in zip(everyone[:half], everyone[half:], strict=True) for one in pair)
+    rows = [everyone, everyone[::-1], turns]
+    devices = [placed.device for placed in cluster.devices()]
+    best = max((one.speed, one.memory_bytes) for one in devices)
+    weak = [number for number in everyone if (devices[number].speed, devices[number].memory_bytes) < best]
+    strong = [number for number in everyone if number not in weak]
+    for place in (0, len(strong) // 2, len(strong)):
+        rows.append((*strong[:place], *weak, *strong[place:]))
+    symmetry = Symmetry(cluster)
+    return list(dict.fromkeys(symmetry.canonical(row[:count]) for row in rows))
+
+
+def loads_for(
+    profile: Profile, cluster: Cluster, rows: Sequence[Sequence[int]], size: int, setting: Setting
+) -> Loads:
+    """Those of a pipeline whose rank r runs on the devices `rows[r]`, the slowest of which counts."""
+    devices = [[cluster.devices()[one].device for one in row] for row in rows]
+    seats = [
+        Seat(f"rank {rank}", min(one.speed for one in row), min(one.memory_bytes for one in row))
+        for rank, row in enumerate(devices)
+    ]
+    links = [Link(cluster.bandwidth(a[0], b[0]), cluster.latency(a[0], b[0])) for a, b in pairwise(rows)]
+    return loads_of(chain_of(profile, size), Line(tuple(seats), tuple(links)), setting)
+
+
+def partitions(loads: Loads, random: np.random.Generator) -> Iterator[tuple[str, Cuts]]:
+    """The last of equal ones gives the name."""
+    for _ in range(NUM_RANDOM):
+        cuts = random.choice(np.arange(1, loads.chain.num_units), loads.num_stages - 1, replace=False)
+        yield "random", tuple(sorted(int(cut) for cut in cuts))
+    for name, planner in BASELINES.items():
+        yield name, planner(loads)
+    if schedule_named(loads.setting.schedule).rule is Rule.SYNCHRONOUS:
+        found = autopipe(loads)
+        if found is not None:
+            yield "autopipe", found.partition.cuts
+    flattest = exact(loads)
+    if isinstance(flattest, Partition):
+        yield "exact", flattest.cuts
+
+
+def settings_of(profile: Profile, cluster: Cluster) -> Iterator[tuple[int, int, int, str, tuple[int, ...]]]:
+    """All depths, widths, micro-batch sizes, schedules and rows of devices."""
+    for depth in range(1, cluster.num_devices + 1):
+        for width in range(1, cluster.num_devices // depth + 1):
+            for size in profile.micro_batches:
+                if BATCH_SIZE % (width * size):
+                    continue
+                for schedule in SCHEDULES if depth > 1 else SCHEDULES[:2]:
+                    for row in orders_of(cluster, depth * width):
+                        yield depth, width, size, schedule, row
+
+
+def every_plan(profile: Profile, cluster: Cluster, known_s: float) -> list[Other]:
+    """All settings with all partitions, the cheapest first.
+
+    Left out are those whose busiest device alone keeps them far behind the cost of a known plan.
+    """
+    random = np.random.default_rng(0)
+    found: dict[Plan, Other] = {}
+    names = [placed.name for placed in cluster.devices()]
+    for depth, width, size, schedule, row in settings_of(profile, cluster):
+        count = BATCH_SIZE // (width * size)
+        rows = [row[rank::depth] for rank in range(depth)]
+        try:
+            generate(schedule, num_stages=depth, num_microbatches=count)
+            loads = loads_for(profile, cluster, rows, size, Setting(schedule, count, Recompute.WHERE_NEEDED))
+        except BiremeError:
+            continue  # too few micro-batches for the schedule
+        for cuts, how in {cuts: how for how, cuts in partitions(loads, random)}.items():
+            partition = assess(loads, cuts)
+            plan = plan_of(loads, cuts, schedule, count, width, size, rows, names)
+            if not partition.fits or penalised(plan, count * partition.pace_s) > FAR_BEHIND * known_s:
+                continue
+            try:
+                seconds = simulated_s(rehearsed(profile, cluster, plan), cluster)
+            except BiremeError:
+                continue  # a device lacks a few bytes after all
+            if width > 1:
+                # Replicas meet on links, which the simulation of each alone does not see.
+                seconds = forecast_of(plan, profile, cluster, Wishes(BATCH_SIZE)).batch_s
+            found.setdefault(plan, Other(how, plan, seconds))
+    return sorted(found.values(), key=lambda one: one.cost_s)
+
+
+def plan_of(
+    loads: Loads,
+    cuts: Cuts,
+    schedule: str,
+    count: int,
+    width: int,
+    size: int,
+    rows: Sequence[Sequence[int]],
+    names: Sequence[str],
+) -> Plan:
+    bounds = loads.chain.bounds(cuts)
+    again = tuple(s for s in range(loads.num_stages) if loads.is_recomputed(s, bounds[s], bounds[s + 1]))
+    return Plan(
+        cuts,
+        count,
+        schedule,
+        width,
+        recompute=again,
+        micro_batch_sizes=(size,) * width,
+        devices=tuple(tuple(names[one] for one in row) for row in rows),
+    )
+
+
+def alike(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan on the devices that stand for all equal ones."""
+    depth = len(plan.devices)
+    row = [
+        cluster.number_of(plan.devices[rank][replica])
+        for replica in range(plan.width)
+        for rank in range(depth)
+    ]
+    names = [cluster.devices()[number].name for number in Symmetry(cluster).canonical(row)]
+    return replace(plan, devices=tuple(tuple(names[rank::depth]) for rank in range(depth)))
+
+
+def baselines(profile: Profile, cluster: Cluster, chosen: Plan) -> dict[str, Plan]:
+    """The chosen schedule on all devices in a row, cut by people's planners."""
+    size = chosen.micro_batch_sizes[0] if chosen.micro_batch_sizes else profile.micro_batches[0]
+    count = BATCH_SIZE // size
+    rows = [(one,) for one in range(cluster.num_devices)]
+    names = [placed.name for placed in cluster.devices()]
+    setting = Setting(chosen.schedule, count, Recompute.WHERE_NEEDED)
+    loads = loads_for(profile, cluster, rows, size, setting)
+    return {
+        name: plan_of(loads, BASELINES[name](loads), chosen.schedule, count, 1, size, rows, names)
+        for name in ("uniform", "piper")
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A plan that was measured."""
+
+    cluster: str
+    name: str
+    schedule: str
+    depth: int
+    width: int
+    micro_batches: int
+    measured_s: Spread
+    predicted_s: float
+    error: float
+    cost: Spread
+    """The chosen one's penalised time over this one's: more than one says that this is the better plan."""
+
+
+def row_of(cluster: str, name: str, one: Rehearsal, predicted_s: float, chosen: Rehearsal) -> Row:
+    mine = [penalised(one.plan, seconds) for seconds in one.rounds_s]
+    best = [penalised(chosen.plan, seconds) for seconds in chosen.rounds_s]
+    return Row(
+        cluster,
+        name,
+        one.plan.schedule,
+        one.plan.num_stages,
+        one.plan.width,
+        one.plan.num_microbatches,
+        one.measured_s,
+        predicted_s,
+        predicted_s / one.measured_s.median - 1,
+        ratios(mine, best),
+    )
+
+
+def measure(name: str, profile: Profile, most: int, effort: Effort) -> list[Row]:
+    """The chosen plan first."""
+    cluster = load_cluster(name)
+    wishes = Wishes(batch_size=BATCH_SIZE)
+    answer = find_plan(profile, cluster, wishes)
+    if not isinstance(answer, Answer):
+        raise BiremeError(str(answer))
+    chosen = answer.best
+    known_s = penalised(chosen.plan, chosen.forecast.batch_s)
+    same = alike(chosen.plan, cluster)
+    others = [one for one in every_plan(profile, cluster, known_s) if one.plan not in (chosen.plan, same)]
+    plans = {"chosen": chosen.plan, **baselines(profile, cluster, chosen.plan)}
+    for one in answer.candidates[1 : 1 + most // 3]:
+        plans[f"runner-up {len(plans)}"] = one.plan
+    for other in spread_out(others, most - len(plans) + 3):
+        plans[f"{other.name} {len(plans)}"] = other.plan
+    told(
+        f"{name}: the search judged {answer.num_tried} plans; {len(others)} others are listed, the best of "
+        f"which costs {others[0].cost_s / known_s:.3f} of the chosen one; {len(plans)} are measured"
+    )
+    measured = rehearse(profile, cluster, list(plans.values()), effort=effort)
+    rows = []
+    for (title, plan), found in zip(plans.items(), measured, strict=True):
+        predicted_s = forecast_of(plan, profile, cluster, wishes).batch_s
+        rows.append(row_of(name, title, found, predicted_s, measured[0]))
+    return rows
+
+
+def spread_out(others: Sequence[Other], most: int) -> list[Other]:
+    """The cheapest of all, and the cheapest of every schedule, depth and width, as many as are asked for."""
+    kinds: dict[tuple[str, int, int], Other] = {}
+    for one in others:
+        kinds.setdefault((one.plan.schedule, one.plan.num_stages, one.plan.width), one)
+    best = list(kinds.values())[: most - most // 2]
+    for one in others:
+        if len(best) >= most:
+            break
+        if one not in best:
+            best.append(one)
+    return best
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+    for name in dict.fromkeys(row.cluster for row in rows):
+        own = [row for row in rows if row.cluster == name]
+        chosen, rest = own[0], own[1:]
+        yield Verdict(
+            f"{name}: predicted within {MOST_ERROR:.0%}",
+            f"{chosen.error:+.1%}",
+            abs(chosen.error) <= MOST_ERROR,
+        )
+        fastest = max(rest, key=lambda row: row.cost.median)
+        shape = f"{fastest.schedule}, {fastest.depth} x {fastest.width}"
+        yield Verdict(
+            f"{name}: no other plan more than {MOST_FASTER:.0%} better",
+            f"{fastest.name} ({shape}) {fastest.cost.show('.3f')}",
+            fastest.cost.median <= 1 + MOST_FASTER,
+        )
+        for row in rest:
+            if row.name in ("uniform", "piper"):
+                gain = 1 / row.cost.median
+                is_unequal = name == "emulated-8-one-slow"
+                least = LEAST_GAIN if is_unequal else 1.0 - MOST_FASTER
+                yield Verdict(
+                    f"{name}: at least {least:g} times as fast as {row.name}", f"{gain:.2f}", gain >= least
+                )
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    table = Table(title="Milliseconds of a batch", title_justify="left", box=None, pad_edge=False)
+    for heading in (
+        "cluster",
+        "plan",
+        "schedule",
+        "d x w",
+        "m",
+        "measured",
+        "predicted",
+        "error",
+        "better than chosen",
+    ):
+        table.add_column(heading, justify="left" if heading in ("cluster", "plan", "schedule") else "right")
+    for row in rows:
+        in_ms = Spread(
+            *(1e3 * one for one in (row.measured_s.median, row.measured_s.least, row.measured_s.greatest))
+        )
+        table.add_row(
+            row.cluster,
+            row.name,
+            row.schedule,
+            f"{row.depth} x {row.width}",
+            str(row.micro_batches),
+            in_ms.show(".0f"),
+            f"{row.predicted_s * 1e3:.0f}",
+            f"{row.error:+.1%}",
+            row.cost.show(".3f"),
+        )
+    console.print(table)
+    for verdict in verdicts(rows):
+        sign = "[green]✓[/green]" if verdict.is_met else "[red]✗[/red]"
+        console.print(f"{sign} {escape(verdict.claim)}: {escape(verdict.found)}", highlight=False)
+
+
+def told(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="fewer plans and rounds")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="only this one; may be repeated")
+    parser.add_argument("--most", type=int, help="how many other plans to measure on each cluster")
+    asked = parser.parse_args()
+    most = asked.most or (2 if asked.quick else 24)
+    effort = Effort(counted=2, rounds=1) if asked.quick else Effort(counted=4, rounds=3)
+    names = asked.cluster or (QUICK_CLUSTERS if asked.quick else CLUSTERS)
+    profile = unequal_units()
+    rows = [row for name in names for row in measure(name, profile, most, effort)]
+    if asked.json:
+        found = [{"claim": one.claim, "found": one.found, "is_met": one.is_met} for one in verdicts(rows)]
+        print(json.dumps({"rows": [asdict(row) for row in rows], "verdicts": found}))
+    else:
+        show(rows, Console(width=170))
+
+
+if __name__ == "__main__":
+    main()
