@@ -1,20 +1,25 @@
 """What a user can get wrong with a pipeline is a sentence on every rank, and nothing is computed from it."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import bireme
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
+from bireme.model.graph_file import graph_hash
+from bireme.plan.forecast import Origin
 from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan, write_plan
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.world import World
 from tests.engine_parity import Setting, pipeline_of, plan_for
-from tests.regression import Regression
+from tests.regression import Regression, regression
 from tests.small_models import (
     Batch,
     Model,
@@ -240,3 +245,16 @@ def test_a_users_mistake_on_all_processes_is_told_once_and_is_the_users() -> Non
 def train_too_few(world: World, model: Model) -> None:
     pipeline = pipeline_of(model, Setting(plan_for("2bw", 2)), world)
     list(pipeline.train(with_second(BATCHES[0][1])))
+
+
+def test_a_plan_from_a_file_must_be_of_this_model(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    model = regression()
+    origin = Origin(graph_hash(model.graph), "0" * 16, "0" * 16, 8, "by hand")
+    write_plan(path, SavedPlan(Plan((), 4, "1f1b"), origin=origin))
+    saved = bireme.load_plan(path)
+    pipeline = Pipeline(model.graph, saved, weights=model.given, optimizer="sgd")
+    assert pipeline.plan == saved.plan
+    pipeline.close()
+    with pytest.raises(BiremeError, match="made for another model"):
+        Pipeline(gpt(TEXT).graph, saved, weights=gpt(TEXT).given, optimizer="sgd")

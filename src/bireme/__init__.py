@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from bireme.model.capture import capture
     from bireme.model.chain import chain
     from bireme.plan.plan import Plan
+    from bireme.plan.plan_file import load_plan
+    from bireme.plan.search.search import find_plan
     from bireme.runtime.launch import launch
     from bireme.runtime.optimizers import named_optimizer
     from bireme.runtime.pipeline import Pipeline
@@ -26,7 +28,9 @@ __all__ = [
     "__version__",
     "capture",
     "chain",
+    "find_plan",
     "launch",
+    "load_plan",
     "named_optimizer",
 ]
 
@@ -38,7 +42,9 @@ PLACES = {
     "World": "bireme.runtime.world",
     "capture": "bireme.model.capture",
     "chain": "bireme.model.chain",
+    "find_plan": "bireme.plan.search.search",
     "launch": "bireme.runtime.launch",
+    "load_plan": "bireme.plan.plan_file",
     "named_optimizer": "bireme.runtime.optimizers",
 }
 

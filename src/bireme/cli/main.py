@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bireme import __version__
-from bireme.cli import bench, cluster, memory, profile, schedule, simulate
+from bireme.cli import bench, cluster, memory, plan, profile, schedule, simulate
 from bireme.errors import BiremeError
 
 __all__ = ["app", "main"]
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
 app.command(name="memory")(memory.memory)
+app.command(name="plan")(plan.plan)
 app.command(name="profile")(profile.profile)
 app.command(name="schedule")(schedule.schedule)
 app.command(name="simulate")(simulate.simulate)

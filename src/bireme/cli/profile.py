@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bireme.cli.measuring import DataType, Fresh, Length, Like, Measuring, Optimizer, measure
 from bireme.cli.options import Json, print_json, refuse
 from bireme.errors import BiremeError
 
@@ -28,25 +29,18 @@ def profile(
             "--batch", "-b", help="Samples in a micro-batch; repeat it for several sizes.", show_default="1"
         ),
     ] = None,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence, where the model leaves that open.")
-    ] = None,
+    length: Length = None,
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.")
     ] = "cpu",
-    like: Annotated[
-        str | None,
-        typer.Option(
-            "--like", metavar="NAME|FILE.json", help="On meta: the device to estimate for, such as a100."
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, muon or sgd (with momentum).")] = "adamw",
+    like: Like = None,
+    dtype: DataType = "float32",
+    optimizer: Optimizer = "adamw",
     halves: Annotated[
         bool,
         typer.Option("--halves", help="The two halves of the backward apart, for zero-bubble schedules."),
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is in the cache.")] = False,
+    fresh: Fresh = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the profile to a file.")
     ] = None,
@@ -60,67 +54,26 @@ def profile(
         refuse(context, f"--device {device} is measured, not estimated", "like")
     if output is not None and not output.resolve().parent.is_dir():
         raise BiremeError(f"{output} cannot be written: there is no folder {output.parent}. Make it first.")
+    asked = Measuring(
+        model,
+        batch or [1],
+        length=length,
+        device=device,
+        like=like,
+        dtype=dtype,
+        optimizer=optimizer,
+        halves=halves,
+        fresh=fresh,
+    )
     from bireme.report.progress import progress_bar
 
     with progress_bar("capturing the model") as progress:
-        found = _profile(
-            model,
-            batch or [1],
-            length=length,
-            device=device,
-            like=like,
-            dtype=dtype,
-            optimizer=optimizer,
-            halves=halves,
-            fresh=fresh,
-            progress=progress,
-        )
+        found = measure(asked, progress)
     if output is not None:
         from bireme.profile.profile_file import save_profile
 
         save_profile(found, output)
     _show(found, output, as_json=as_json)
-
-
-def _profile(
-    model: str,
-    batches: list[int],
-    *,
-    length: int | None,
-    device: str,
-    like: str | None,
-    dtype: str,
-    optimizer: str,
-    halves: bool,
-    fresh: bool,
-    progress: Any,
-) -> "Profile":
-    from bireme.cluster.device import device_named
-    from bireme.model.captures import Captures
-    from bireme.model.sources import load_source
-    from bireme.model.weight_folder import check_weights
-    from bireme.profile.here import torch_device
-    from bireme.profile.optimizers import check_optimizer
-    from bireme.profile.profiler import profile as run
-
-    check_optimizer(optimizer)
-    where = device_named(like or "laptop") if device == "meta" else torch_device(device)
-    if min(batches) < 1:
-        raise BiremeError(f"The batch is {min(batches)}; it must be at least 1.")
-    source = load_source(model, batch=max(batches), length=length, dtype=dtype)
-    captures = Captures(source.model, source.example_inputs, name=model)
-    if source.folder is not None and any(source.folder.glob("*.safetensors")):
-        check_weights(captures.graph(batches[0]), source.folder, model=source.model)
-    return run(
-        captures.graph,
-        where,
-        batches,
-        examples=source.example_inputs,
-        optimizer=optimizer,
-        halves=halves,
-        use_cache=not fresh,
-        progress=progress,
-    )
 
 
 def _show(found: "Profile", output: Path | None, *, as_json: bool) -> None:

@@ -1,0 +1,277 @@
+"""`bireme plan`: which device does what, from a profile and a cluster."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bireme.cli.measuring import PANEL, DataType, Fresh, Length, Like, Measuring, Optimizer, measure
+from bireme.cli.options import Json, refuse
+from bireme.cli.plan_options import (
+    check_writable,
+    exports_of,
+    penalties_of,
+    pins_of,
+    ranges_of,
+    recompute_of,
+)
+from bireme.cli.plan_run import PlanRun
+from bireme.errors import BiremeError, closest
+
+if TYPE_CHECKING:
+    from bireme.cluster.cluster import Cluster
+    from bireme.profile.profile import Profile
+
+__all__ = ["plan"]
+
+GIVEN = "What is there"
+WISHES = "What the plan must be like"
+OUTPUT = "Output"
+
+LARGEST_MEASURED = 16
+"""Samples of the largest micro-batch that is measured unless others are asked for."""
+
+
+def plan(
+    context: typer.Context,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "-B", help="Samples of a step.", rich_help_panel=GIVEN)
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="As for `bireme profile`; measured here.", rich_help_panel=GIVEN
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="What `bireme profile` has measured.", rich_help_panel=GIVEN),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.toml|NAME",
+            help="The devices, or a ready cluster; this machine if left out.",
+            rich_help_panel=GIVEN,
+        ),
+    ] = None,
+    schedule: Annotated[
+        str,
+        typer.Option("--schedule", "-s", metavar="NAME|auto", help="One of them.", rich_help_panel=WISHES),
+    ] = "auto",
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="No delayed updates.", rich_help_panel=WISHES)
+    ] = False,
+    penalty: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE=STEPS",
+            help="Steps of delayed or fresh updates for one of a synchronous run; repeat it.",
+            rich_help_panel=WISHES,
+        ),
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help="Devices of a replica.", rich_help_panel=WISHES)] = None,
+    width: Annotated[int | None, typer.Option(help="Replicas.", rich_help_panel=WISHES)] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Samples of a micro-batch.", rich_help_panel=WISHES)
+    ] = None,
+    largest_batch: Annotated[
+        int | None, typer.Option(help="A step may be of so many samples.", rich_help_panel=WISHES)
+    ] = None,
+    memory_fraction: Annotated[
+        float, typer.Option(help="Of each device that the plan may fill.", rich_help_panel=WISHES)
+    ] = 1.0,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Use these devices alone.", rich_help_panel=WISHES),
+    ] = None,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="never|where-needed|always",
+            help="Which stages run their forward again to save memory.",
+            rich_help_panel=WISHES,
+        ),
+    ] = "where-needed",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="UNIT=DEVICE", help="A unit must be on a device; repeat it.", rich_help_panel=WISHES
+        ),
+    ] = None,
+    together: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIRST..LAST",
+            help="Units, by number or name, that must not be cut apart; repeat it.",
+            rich_help_panel=WISHES,
+        ),
+    ] = None,
+    whole_layers: Annotated[
+        bool,
+        typer.Option("--whole-layers", help="Cut between layers only, as others do.", rich_help_panel=WISHES),
+    ] = False,
+    measure_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Samples of a micro-batch; repeat it.",
+            show_default="1, 2, 4, … 16",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    measure_on: Annotated[
+        str,
+        typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.", rich_help_panel=PANEL),
+    ] = "cpu",
+    like: Like = None,
+    length: Length = None,
+    dtype: DataType = "float32",
+    optimizer: Optimizer = "adamw",
+    fresh: Fresh = False,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="What limits the best few, and what would help: plans again for each change.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.json", help="Write the plan.", rich_help_panel=OUTPUT),
+    ] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:FILE]",
+            help="For torch-csv, torchtitan, nemo or megatron; printed if no file is named. Repeat it.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest plan that fits: how to cut a model, which device does what, on which schedule.
+
+    [dim]bireme plan --profile profile.json --cluster two-unequal-servers --batch-size 64[/dim]
+    """
+    exports = exports_of(export or (), has_model=model is not None)
+    check_writable(output, exports)
+    asked = _measuring(
+        context,
+        model,
+        profile,
+        _sizes(batch_size, largest_batch, micro_batch, measure_batch),
+        length=length,
+        device=measure_on,
+        like=like,
+        dtype=dtype,
+        optimizer=optimizer,
+        fresh=fresh,
+    )
+    _check_words(schedule, synchronous=synchronous)
+    from bireme.plan.wishes import Wishes
+
+    wishes = Wishes(
+        batch_size=batch_size,
+        largest_batch=largest_batch,
+        schedule=schedule,
+        synchronous=synchronous,
+        penalties=penalties_of(penalty or ()),
+        memory_fraction=memory_fraction,
+        depth=depth,
+        width=width,
+        micro_batch=micro_batch,
+        devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
+        recompute=recompute_of(recompute),
+    )
+    found_cluster = _cluster(cluster)
+    for name in wishes.devices:
+        found_cluster.number_of(name)
+    found_profile = _profile(profile, asked)
+    names = [unit.name for unit in found_profile.units]
+    wishes = replace(
+        wishes,
+        pinned=pins_of(pin or (), names),
+        together=ranges_of(together or (), names, whole_layers=whole_layers),
+    )
+    for name in wishes.pinned.values():
+        found_cluster.number_of(name)
+    PlanRun(found_profile, found_cluster, wishes, asked).show(
+        output, exports, explained=explain, as_json=as_json
+    )
+
+
+def _sizes(
+    batch_size: int, largest: int | None, micro_batch: int | None, given: list[int] | None
+) -> list[int]:
+    """The micro-batches to measure: those given, the one asked for, or powers of two."""
+    if given:
+        return given
+    if micro_batch is not None:
+        return [micro_batch]
+    most = min(LARGEST_MEASURED, max(batch_size, largest or 0))
+    return [1 << power for power in range(most.bit_length())] if most > 0 else [1]
+
+
+def _measuring(
+    context: typer.Context, model: str | None, profile: Path | None, sizes: list[int], **how: Any
+) -> Measuring | None:
+    if profile is None:
+        if model is None:
+            raise BiremeError("Name the model with --model, or give its profile with --profile.")
+        if how["device"] != "meta":
+            refuse(context, f"--measure-on {how['device']} is measured, not estimated", "like")
+    else:
+        refuse(
+            context,
+            "--profile brings what was measured",
+            "measure_batch",
+            "measure_on",
+            "like",
+            "optimizer",
+            "fresh",
+        )
+        if model is None:
+            refuse(context, "--profile brings what was measured", "length", "dtype")
+    if model is None:
+        return None
+    # The two halves of a backward are what zero-bubble schedules are made of.
+    return Measuring(model, sizes, halves=True, **how)
+
+
+def _check_words(schedule: str, *, synchronous: bool) -> None:
+    from bireme.schedule.catalogue import SCHEDULES
+    from bireme.schedule.rule import Rule
+
+    if schedule == "auto":
+        return
+    if schedule not in SCHEDULES:
+        raise BiremeError(f"There is no schedule {schedule!r}. {closest(schedule, ['auto', *SCHEDULES])}")
+    rule = SCHEDULES[schedule].rule
+    if synchronous and rule is not Rule.SYNCHRONOUS:
+        raise BiremeError(
+            f"--synchronous forbids {schedule}, whose update rule is {rule}. Leave out one of the two."
+        )
+
+
+def _cluster(text: str | None) -> "Cluster":
+    if text is not None:
+        from bireme.cluster.cluster_file import load_cluster
+
+        return load_cluster(text)
+    from bireme.cluster.discover import discover
+
+    return discover().cluster
+
+
+def _profile(path: Path | None, asked: Measuring | None) -> "Profile":
+    if path is not None:
+        from bireme.profile.profile_file import load_profile
+
+        return load_profile(path)
+    assert asked is not None
+    from bireme.report.progress import progress_bar
+
+    with progress_bar("capturing the model") as progress:
+        return measure(asked, progress)

@@ -1,0 +1,142 @@
+"""What the options of `bireme plan` say, as wishes and as files to write."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bireme.errors import BiremeError, closest
+
+if TYPE_CHECKING:
+    from bireme.plan.partition.loads import Recompute
+    from bireme.schedule.rule import Rule
+
+__all__ = [
+    "Exporting",
+    "check_writable",
+    "exports_of",
+    "penalties_of",
+    "pins_of",
+    "ranges_of",
+    "recompute_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Exporting:
+    """An export that was asked for, and the file for it; None where it is to be printed."""
+
+    name: str
+    path: Path | None
+
+
+def exports_of(texts: Iterable[str], *, has_model: bool) -> list[Exporting]:
+    """Such as `torch-csv:schedule.csv`, or `megatron` to print it."""
+    from bireme.plan.export.exports import NEEDS_MODEL, export_named
+
+    found = []
+    for text in texts:
+        name, colon, file = text.partition(":")
+        if export_named(name).needs_graph and not has_model:
+            raise BiremeError(NEEDS_MODEL.format(name))
+        if colon and not file:
+            raise BiremeError(f"--export {text} names no file. Leave out the colon to have it printed.")
+        found.append(Exporting(name, Path(file) if file else None))
+    return found
+
+
+def check_writable(plan: Path | None, exports: Sequence[Exporting]) -> None:
+    """Refuse files that could not be written, before a long search."""
+    if plan is not None and plan.suffix != ".json":
+        raise BiremeError(f"A plan is written to a .json file, and {plan} is none.")
+    files = [path for path in (plan, *(export.path for export in exports)) if path is not None]
+    for path in files:
+        if not path.resolve().parent.is_dir():
+            raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+    twice = {path.resolve() for path in files}
+    if len(twice) < len(files):
+        raise BiremeError("Two of the files to write are the same one. Give each a name of its own.")
+
+
+def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
+    """All penalties, those given as `RULE=STEPS` in the place of the usual ones."""
+    from bireme.plan.wishes import PENALTIES
+    from bireme.schedule.catalogue import SCHEDULES
+    from bireme.schedule.rule import Rule
+
+    found = dict(PENALTIES)
+    late = [rule for rule in PENALTIES if rule is not Rule.SYNCHRONOUS]
+    rules: dict[str, Rule] = {rule.value: rule for rule in late}
+    rules |= {name: known.rule for name, known in SCHEDULES.items() if known.rule in late}
+    for text in texts:
+        name, _, steps = text.partition("=")
+        if name not in rules:
+            raise BiremeError(f"--penalty {text} is for no update rule. {closest(name, rules)}")
+        try:
+            found[rules[name]] = float(steps)
+        except ValueError:
+            raise BiremeError(
+                f"--penalty {text} is not RULE=STEPS, such as {name}=1.2: steps needed for one of a "
+                "synchronous run."
+            ) from None
+    return found
+
+
+def recompute_of(text: str) -> "Recompute":
+    """Which stages run their forward again."""
+    from bireme.plan.partition.loads import Recompute
+
+    words = {choice.value.replace(" ", "-"): choice for choice in Recompute}
+    if text not in words:
+        raise BiremeError(f"--recompute is {text!r}. {closest(text, words)}")
+    return words[text]
+
+
+def pins_of(texts: Iterable[str], names: Sequence[str]) -> dict[int, str]:
+    """Units by number, and the device that each must be on."""
+    found: dict[int, str] = {}
+    for text in texts:
+        unit, equals, device = text.partition("=")
+        if not equals or not device:
+            raise BiremeError(f"--pin {text} is not UNIT=DEVICE, such as 0=server0/gpu1.")
+        for number in _units(unit, names, f"--pin {text}"):
+            if found.setdefault(number, device) != device:
+                raise BiremeError(
+                    f"Unit {number} ({names[number]}) is pinned to {found[number]} and to {device}. Leave "
+                    "out one of the two."
+                )
+    return found
+
+
+def ranges_of(
+    texts: Iterable[str], names: Sequence[str], *, whole_layers: bool
+) -> tuple[tuple[int, int], ...]:
+    """First and last units of what must not be cut; all layers as well if they are to stay whole."""
+    found = []
+    for text in texts:
+        first, dots, last = text.partition("..")
+        option = f"--together {text}"
+        if not dots:
+            raise BiremeError(f"{option} is not FIRST..LAST, such as 0..3 or layers.0..layers.1.")
+        begin, end = _units(first, names, option)[0], _units(last, names, option)[-1]
+        if begin > end:
+            raise BiremeError(f"{option} ends before it begins: at unit {end}, and begins at {begin}.")
+        found.append((begin, end))
+    if whole_layers:
+        from bireme.plan.partition.chain import layer_bounds
+
+        found += [(begin, end - 1) for begin, end in pairwise(layer_bounds(names)) if end > begin + 1]
+    return tuple(found)
+
+
+def _units(text: str, names: Sequence[str], option: str) -> list[int]:
+    """The units that a number, a name or the beginning of names stands for."""
+    if text.isdecimal():
+        if int(text) >= len(names):
+            raise BiremeError(f"{option}: there is no unit {text}; they are 0 to {len(names) - 1}.")
+        return [int(text)]
+    found = [place for place, name in enumerate(names) if name == text or name.startswith(f"{text}.")]
+    if not text or not found:
+        raise BiremeError(f"{option}: there is no unit {text!r}. {closest(text, set(names))}")
+    return found

@@ -1,0 +1,134 @@
+"""What `bireme plan` does once it knows what is asked: search, write, show."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from bireme.cli.measuring import Measuring, captures_of
+from bireme.cli.options import print_json
+from bireme.cli.plan_options import Exporting
+from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from bireme.cluster.cluster import Cluster
+    from bireme.plan.explain import Help
+    from bireme.plan.forecast import Answer
+    from bireme.plan.wishes import Wishes
+    from bireme.profile.profile import Profile
+
+__all__ = ["PlanRun"]
+
+
+class PlanRun:
+    """A search, and what is made of its answer."""
+
+    def __init__(
+        self, profile: "Profile", cluster: "Cluster", wishes: "Wishes", asked: Measuring | None
+    ) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.wishes = wishes
+        self.asked = asked
+
+    def show(self, output: Path | None, exports: list[Exporting], *, explained: bool, as_json: bool) -> None:
+        """Search, then write the files, then print."""
+        answer, planning_s = self._answer()
+        texts = self._exports(answer, exports)
+        helps = self._helps(answer) if explained else None
+        self._write(answer, output, exports, texts)
+        if as_json:
+            from bireme.report.plan_document import explanation_document, plan_document
+
+            document = plan_document(answer, self.profile, planning_s)
+            document |= {"notes": self._notes(), "exports": texts}
+            print_json(document | ({} if helps is None else explanation_document(answer, helps)))
+            return
+        from rich.console import Console
+
+        from bireme.report.plan_table import print_explanation, print_plan
+
+        console = Console()
+        print_plan(answer, self.profile, planning_s, console)
+        if helps is not None:
+            print_explanation(answer, helps, console)
+        for note in self._notes():
+            console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
+        for export in exports:
+            if export.path is None:
+                typer.echo(f"\n{texts[export.name]}", nl=False)
+        for path in (output, *(export.path for export in exports)):
+            if path is not None:
+                typer.echo(f"Wrote {path}.")
+
+    def _answer(self) -> "tuple[Answer, float]":
+        from time import perf_counter
+
+        from bireme.plan.forecast import Answer
+        from bireme.plan.search.search import find_plan
+        from bireme.report.progress import progress_bar
+
+        with progress_bar("planning") as progress:
+            begin_s = perf_counter()
+            found = find_plan(
+                self.profile, self.cluster, self.wishes, progress=lambda done: progress(done, "planning")
+            )
+            planning_s = perf_counter() - begin_s
+        if not isinstance(found, Answer):
+            raise BiremeError(str(found))
+        return found, planning_s
+
+    def _helps(self, answer: "Answer") -> "tuple[Help, ...]":
+        from bireme.plan.explain import explain
+        from bireme.plan.search.search import find_plan
+        from bireme.report.progress import progress_bar
+
+        with progress_bar("planning again") as progress:
+            return explain(self.profile, self.cluster, self.wishes, answer, find_plan, tell=progress)
+
+    def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
+        """All texts before any file is written, as one that cannot be said leaves nothing behind."""
+        from bireme.plan.export.exports import export_named
+        from bireme.plan.export.material import Material
+
+        if not exports:
+            return {}
+        graph = None
+        if self.asked is not None and any(export_named(export.name).needs_graph for export in exports):
+            from bireme.plan.hashes import check_plan_fits, planned_units
+
+            graph = captures_of(self.asked).graph(self.profile.micro_batches[0])
+            check_plan_fits(answer.origin, graph, planned_units(self.profile))
+        csv = next((str(one.path) for one in exports if one.name == "torch-csv" and one.path), "")
+        names = tuple(unit.name for unit in self.profile.units)
+        material = Material(answer.best, names, graph, csv)
+        return {export.name: export_named(export.name).text(material) for export in exports}
+
+    def _write(
+        self, answer: "Answer", output: Path | None, exports: list[Exporting], texts: dict[str, str]
+    ) -> None:
+        if output is not None:
+            from bireme.plan.hashes import planned_units
+            from bireme.plan.plan_file import write_plan
+
+            write_plan(output, answer, planned_units(self.profile))
+        for export in exports:
+            if export.path is not None:
+                from bireme.files import write_text_atomically
+
+                write_text_atomically(export.path, texts[export.name])
+
+    def _notes(self) -> list[str]:
+        """What makes the numbers doubtful."""
+        kinds = {placed.device.kind for placed in self.cluster.devices()} - {"emulated"}
+        notes = []
+        if kinds and self.profile.device_kind not in kinds:
+            there = " and ".join(sorted(kinds))
+            here = f"{self.profile.device} ({self.profile.device_kind})"
+            notes.append(
+                f"The seconds are those of {here}, where the model was profiled, and the cluster's devices "
+                f"are {there}: give their speed in the cluster's file, or profile the model there."
+            )
+        if not self.profile.is_measured:
+            notes.append("The seconds are estimated, not measured; ratios between plans are surer than they.")
+        return notes

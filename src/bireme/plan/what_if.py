@@ -1,0 +1,133 @@
+"""What could be otherwise: clusters and wishes changed in one thing each, to plan for them again."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device
+from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh
+from bireme.plan.device_ranges import device_ranges
+from bireme.plan.wishes import Wishes
+
+__all__ = ["Change", "changes"]
+
+TIMES = 2
+"""As much of it: enough to see whether a thing limits."""
+
+MOST_KINDS = 4
+"""Kinds of devices or of links that are tried, the most frequent first."""
+
+Thing = TypeVar("Thing", bound=Hashable)
+Group = TypeVar("Group", Bridge, Mesh, Card)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is otherwise, in words that follow on "with", and the cluster and wishes that are then."""
+
+    words: str
+    cluster: Cluster
+    wishes: Wishes
+
+
+def changes(cluster: Cluster, wishes: Wishes) -> Iterator[Change]:
+    """More memory on each kind of device, each kind of link faster, a larger batch, each wish given up."""
+    for device in _most_frequent([placed.device for placed in cluster.devices()]):
+        names = [placed.name for placed in cluster.devices() if placed.device == device]
+        yield Change(f"{TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), wishes)
+    links = [(type(group), group.link) for server in cluster.servers for group in _groups(server)]
+    for kind, link in _most_frequent(links):
+        names = [
+            f"{server.name}/{group.name}"
+            for server in cluster.servers
+            for group in _groups(server)
+            if isinstance(group, kind) and group.link == link
+        ]
+        if _faster(link) != link:
+            other = _with_link(cluster, kind, link, _faster(link))
+            yield Change(f"{TIMES} × the bandwidth of {device_ranges(names)}", other, wishes)
+    rate = None if cluster.switch is None else cluster.switch.bytes_per_s
+    if cluster.switch is not None and rate is not None and _more(rate) != rate:
+        switch = replace(cluster.switch, bytes_per_s=_more(rate))
+        yield Change(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), wishes)
+    yield from (Change(words, cluster, other) for words, other in _other_wishes(cluster, wishes))
+
+
+def _most_frequent(things: Iterable[Thing]) -> list[Thing]:
+    return [thing for thing, _ in Counter(things).most_common(MOST_KINDS)]
+
+
+def _larger(cluster: Cluster, device: Device) -> Cluster:
+    more = replace(device, memory_bytes=TIMES * device.memory_bytes)
+    return _changed(
+        cluster,
+        lambda server: replace(
+            server, devices=tuple(more if own == device else own for own in server.devices)
+        ),
+    )
+
+
+def _more(bytes_per_s: float) -> float:
+    return min(TIMES * bytes_per_s, MOST_BYTES_PER_S)
+
+
+def _faster(link: Link) -> Link:
+    back = link.back_bytes_per_s
+    return replace(
+        link,
+        bytes_per_s=_more(link.bytes_per_s),
+        back_bytes_per_s=None if back is None else _more(back),
+    )
+
+
+def _with_link(cluster: Cluster, kind: type[Bridge | Mesh | Card], link: Link, faster: Link) -> Cluster:
+    def change(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        return tuple(
+            replace(group, link=faster) if isinstance(group, kind) and group.link == link else group
+            for group in groups
+        )
+
+    return _changed(
+        cluster,
+        lambda server: replace(
+            server,
+            bridges=change(server.bridges),
+            meshes=change(server.meshes),
+            cards=change(server.cards),
+        ),
+    )
+
+
+def _changed(cluster: Cluster, change: Callable[[Server], Server]) -> Cluster:
+    return Cluster(tuple(change(server) for server in cluster.servers), cluster.switch)
+
+
+def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
+    return (*server.bridges, *server.meshes, *server.cards)
+
+
+def _other_wishes(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[str, Wishes]]:
+    batch, largest = TIMES * wishes.batch_size, wishes.largest_batch
+    yield (
+        f"a batch of {batch} samples",
+        replace(wishes, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
+    )
+    plain = Wishes(wishes.batch_size)
+    words = {
+        "schedule": f"any schedule, not {wishes.schedule} alone",
+        "synchronous": "delayed updates allowed",
+        "memory_fraction": f"all of the memory, not {wishes.memory_fraction:.0%}",
+        "depth": f"another depth than {wishes.depth}",
+        "width": f"another width than {wishes.width}",
+        "micro_batch": f"other micro-batches than of {wishes.micro_batch}",
+        "pinned": "no units pinned",
+        "together": "no units kept together",
+        "devices": f"all {cluster.num_devices} devices",
+        "recompute": "the forward run again where that is needed",
+    }
+    for name, sentence in words.items():
+        usual = getattr(plain, name)
+        if getattr(wishes, name) != usual:
+            yield sentence, replace(wishes, **{name: usual})

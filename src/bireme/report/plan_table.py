@@ -1,0 +1,240 @@
+"""A plan for people: its stages, what it promises, what limits it, and other kinds of plans beside it."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bireme.plan.device_ranges import device_ranges
+from bireme.plan.explain import Help
+from bireme.plan.forecast import Answer, Candidate, StageForecast
+from bireme.plan.plan import Plan
+from bireme.plan.summary import Kind, Summary, best_of_kinds, headroom_bytes, summarize
+from bireme.profile.profile import Profile
+from bireme.report.units import bytes_text, seconds_text
+
+__all__ = ["print_explanation", "print_plan"]
+
+GAP = 2
+"""Between two columns."""
+
+LEAST_UNITS = 12
+"""Letters for the units of a stage, however narrow the terminal is."""
+
+MOST_DEVICES = 24
+"""Letters for the devices of a stage; where there are more, they wrap."""
+
+SEVERAL = (Kind.FLUSH, Kind.ZERO_BUBBLE)
+"""The kinds that have more than one schedule."""
+
+NOT_SHOWN = Kind.STASHED
+"""The kind that the engine does not run."""
+
+LEGEND = (
+    "shape: depth×width, micro-batches×samples; steps: of this update rule for one of a synchronous run "
+    "(--penalty); cost: seconds for what a sample is worth there"
+)
+
+MOST_CANDIDATES = 8
+HELPS = 1.005
+"""From so much on a change is worth a line."""
+
+
+def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Console) -> None:
+    """The best plan, and the best of each kind."""
+    best = answer.best
+    short = summarize(best)
+    _say(console, f"[bold]{escape(profile.model)}[/bold]")
+    _say(console, f"{_shape(best.plan, short)}\n")
+    console.print(_stages(best, profile, console.width))
+    console.print()
+    _say(console, _promise(best, short))
+    _say(console, _limit(best, short))
+    console.print()
+    console.print(_kinds(answer))
+    _say(console, LEGEND, style="dim")
+    _say(console, f"\nFound in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
+
+
+def print_explanation(answer: Answer, helps: Sequence[Help], console: Console) -> None:
+    """The best few candidates with what limits each, and what planning again found to help."""
+    table = _table(("candidate", "shape", "cost", "behind", "limited by", "memory left"))
+    least = answer.best.forecast.cost_s_per_sample
+    for candidate in answer.candidates[:MOST_CANDIDATES]:
+        short = summarize(candidate)
+        table.add_row(
+            short.schedule,
+            _sizes(short),
+            seconds_text(short.cost_s_per_sample),
+            f"{short.cost_s_per_sample / least - 1:.0%}" if short.cost_s_per_sample > least else "",
+            escape(short.bottleneck),
+            _left(candidate)[1],
+        )
+    _say(console, "\n[bold]The best candidates[/bold]")
+    console.print(table)
+    _say(console, "\n[bold]What would help[/bold]")
+    helping = [one for one in helps if one.gain >= HELPS]
+    if not helping:
+        _say(console, "Nothing of what was tried: " + "; ".join(escape(one.words) for one in helps) + ".")
+        return
+    gains = _table(("with", "gain", "then", "a batch", "samples/s"))
+    for one in helping:
+        short = summarize(one.candidate)
+        gains.add_row(
+            escape(one.words),
+            f"{one.gain:.2f}×",
+            f"{short.schedule}, {_sizes(short)}",
+            seconds_text(short.batch_s),
+            _rate(short),
+        )
+    console.print(gains)
+    others = [escape(one.words) for one in helps if one.gain < HELPS]
+    if others:
+        _say(console, f"No help: {'; '.join(others)}.", style="dim")
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, highlight=False, style=style)
+
+
+def _table(headings: Iterable[str]) -> Table:
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    words = ("candidate", "limited by", "with", "then", "best of a kind", "units", "devices")
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="left" if heading in words else "right",
+            no_wrap=heading not in ("with", "devices"),
+        )
+    return table
+
+
+def _shape(plan: Plan, short: Summary) -> str:
+    """The plan in a line."""
+    devices = _counted(plan.num_ranks, "device")
+    stages = _counted(plan.num_stages, "stage")
+    replicas = f" in each of {plan.width} replicas" if plan.width > 1 else ""
+    sizes = sorted(set(short.micro_batch_sizes))
+    samples = _counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
+    more = "".join(
+        (
+            f", {_counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
+            f", {plan.num_sliced} micro-batches sliced" if plan.num_sliced else "",
+        )
+    )
+    return (
+        f"[bold]{escape(plan.schedule)}[/bold] on {devices}: {stages}{replicas}, "
+        f"{_counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} of {samples}{more}"
+    )
+
+
+def _stages(best: Candidate, profile: Profile, width: int) -> Table:
+    """A row for each stage. Names of units give way where there is no room, names of devices wrap."""
+    stages = best.forecast.stages
+    again = ["again" if stage.recompute else "" for stage in stages]
+    columns = {
+        "stage": [str(place) for place in range(len(stages))],
+        "devices": [device_ranges(stage.devices) for stage in stages],
+        "forward": again,
+        "busy": [seconds_text(stage.busy_s) for stage in stages],
+        "": [f"{stage.busy_s / best.forecast.batch_s:.0%}" for stage in stages],
+        "memory": [f"{bytes_text(stage.peak_bytes)} of {bytes_text(stage.limit_bytes)}" for stage in stages],
+    }
+    if not any(again):
+        del columns["forward"]
+    wide = {heading: max(map(len, (heading, *texts))) for heading, texts in columns.items()}
+    wide["devices"] = min(wide["devices"], MOST_DEVICES)
+    room = width - sum(GAP + letters for letters in wide.values())
+    units = [_units(stage, profile, max(room, LEAST_UNITS)) for stage in stages]
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for heading in columns:
+        table.add_column(
+            heading,
+            justify="left" if heading in ("devices", "forward") else "right",
+            no_wrap=heading != "devices",
+            min_width=wide[heading],
+        )
+        if heading == "stage":
+            table.add_column("units", no_wrap=True)
+    for name, (number, *others) in zip(units, zip(*columns.values(), strict=True), strict=True):
+        table.add_row(number, escape(name), *map(escape, others))
+    return table
+
+
+def _units(stage: StageForecast, profile: Profile, longest: int) -> str:
+    """The numbers of a stage's units and, where there is room, the names of the first and the last."""
+    first, last = stage.begin, stage.end - 1
+    numbers = str(first) if first == last else f"{first}…{last}"
+    names = [profile.units[unit].name for unit in dict.fromkeys((first, last))]
+    for shown in (names, [_inner(name) for name in names]):
+        text = f"{numbers} {' … '.join(shown)}"
+        if len(text) <= longest:
+            return text
+    return numbers
+
+
+def _inner(name: str) -> str:
+    """A unit's name from its layer's number on, or its last word."""
+    words = name.split(".")
+    number = next((place for place, word in enumerate(words) if word.isdecimal()), len(words) - 1)
+    return ".".join(words[number:])
+
+
+def _promise(best: Candidate, short: Summary) -> str:
+    busy = "it is" if best.plan.num_ranks == 1 else "its devices are"
+    return (
+        f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {_counted(short.batch_size, 'sample')}, "
+        f"[bold]{_rate(short)} samples/s[/bold]; {busy} busy {short.busy_share:.0%} of the time."
+    )
+
+
+def _limit(best: Candidate, short: Summary) -> str:
+    device, left = _left(best)
+    return f"{escape(short.bottleneck)} sets the pace. Least memory is left on {escape(device)}: {left}."
+
+
+def _left(candidate: Candidate) -> tuple[str, str]:
+    """The device with the smallest share of its memory left, and how much that is."""
+    limits = {device: stage.limit_bytes for stage in candidate.forecast.stages for device in stage.devices}
+    left = {device: max(num_bytes, 0.0) for device, num_bytes in headroom_bytes(candidate).items()}
+    least = min(left, key=lambda name: left[name] / limits[name])
+    return least, f"{bytes_text(left[least])} ({left[least] / limits[least]:.0%})"
+
+
+def _kinds(answer: Answer) -> Table:
+    """The best plan of each kind, the best first; of what could not be, only the name."""
+    found = best_of_kinds(answer.candidates)
+    table = _table(("best of a kind", "shape", "a batch", "samples/s", "steps", "cost", "behind"))
+    least = answer.best.forecast.cost_s_per_sample
+    for place, short in enumerate(sorted(found.values(), key=lambda one: one.cost_s_per_sample)):
+        table.add_row(
+            f"{short.kind} ({short.schedule})" if short.kind in SEVERAL else short.kind,
+            _sizes(short),
+            seconds_text(short.batch_s),
+            _rate(short),
+            f"{short.penalty:g}",
+            seconds_text(short.cost_s_per_sample),
+            "" if place == 0 else f"{short.cost_s_per_sample / least - 1:.0%}",
+            style="bold" if place == 0 else None,
+        )
+    for kind in Kind:
+        if kind not in found and kind is not NOT_SHOWN:
+            table.add_row(str(kind), "none", style="dim")
+    return table
+
+
+def _sizes(short: Summary) -> str:
+    """Such as `4×2, 8×4`: devices of a replica and replicas, micro-batches and their samples."""
+    sizes = sorted(set(short.micro_batch_sizes))
+    samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}…{sizes[-1]}"
+    return f"{short.depth}×{short.width}, {short.num_microbatches}×{samples}"
+
+
+def _rate(short: Summary) -> str:
+    per_s = short.samples_per_s
+    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
+
+
+def _counted(number: int, word: str, words: str = "") -> str:
+    return f"{number} {word if number == 1 else words or f'{word}s'}"
