@@ -1,7 +1,6 @@
 """The engine's benchmark: what it says is complete and hangs together. Nothing here holds it to a time."""
 
 import json
-import subprocess
 import sys
 from dataclasses import astuple, replace
 
@@ -24,7 +23,7 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import pairs_that_talk, simulate
-from tests.command import bireme
+from tests.command import bireme, loads_torch
 
 PACE = Pace(0.010, 0.020)
 TINY = Effort(
@@ -208,18 +207,4 @@ def test_a_wrong_word_is_one_sentence(capsys: pytest.CaptureFixture[str], words:
 
 
 def test_its_help_loads_no_torch() -> None:
-    code = """
-import sys
-from bireme.cli.main import main
-sys.argv = ["bireme", "bench", "engine", "--help"]
-try:
-    main()
-except SystemExit:
-    pass
-print("torch loaded:", "torch" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "--quick" in done.stdout
-    assert done.stdout.splitlines()[-1] == "torch loaded: False"
+    assert not loads_torch("bench engine --help")

@@ -192,4 +192,3 @@ def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument
                 f"example inputs are {', '.join(example_inputs)}. Name one of them {parameter.name}."
             )
     return tuple(given)
-

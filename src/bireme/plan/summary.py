@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from bireme.plan.forecast import Candidate
-from bireme.plan.plan import Plan
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.rule import Rule
 
@@ -13,6 +13,22 @@ __all__ = ["ZERO_BUBBLE", "Kind", "Summary", "best_of_kinds", "headroom_bytes", 
 
 ZERO_BUBBLE = frozenset({"zb-h1", "zbv"})
 """The schedules that split the backward in two so that nothing waits."""
+
+
+class PlanShape(Protocol):
+    """What the kind of a plan depends on."""
+
+    @property
+    def schedule(self) -> str:
+        """Its schedule."""
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages it has."""
+
+    @property
+    def width(self) -> int:
+        """How many replicas."""
 
 
 class Kind(StrEnum):
@@ -27,19 +43,17 @@ class Kind(StrEnum):
     STASHED = "pipedream"
 
     @staticmethod
-    def of(plan: Plan) -> "Kind":
-        """The kind of a plan."""
-        if plan.num_stages == 1 and schedule_named(plan.schedule).rule is Rule.SYNCHRONOUS:
+    def of(plan: PlanShape) -> "Kind":
+        """The kind of a plan, or of all plans of a shape."""
+        rule = schedule_named(plan.schedule).rule
+        if rule is not Rule.SYNCHRONOUS:
+            return OF_DELAY[rule]
+        if plan.num_stages == 1:
             return Kind.ONE_DEVICE if plan.width == 1 else Kind.DATA_PARALLEL
-        match schedule_named(plan.schedule).rule:
-            case Rule.DELAYED:
-                return Kind.DELAYED
-            case Rule.FRESH:
-                return Kind.FRESH
-            case Rule.STASHED:
-                return Kind.STASHED
-            case Rule.SYNCHRONOUS:
-                return Kind.ZERO_BUBBLE if plan.schedule in ZERO_BUBBLE else Kind.FLUSH
+        return Kind.ZERO_BUBBLE if plan.schedule in ZERO_BUBBLE else Kind.FLUSH
+
+
+OF_DELAY = {Rule.DELAYED: Kind.DELAYED, Rule.FRESH: Kind.FRESH, Rule.STASHED: Kind.STASHED}
 
 
 @dataclass(frozen=True, slots=True)

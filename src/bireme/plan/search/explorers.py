@@ -15,7 +15,7 @@ from bireme.plan.search.cutting import all_drafts, likely_drafts, num_cuts_and_s
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.estimate import Estimator
 from bireme.plan.search.ground import Ground
-from bireme.plan.search.ledger import Judged, Ledger, kind_of
+from bireme.plan.search.ledger import Judged, Ledger
 from bireme.plan.search.mapping import all_grids, exchanged, likely_grids
 from bireme.plan.search.shapes import Outline, Outlines
 from bireme.plan.summary import Kind
@@ -199,7 +199,7 @@ class Likely:
             looks += SIMPLER * max(steps // MOST_STEPS - 1, 0).bit_length()
             if steps > MOST_STEPS and outline.stages_per_rank > 1 and self._ground.wishes.schedule == "auto":
                 continue
-            ranked[kind_of(outline)].append((looks, steps, place))
+            ranked[Kind.of(outline)].append((looks, steps, place))
         return {kind: [shapes[place] for _, _, place in sorted(found)] for kind, found in ranked.items()}
 
     def _drafts(self, outline: Outline) -> Iterator[Draft]:

@@ -9,11 +9,10 @@ from bireme.plan.search.draft import Draft
 from bireme.plan.search.ground import Ground
 from bireme.plan.search.judging import Judge
 from bireme.plan.search.shapes import Outline
-from bireme.plan.summary import ZERO_BUBBLE, Kind
+from bireme.plan.summary import Kind
 from bireme.schedule.catalogue import schedule_named
-from bireme.schedule.rule import Rule
 
-__all__ = ["Judged", "Ledger", "kind_of"]
+__all__ = ["Judged", "Ledger"]
 
 MOST_SHOWN = 16
 """Candidates of an answer, those of every kind among them."""
@@ -22,20 +21,6 @@ SLACK = 1e-9
 """Relative: so much better is rounding."""
 
 Key = TypeVar("Key")
-
-
-def kind_of(outline: Outline) -> Kind:
-    """The kind of all plans of a shape."""
-    match schedule_named(outline.schedule).rule:
-        case Rule.DELAYED:
-            return Kind.DELAYED
-        case Rule.FRESH:
-            return Kind.FRESH
-        case Rule.STASHED:
-            return Kind.STASHED
-    if outline.num_stages == 1:
-        return Kind.ONE_DEVICE if outline.width == 1 else Kind.DATA_PARALLEL
-    return Kind.ZERO_BUBBLE if outline.schedule in ZERO_BUBBLE else Kind.FLUSH
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +75,7 @@ class Ledger:
 
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
-        best = self._of_kind.get(kind_of(outline))
+        best = self._of_kind.get(Kind.of(outline))
         if best is None:
             return True
         rule = schedule_named(outline.schedule).rule
@@ -104,7 +89,7 @@ class Ledger:
             return known
         judged = self._seen[draft] = Judged(draft, self.judge.forecast(draft))
         if judged.fits:
-            kind, shape = kind_of(draft.outline), _shape(draft.outline)
+            kind, shape = Kind.of(draft.outline), _shape(draft.outline)
             _keep(self._of_kind, kind, judged)
             _keep(self._of_shape, shape, judged)
         return judged
