@@ -67,10 +67,18 @@ def _exists(pid: int) -> bool:
         return False
 
 
+INTERRUPTIBLE = """
+import signal
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+"""A shell has what it starts in the background ignore interrupts, and so these tests' scripts with it."""
+
+
 def start_script(text: str, folder: Path, *words: str, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start a Python script as a user would, in a process group of its own."""
     script = folder / "script.py"
-    script.write_text(text)
+    script.write_text(INTERRUPTIBLE + text)
     return subprocess.Popen(
         [sys.executable, *launcher, str(script), *words],
         stdin=subprocess.DEVNULL,

@@ -158,9 +158,21 @@ def test_a_training_that_was_left_early_is_not_gone_on_with() -> None:
     for _ in pipeline.train(real_batches(8, 4, 4)):
         break
     with pytest.raises(BiremeError, match="was left before its batches"):
-        next(pipeline.train(real_batches(8, 1, 4)))
-    with pytest.raises(BiremeError, match="is training"):
+        pipeline.train(real_batches(8, 1, 4))
+    with pytest.raises(BiremeError, match="not drained"):
         pipeline.evaluate(real_batches(8, 1, 4))
+    pipeline.close()
+
+
+def test_a_training_that_has_failed_says_why_it_does_not_go_on() -> None:
+    pipeline = alone(small())
+    with pytest.raises(BiremeError, match="has 3 samples"):
+        list(pipeline.train([*real_batches(8, 1, 4), *real_batches(3, 1, 4)]))
+    for again in (pipeline.train, pipeline.evaluate):
+        with pytest.raises(
+            BiremeError, match=r"has failed in this pipeline \(Batch 1 has 3 samples.*new pipeline"
+        ):
+            again(real_batches(8, 1, 4))
     pipeline.close()
 
 
@@ -168,7 +180,7 @@ def test_an_evaluation_within_a_training_is_refused() -> None:
     pipeline = alone(small())
     results = pipeline.train(real_batches(8, 2, 4))
     next(results)
-    with pytest.raises(BiremeError, match="is training"):
+    with pytest.raises(BiremeError, match="not drained"):
         pipeline.evaluate(real_batches(8, 1, 4))
     assert len(list(results)) == 1
     assert pipeline.evaluate(real_batches(8, 1, 4)).num_samples == 8

@@ -18,6 +18,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.thread_transport import ThreadFabric
 from bireme.sync.buckets import NUM_IN_FLIGHT
 from bireme.sync.group import CollectiveError, DistGroup, Group, LonelyGroup, Pending
+from bireme.sync.norm import squared_norm
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reducer
 from tests.together import run_processes, run_threads
@@ -239,6 +240,12 @@ def test_gradients_too_large_to_square_in_float32_are_finite() -> None:
 
 def _alone(templates: Mapping[str, Tensor], group: Group | None = None, **options: Any) -> Reducer:
     return Reducer(templates, group or LonelyGroup(), LonelyGroup(), **{"keep_gradients": False} | options)
+
+
+def test_a_complex_number_counts_with_both_its_parts() -> None:
+    assert squared_norm(torch.full((3,), 3 + 4j)) == 75.0
+    assert squared_norm(torch.full((2,), 2j).conj()) == 8.0
+    assert not math.isfinite(squared_norm(torch.tensor([complex(0, math.nan)])))
 
 
 @pytest.mark.parametrize("keep", [True, False])

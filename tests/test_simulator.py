@@ -102,6 +102,19 @@ def test_2bw_loses_nothing_by_agreeing() -> None:
     assert simulate(program, costs, agree=True).steady_batch_s == simulate(program, costs).steady_batch_s
 
 
+@pytest.mark.parametrize("name", ["2bw", "1f1b", "interleaved", "zbv"])
+def test_ranks_that_stand_still_for_their_syncs_can_agree_all_the_same(name: str) -> None:
+    """In REDUCE they wait for their own sync, and in UPDATE for those of all."""
+    program = generate(name, num_stages=4, num_microbatches=6, num_batches=6)
+    costs = Costs.per_stage(4, forward_s=1, backward_s=2, reduce_s=[1, 3, 1, 2])
+    apart, together = (
+        simulate(program, costs, overlap_reduce=False, agree=agree).steady_batch_s for agree in (False, True)
+    )
+    assert together >= apart
+    if name == "2bw":
+        assert together == apart
+
+
 def test_stages_that_step_one_by_one_cannot_agree() -> None:
     program = generate("pipedream", num_stages=2, num_microbatches=4)
     with pytest.raises(BiremeError, match="step one by one"):

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.fabric import neighbours_of
+from bireme.runtime.frame import framed
 from bireme.runtime.meeting import meet
 from bireme.runtime.peers import PeerLost
+from bireme.runtime.socket_line import LARGE_BYTES
 from bireme.runtime.socket_sums import SocketSums
-from bireme.runtime.socket_transport import LARGE_BYTES, Lines, SocketTransport
+from bireme.runtime.socket_transport import Lines, SocketTransport
 from bireme.runtime.stores import open_store
 from bireme.runtime.transport import AbortedError
 from bireme.schedule.instruction import Message
@@ -24,11 +26,13 @@ from tests.together import run_threads
 SIZES = (0, 1, 4096, LARGE_BYTES, LARGE_BYTES + 1, 6 * 2**20)
 
 
-def pair(timeout_s: float = 20.0) -> list[SocketTransport]:
-    """Two transports, joined."""
+def pair(timeout_s: float = 20.0, buffer_bytes: int | None = None) -> list[SocketTransport]:
+    """Two transports, joined; the kernel takes `buffer_bytes` of what one has written, or what it likes."""
     (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
     for one in (small, its_small):
         one.setblocking(False)
+        if buffer_bytes is not None:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     return [
         SocketTransport({1: Lines(small, large)}, timeout_s=timeout_s),
         SocketTransport({0: Lines(its_small, its_large)}, timeout_s=timeout_s),
@@ -124,6 +128,63 @@ def test_giving_up_wakes_who_waits_here_and_there(both: list[SocketTransport], s
         return None
 
     assert run_threads(2, work) == [AbortedError, PeerLost]
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_large_message_is_named() -> None:
+    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+    for one in (small, its_small):
+        one.setblocking(False)
+    transport = SocketTransport({0: Lines(small, large)}, timeout_s=20.0)
+    size = LARGE_BYTES + 1
+    pending = transport.receive(key(0), 0, torch.empty(size, dtype=torch.uint8))
+    its_large.sendall(framed(key(0), size) + bytes(1000))
+    its_large.close()
+    with pytest.raises(PeerLost, match="Rank 0 is gone"):
+        pending.wait()
+    transport.close()
+    its_small.close()
+
+
+def test_what_the_kernel_did_not_take_goes_on_while_a_large_message_is_waited_for() -> None:
+    """The other rank sends that only when it has the small ones, so neither would go on."""
+    transports = pair(buffer_bytes=16384)
+    size, num_small = LARGE_BYTES + 1, 6
+
+    def work(rank: int) -> bool:
+        transport = transports[rank]
+        large = torch.zeros(size, dtype=torch.uint8)
+        if rank == 0:
+            sent = [transport.send(key(n), 1, bytes_of(n, LARGE_BYTES)) for n in range(num_small)]
+            transport.receive(key(0, forward=False), 1, large).wait()
+            for pending in sent:
+                pending.wait()
+            return torch.equal(large, bytes_of(9, size))
+        came = [torch.empty(LARGE_BYTES, dtype=torch.uint8) for _ in range(num_small)]
+        for n, one in enumerate(came):
+            transport.receive(key(n), 0, one).wait()
+        transport.send(key(0, forward=False), 0, bytes_of(9, size)).wait()
+        return all(torch.equal(one, bytes_of(n, LARGE_BYTES)) for n, one in enumerate(came))
+
+    assert run_threads(2, work) == [True, True]
+    for transport in transports:
+        transport.close()
+
+
+def test_what_was_read_before_it_was_expected_is_found(both: list[SocketTransport]) -> None:
+    """The second message comes along with the first, when nobody has asked for it yet."""
+    for n in range(2):
+        both[0].send(key(n), 1, bytes_of(n, 64)).wait()
+    for n in range(2):
+        came = torch.empty(64, dtype=torch.uint8)
+        both[1].receive(key(n), 0, came).wait()
+        assert torch.equal(came, bytes_of(n, 64))
+    assert both[1].receive(key(2), 0, torch.empty(64, dtype=torch.uint8)).is_done() is False
+
+
+def test_what_is_no_message_of_ours_is_told(both: list[SocketTransport]) -> None:
+    both[0]._lines[1].socket.sendall(framed(key(0), 1 << 30))
+    with pytest.raises(BiremeError, match="no message of this version"):
+        both[1].receive(key(0), 0, torch.empty(64, dtype=torch.uint8)).wait()
 
 
 def test_ranks_meet_through_the_store_and_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +309,27 @@ def test_a_sum_whose_rank_is_gone_says_so() -> None:
         transport.close()
 
 
+def test_rank_0_adds_up_while_it_waits_for_a_large_message() -> None:
+    transports = star(2, timeout_s=5.0)
+    size = LARGE_BYTES + 1
+
+    def work(rank: int) -> float:
+        sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
+        pending = sums.all_reduce(own)
+        message = torch.full((size,), rank, dtype=torch.uint8)
+        if rank == 0:
+            transports[0].receive(key(0, forward=False), 1, message).wait()
+            pending.wait()
+        else:
+            pending.wait()
+            transports[1].send(key(0, forward=False), 0, message).wait()
+        return float(own[0])
+
+    assert run_threads(2, work) == [0.1 + 1.1] * 2
+    for transport in transports:
+        transport.close()
+
+
 def test_a_part_of_a_sum_that_never_comes_is_named() -> None:
     transports = star(2, timeout_s=0.3)
     with pytest.raises(BiremeError, match=r"part of sum 0 \(24 bytes\) did not come from rank 1"):
@@ -261,13 +343,13 @@ def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch
     transports = star(3)
     transports[1].send(key(5), 0, torch.zeros(64, dtype=torch.uint8))
     turns: list[float] = []
-    poll = transports[0]._poll
+    poll = transports[0].poll
 
     def counted(seconds: float) -> None:
         turns.append(seconds)
         poll(seconds)
 
-    monkeypatch.setattr(transports[0], "_poll", counted)
+    monkeypatch.setattr(transports[0], "poll", counted)
     send = transports[2].send
     threading.Timer(0.5, lambda: send(key(6), 0, torch.zeros(64, dtype=torch.uint8))).start()
     transports[0].receive(key(6), 2, torch.empty(64, dtype=torch.uint8)).wait()

@@ -122,7 +122,7 @@ class Courier:
             self._made[key] = tensors
 
     def drain(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until everything that was sent has left this rank's memory."""
         for channel in self._sent.values():
             while channel:
                 channel.popleft().pending.wait()

@@ -63,6 +63,17 @@ class Evaluator:
         """The loss over some batches, each of any size down to one sample."""
         for stage in self._stages.values():
             stage.load()
+        try:
+            loss, weight, num_samples = self._sums(batches)
+        finally:
+            for stage in self._stages.values():
+                stage.unload()
+        total = torch.tensor([loss], dtype=torch.float64)
+        self._group.all_reduce(total).wait()
+        return Evaluation(float(total) / weight if weight else math.nan, weight, num_samples)
+
+    def _sums(self, batches: Iterable[Mapping[str, Tensor]]) -> tuple[float, float, int]:
+        """This rank's part of the weighted loss, the weight of all batches, and their samples."""
         loss = weight = 0.0
         num_samples = 0
         most = self._plan.width * self._plan.num_microbatches
@@ -82,11 +93,7 @@ class Evaluator:
             if len(own):
                 self._run(feed, own)
                 loss += feed.portion(0).weight * sum(stage.take_loss() for stage in self._stages.values())
-        for stage in self._stages.values():
-            stage.unload()
-        total = torch.tensor([loss], dtype=torch.float64)
-        self._group.all_reduce(total).wait()
-        return Evaluation(float(total) / weight if weight else math.nan, weight, num_samples)
+        return loss, weight, num_samples
 
     def _run(self, feed: Feed, own: range) -> None:
         feed.take(0, own)
@@ -122,6 +129,7 @@ class EvaluationStage:
 
     def load(self) -> None:
         """Take the newest weights, in what the stage computes with."""
+        self._loss = 0.0
         self._weights = self._banks.newest_to_compute_with()
 
     def unload(self) -> None:

@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from bireme.runtime.frame import FRAME_BYTES, framed, read_frame
@@ -28,12 +29,13 @@ class Load:
 
 class Freight:
     """Both directions of one socket, which blocks. The threads start with the first message that needs
-    them.
+    them, and `ring` whenever one is done with.
     """
 
-    def __init__(self, peer: int, line: socket.socket) -> None:
+    def __init__(self, peer: int, line: socket.socket, ring: Callable[[], None]) -> None:
         self.peer = peer
         self._line = line
+        self._ring = ring
         self._outgoing: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._posted: dict[Message, Load] = {}
         self._changed = threading.Condition()
@@ -83,9 +85,14 @@ class Freight:
                 self._line.sendall(load.data)
             except OSError as error:
                 self._error = load.error = error
-            load.is_done.set()
+            self._end(load)
+
+    def _end(self, load: Load) -> None:
+        load.is_done.set()
+        self._ring()
 
     def _read(self) -> None:
+        load: Load | None = None
         try:
             while True:
                 frame = bytearray(FRAME_BYTES)
@@ -99,14 +106,15 @@ class Freight:
                 else:
                     load.size_sent = size
                     self._fill(memoryview(bytearray(size)))
-                load.is_done.set()
+                self._end(load)
+                load = None
         except OSError as error:
             with self._changed:
                 self._error = error
                 left, self._posted = list(self._posted.values()), {}
-            for load in left:
-                load.error = error
-                load.is_done.set()
+            for one in left if load is None else [load, *left]:
+                one.error = error
+                self._end(one)
 
     def _expected(self, key: Message) -> Load | None:
         """The receive for a message that has come; waits until it is posted."""

@@ -50,7 +50,8 @@ class MicroBatch:
 class Portion:
     """What one replica has of a batch. `weight` is that of the whole batch.
 
-    `stamp` is equal where batches are, and else as good as never.
+    `stamp` is equal where batches are. It is made from shapes and from the ends of tensors, so it tells
+    apart those that a loader gives, but not two that differ in the middle of a tensor alone.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -144,11 +145,6 @@ class Feed:
         self._num_read = 0
         self._has_ended = False
 
-    @property
-    def num_read(self) -> int:
-        """How many batches came so far."""
-        return self._num_read
-
     def has(self, number: int) -> bool:
         """Whether the stream has at least so many batches; reads them if it must."""
         while self._num_read < number and not self._has_ended:
@@ -218,7 +214,7 @@ def _stamp(batch: Batch) -> int:
     stamp = 0
     for name, tensor in batch.items():
         stamp = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), stamp)
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         for end in (flat[:STAMPED_ELEMENTS], flat[-STAMPED_ELEMENTS:]):
             stamp = crc32(end.cpu().view(torch.uint8).numpy().data, stamp)
     return stamp

@@ -144,6 +144,7 @@ class Pipeline:
                 tell,
             )
         self._is_running = False
+        self._failure: Exception | None = None
         self.recording: Recording | None = None
         """When this rank's instructions of the last `train` ran, if it was asked to record them."""
         self._recorded = range(0)
@@ -156,12 +157,20 @@ class Pipeline:
         comes a while after its batch went in. Take all results: the ranks agree on when to stop only through
         the batches' end.
         """
-        if self._is_running:
-            raise BiremeError(
-                "The pipeline is not drained: a training was left before its batches had ended. Take all "
-                "results of train(); to end early, end the batches."
-            )
+        self._check_drained()
+        return self._train(batches, record=record)
+
+    def _train(self, batches: Iterable[Batch], *, record: bool) -> Iterator[Result]:
+        self._check_drained()
         self._is_running = True
+        try:
+            yield from self._results(batches, record=record)
+        except Exception as error:
+            self._failure = error
+            raise
+        self._is_running = False
+
+    def _results(self, batches: Iterable[Batch], *, record: bool) -> Iterator[Result]:
         for stage in self.stages.values():
             stage.banks.settle()
         first = self.num_trained
@@ -178,7 +187,6 @@ class Pipeline:
             yield result
         if recorder is not None:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
-        self._is_running = False
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         """The loss over some batches, on the newest weights; the same on every rank.
@@ -190,8 +198,7 @@ class Pipeline:
                 "The pipeline was made without a graph of the model in evaluation mode. Capture one with "
                 "training=False and give it as evaluation=."
             )
-        if self._is_running:
-            raise BiremeError("The pipeline is training. Take all results of train() before evaluating.")
+        self._check_drained()
         return self._evaluator.evaluate(batches)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -252,6 +259,19 @@ class Pipeline:
         """End what runs in the background."""
         self._reducer.close()
         self._transport.close()
+
+    def _check_drained(self) -> None:
+        """Refuse to go on from where nothing can."""
+        if self._failure is not None:
+            raise BiremeError(
+                f"Training has failed in this pipeline ({self._failure}) and cannot go on in it. Mend that, "
+                "and make a new pipeline."
+            ) from self._failure
+        if self._is_running:
+            raise BiremeError(
+                "The pipeline is not drained: it is training, or a training was left before its batches had "
+                "ended. Take all results of train(); to end early, end the batches."
+            )
 
     def _make_cutter(self, seed: int) -> Cutter:
         needed = [name for stage in self.stages.values() for name in stage.function.inputs]

@@ -44,9 +44,7 @@ class SocketSums:
         """Begin to replace the tensor, in place, by its sum over the ranks, added in their order."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
         up, down = (_Numbers(forward, NO_STAGE, number, None, None) for forward in (True, False))
-        for _, sent in self._sent:
-            sent.wait()
-        self._sent.clear()
+        self.settle()
         if self.rank:
             self._send(up, 0, tensor.clone())
             return self._transport.receive(down, 0, tensor.view(torch.uint8))
@@ -57,8 +55,19 @@ class SocketSums:
         self._open.append(_Sum(self, tensor, down, parts, pending))
         return self._open[-1]
 
+    def settle(self) -> None:
+        """Wait until what was sent is in the kernel's hands."""
+        for _, sent in self._sent:
+            sent.wait()
+        self._sent.clear()
+
     def _send(self, key: Message, to: int, tensor: Tensor) -> None:
         self._sent.append((tensor, self._transport.send(key, to, tensor.view(torch.uint8))))
+
+    def finish(self) -> None:
+        """Tell every sum that can be told, for good."""
+        self._add_up()
+        self.settle()
 
     def _add_up(self) -> None:
         """Tell the others every sum whose parts have come."""
@@ -96,4 +105,4 @@ class _Sum:
         """Return when the tensor is the sum."""
         for one in self._pending:
             one.wait()
-        self._sums._add_up()
+        self._sums.finish()

@@ -83,6 +83,9 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
 
 LOCAL, USE, SEND, RECEIVE, REDUCE, UPDATE = range(6)
 
+AGREED = 1
+"""From the key of a sync to that of what all ranks agree on behind it."""
+
 
 class _Op(NamedTuple):
     """An instruction as the inner loop wants it: what to do, how long, and with which message."""
@@ -220,8 +223,9 @@ class _Run:
                         rank.since_s = begun
                         self._hold(rank, op, shift, now, arrival)
                         return
-                    if code != REDUCE:
+                    if code != REDUCE or self.agree:
                         del self.arrival_s[key]
+                    if code != REDUCE:
                         now = max(now, arrival)
                     else:
                         # A sync that nothing runs beside lasts as long as its instruction.
@@ -308,12 +312,15 @@ class _Run:
         arrival = through + channel.path.latency_s + parcel.late_s
         channel.book(parcel, start, arrival)
         if self.agree and channel.transfers.is_sync:
-            synced = self.synced.setdefault(parcel.key // 8 // self.program.num_stages, [])
+            if not self.overlap_reduce:
+                self._arrived(parcel.key, arrival)
+            batch = parcel.key // 8 // self.program.num_stages
+            synced = self.synced.setdefault(batch, [])
             synced.append((parcel.key, arrival))
             if len(synced) == self.program.num_stages:
-                latest = max(one for _, one in synced)
+                latest = max(one for _, one in self.synced.pop(batch))
                 for key, _ in synced:
-                    self._arrived(key, latest)
+                    self._arrived(key + AGREED, latest)
         else:
             self._arrived(parcel.key, arrival)
 
@@ -356,6 +363,8 @@ class _Run:
             key = self._number(step.batch, step.microbatch or 0, step.stage) * 8 + 4
             num_bytes = self.costs.reduce_bytes[step.stage]
             code = REDUCE if step.kind is Kind.REDUCE else UPDATE
+            if code == UPDATE and self.agree:
+                key += AGREED
             return _Op(code, seconds, key, self._channel(rank, rank), num_bytes, step)
         needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
         if needed is not None:

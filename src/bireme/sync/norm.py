@@ -14,6 +14,8 @@ def squared_norm(tensor: Tensor) -> float:
 
     On the CPU this is several times as fast as torch's norm with a dtype, which converts element by element.
     """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.device.type != "cpu":
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64).square())
     flat = tensor.reshape(-1)
