@@ -233,9 +233,9 @@ def test_limits_of_a_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_cluster_is_shown_as_tables(capsys: Capture) -> None:
     out = bireme(capsys, "cluster", "show", "two-unequal-servers").out
     assert "8 devices in 2 servers; 2 kinds" in out
-    assert re.search(r"slow/gpu0…3 +NVIDIA GeForce RTX 3090 +24.0 GiB", out)
+    assert re.search(r"slow/gpu0…3 +NVIDIA GeForce RTX 3090 +24.0 GiB +×0.46", out)
     assert re.search(r"fast/bridge1 +gpu2, gpu3 +25 GB/s each way +5 µs +by all", out)
-    assert "speed" not in out
+    assert "speed" not in bireme(capsys, "cluster", "show", "four-servers-of-4").out
     assert re.search(
         r"server0/emulated7 +emulated +1.00 GiB +×0.5",
         bireme(capsys, "cluster", "show", "emulated-8-one-slow").out,

@@ -133,6 +133,28 @@ def test_wishes_are_kept(capsys: Capture) -> None:
     }
 
 
+def test_what_is_left_is_that_of_each_device(capsys: Capture) -> None:
+    """Two replicas of the whole model, on devices of which one has twice the memory."""
+    text = CLUSTER.replace("memory_bytes = 1e9\nspeed", "memory_bytes = 2e9\nspeed")
+    Path("unlike.toml").write_text(text)
+    devices = "server0/emulated0,server0/emulated1"
+    words = f"--cluster unlike.toml --devices {devices} --depth 1 --width 2 --micro-batch 1 --json"
+    left = plan(capsys, words).document["headroom_bytes"]
+    assert left["server0/emulated1"] - left["server0/emulated0"] == 1e9
+
+
+@pytest.mark.parametrize("device", ["server0/emulated0", "server1/emulated1"])
+def test_a_unit_is_where_it_is_pinned_whichever_device_that_is(capsys: Capture, device: str) -> None:
+    words = f"--schedule 1f1b --depth 2 --width 2 --pin 9={device} --json"
+    found = plan(capsys, words).document
+    assert device in found["stages"][-1]["devices"]
+
+
+def test_lookahead_can_be_left_to_the_schedule(capsys: Capture) -> None:
+    words = "--schedule 1f1b --depth 4 --width 1 --whole-layers --micro-batch 1 --export megatron"
+    assert plan(capsys, f"{words} --no-lookahead").status == 0
+
+
 def test_delayed_updates_can_be_forbidden_or_made_dear(capsys: Capture) -> None:
     free = plan(capsys, "--penalty delayed=1 --penalty 2bw-fresh=1 --depth 2 --json").document
     assert free["kind"] in ("2bw", "2bw-fresh")
@@ -274,6 +296,12 @@ def test_left_out_the_cluster_is_this_machine(capsys: Capture) -> None:
         ("--export megatron:", "names no file"),
         ("--export torchtitan", "Name the model with --model"),
         ("--export megatron:x.json --output x.json", "are the same one"),
+        ("--export torch-csv:. --schedule 1f1b --output plan.json", "it is a folder"),
+        ("--schedule pipedream", "no planning for 'pipedream'"),
+        ("--depth 4 --width 2", "takes 8 devices, and 4 may be used"),
+        ("--batch-size 100000000 --micro-batch 1", "100000000 samples"),
+        ("--devices server0/emulated0,", "There is no device ''"),
+        ("--cluster ''", "--cluster names nothing"),
         ("--export megatron --schedule 2bw --depth 2 --output plan.json", "cannot run 2bw"),
         ("--memory-fraction 1e-9 --output plan.json", "are missing"),
     ],
@@ -299,7 +327,14 @@ def test_a_model_or_a_profile_must_be_named(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--batch-size 0", "--batch-size 4 --memory-fraction 0", "--batch-size 4 --devices a"]
+    "words",
+    [
+        "--batch-size 0",
+        "--batch-size 4 --memory-fraction 0",
+        "--batch-size 4 --devices a",
+        "--batch-size 4 --depth 3 --width 2",
+        "--batch-size 4 --largest-batch 2",
+    ],
 )
 def test_a_mistake_is_found_before_anything_is_measured(
     capsys: Capture, folder: Iterator[Path], words: str
@@ -315,6 +350,13 @@ def test_a_model_that_is_not_the_profile_s_is_refused(capsys: Capture) -> None:
     assert result.status == 2
     assert "was made for another model" in result.err
     assert "Its unit 7 is layers.3.attention, and here it is head." in result.err
+
+
+def test_a_model_beside_a_profile_must_be_the_one_that_was_profiled(capsys: Capture) -> None:
+    assert plan(capsys, f"--model {MODEL}").status == 0
+    result = plan(capsys, f"--model {MODEL.replace('layers=4', 'layers=3')}")
+    assert (result.status, result.out) == (2, "")
+    assert "The profile was made for another model" in result.err
 
 
 def test_a_damaged_profile_is_refused(capsys: Capture) -> None:

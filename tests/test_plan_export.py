@@ -376,7 +376,7 @@ def test_what_a_layout_cannot_say_is_refused(plan: Plan, names: tuple[str, ...],
     [
         (Plan((3, 5, 7), 8, "gpipe"), "no schedule gpipe"),
         (Plan((3, 5, 7), 8, "zb-h1"), "no schedule zb-h1"),
-        (Plan((3, 5, 7), 8, "1f1b", lookahead=2), "1f1b with a lookahead of 2"),
+        (Plan((3, 5, 7), 8, "1f1b", lookahead=2), "2 forwards further ahead than Megatron-LM's 1f1b"),
         (Plan((3, 5, 7), 9, "interleaved"), "here 9, are a multiple of the ranks, here 2"),
     ],
 )

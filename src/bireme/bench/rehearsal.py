@@ -77,6 +77,8 @@ def rehearse(
     """
     effort = effort or Effort()
     _check(cluster, plans)
+    if micro_batches and len(micro_batches) != len(plans):
+        raise BiremeError(f"{len(micro_batches)} sizes of micro-batches are given for {len(plans)} plans.")
     sizes = list(micro_batches) or [profile.micro_batches[0]] * len(plans)
     ready = [rehearsed(profile, cluster, plan, size) for plan, size in zip(plans, sizes, strict=True)]
     rounds_s: dict[int, tuple[float, ...]] = {}

@@ -19,6 +19,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.chain import chain, chain_resolver
 from bireme.plan.plan import Plan
+from bireme.plan.ring import ring_share
 from bireme.profile.profile import Profile
 from bireme.profile.stages import stage_cost
 from bireme.runtime.optimizers import NamedTensors
@@ -65,6 +66,8 @@ def rehearsed(profile: Profile, cluster: Cluster, plan: Plan, micro_batch: int |
         )
     if plan.devices:
         devices = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
+        if len({device for row in devices for device in row}) < num_ranks * plan.width:
+            raise BiremeError("The plan names a device for two ranks. Give each a device of its own.")
     else:
         devices = tuple(tuple(r + k * num_ranks for k in range(plan.width)) for r in range(num_ranks))
     size = profile.micro_batches[0] if micro_batch is None else micro_batch
@@ -113,7 +116,7 @@ def _costs(profile: Profile, plan: Plan, micro_batch: int, speeds: Sequence[floa
     halves = [0.0, *(one for one in inputs[1:] if one is not None)]
     if None in inputs:
         halves = [0.0, *(stage.backward_s / 2 for stage in stages[1:])]
-    share = 2 * (plan.width - 1) / plan.width
+    share = ring_share(plan.width)
     return Costs.per_stage(
         plan.num_stages,
         forward_s=[stage.forward_s for stage in stages],

@@ -21,6 +21,7 @@ from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
+    from bireme.plan.wishes import Wishes
     from bireme.profile.profile import Profile
 
 __all__ = ["plan"]
@@ -94,6 +95,13 @@ def plan(
             rich_help_panel=WISHES,
         ),
     ] = "where-needed",
+    lookahead: Annotated[
+        bool,
+        typer.Option(
+            help="Let stages run further ahead to hide slow links; other frameworks cannot.",
+            rich_help_panel=WISHES,
+        ),
+    ] = True,
     pin: Annotated[
         list[str] | None,
         typer.Option(
@@ -182,10 +190,12 @@ def plan(
         depth=depth,
         width=width,
         micro_batch=micro_batch,
-        devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
+        devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
         recompute=recompute_of(recompute),
+        lookahead=lookahead,
     )
     found_cluster = _cluster(cluster)
+    _check_numbers(wishes, found_cluster)
     for name in wishes.devices:
         found_cluster.number_of(name)
     found_profile = _profile(profile, asked)
@@ -197,9 +207,8 @@ def plan(
     )
     for name in wishes.pinned.values():
         found_cluster.number_of(name)
-    PlanRun(found_profile, found_cluster, wishes, asked).show(
-        output, exports, explained=explain, as_json=as_json
-    )
+    run = PlanRun(found_profile, found_cluster, wishes, asked, is_given=profile is not None)
+    run.show(output, exports, explained=explain, as_json=as_json)
 
 
 def _sizes(
@@ -246,8 +255,9 @@ def _check_words(schedule: str, *, synchronous: bool) -> None:
 
     if schedule == "auto":
         return
-    if schedule not in SCHEDULES:
-        raise BiremeError(f"There is no schedule {schedule!r}. {closest(schedule, ['auto', *SCHEDULES])}")
+    known = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
+    if schedule not in known:
+        raise BiremeError(f"There is no planning for {schedule!r}. {closest(schedule, ['auto', *known])}")
     rule = SCHEDULES[schedule].rule
     if synchronous and rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
@@ -255,7 +265,16 @@ def _check_words(schedule: str, *, synchronous: bool) -> None:
         )
 
 
+def _check_numbers(wishes: "Wishes", cluster: "Cluster") -> None:
+    """Refuse what no profile could make possible, before one is measured."""
+    from bireme.plan.search.ground import check_numbers
+
+    check_numbers(wishes, len(wishes.devices) or cluster.num_devices)
+
+
 def _cluster(text: str | None) -> "Cluster":
+    if text == "":
+        raise BiremeError("--cluster names nothing. Give a file or a ready cluster, or leave it out.")
     if text is not None:
         from bireme.cluster.cluster_file import load_cluster
 

@@ -52,6 +52,8 @@ def check_writable(plan: Path | None, exports: Sequence[Exporting]) -> None:
         raise BiremeError(f"A plan is written to a .json file, and {plan} is none.")
     files = [path for path in (plan, *(export.path for export in exports)) if path is not None]
     for path in files:
+        if path.is_dir():
+            raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
         if not path.resolve().parent.is_dir():
             raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
     twice = {path.resolve() for path in files}

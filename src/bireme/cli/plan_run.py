@@ -24,15 +24,27 @@ class PlanRun:
     """A search, and what is made of its answer."""
 
     def __init__(
-        self, profile: "Profile", cluster: "Cluster", wishes: "Wishes", asked: Measuring | None
+        self,
+        profile: "Profile",
+        cluster: "Cluster",
+        wishes: "Wishes",
+        asked: Measuring | None,
+        *,
+        is_given: bool,
     ) -> None:
         self.profile = profile
         self.cluster = cluster
         self.wishes = wishes
         self.asked = asked
+        self.is_given = is_given
+        """Whether the profile comes from a file, and the model beside it might be another."""
 
     def show(self, output: Path | None, exports: list[Exporting], *, explained: bool, as_json: bool) -> None:
         """Search, then write the files, then print."""
+        if self.asked is not None and self.is_given:
+            from bireme.plan.hashes import check_profile_fits
+
+            check_profile_fits(self.profile, captures_of(self.asked).graph(self.profile.micro_batches[0]))
         answer, planning_s = self._answer()
         texts = self._exports(answer, exports)
         helps = self._helps(answer) if explained else None
@@ -128,6 +140,14 @@ class PlanRun:
             notes.append(
                 f"The seconds are those of {here}, where the model was profiled, and the cluster's devices "
                 f"are {there}: give their speed in the cluster's file, or profile the model there."
+            )
+        devices = [placed.device for placed in self.cluster.devices()]
+        names = sorted({device.name for device in devices})
+        if len(names) > 1 and len({device.speed for device in devices}) == 1:
+            notes.append(
+                f"The cluster's devices are of different makes ({', '.join(names)}) and all have the speed "
+                f"{devices[0].speed:g}, so they are planned for as equally fast: give their speed in the "
+                "cluster's file; `bireme cluster probe` measures it."
             )
         if not self.profile.is_measured:
             notes.append("The seconds are estimated, not measured; ratios between plans are surer than they.")

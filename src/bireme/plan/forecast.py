@@ -1,6 +1,7 @@
 """What a plan promises: seconds, bytes, and what limits it; and the plans a search found, best first."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bireme.plan.plan import Plan
@@ -13,7 +14,7 @@ class StageForecast:
     """A stage: the units from `begin` up to but without `end`, on one device of each replica.
 
     `busy_s` is for how long a batch keeps the slowest of them busy. `peak_bytes` and `limit_bytes` are those
-    of the device that has least left.
+    of the device that has least left; `device_peak_bytes` and `device_limit_bytes` those of each.
     """
 
     begin: int
@@ -23,6 +24,14 @@ class StageForecast:
     busy_s: float
     peak_bytes: float
     limit_bytes: float
+    device_peak_bytes: tuple[float, ...] = ()
+    device_limit_bytes: tuple[float, ...] = ()
+
+    def bytes_of_devices(self) -> Iterator[tuple[str, float, float]]:
+        """Each device with its peak and its limit; where only the tightest is known, that for all."""
+        count = len(self.devices)
+        peaks = self.device_peak_bytes or (self.peak_bytes,) * count
+        return zip(self.devices, peaks, self.device_limit_bytes or (self.limit_bytes,) * count, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,8 @@ class NothingFits:
         text = (
             f"Nothing fits. The nearest plan ({self.schedule}, depth {self.depth}, micro-batches of "
             f"{self.micro_batch}) needs {needs} for stage {self.stage} (units {worst.begin} to "
-            f"{worst.end - 1}) on {self.device}, which has {has}: {_bytes(self.missing_bytes)} are missing."
+            f"{worst.end - 1}) on {self.device}, which has {has} for it: {_bytes(self.missing_bytes)} are "
+            "missing."
         )
         return f"{text} What would fit: {'; or '.join(self.remedies)}." if self.remedies else text
 

@@ -48,16 +48,26 @@ def check_plan_fits(origin: Origin, graph: Graph, units: Sequence[PlannedUnit] =
     Equal hashes settle it. A graph that holds for one batch size only has another hash at another; so where
     the plan remembers its `units`, it also fits a model whose units all do that work.
     """
+    _check_same("plan", origin.graph, units, graph, REMEDY)
+
+
+def check_profile_fits(profile: Profile, graph: Graph) -> None:
+    """Refuse a profile that was not measured of the model of `graph`."""
+    remedy = "Profile this model, or name the one that was profiled."
+    _check_same("profile", profile.graph, planned_units(profile), graph, remedy)
+
+
+def _check_same(what: str, graph_was: str, units: Sequence[PlannedUnit], graph: Graph, remedy: str) -> None:
     here = graph_hash(graph)
-    if here == origin.graph:
+    if here == graph_was:
         return
     difference = _difference(units, [PlannedUnit(unit.name, unit.structure) for unit in units_of(graph)])
     if difference is None:
         return
     about = f" {difference}" if units else ""
     raise BiremeError(
-        f"The plan was made for another model: the hash of its graph is {origin.graph}, and {graph.name} "
-        f"has {here}.{about} {REMEDY}"
+        f"The {what} was made for another model: the hash of its graph is {graph_was}, and {graph.name} "
+        f"has {here}.{about} {remedy}"
     )
 
 

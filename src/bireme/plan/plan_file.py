@@ -83,6 +83,13 @@ def _check(saved: SavedPlan) -> None:
                 f"The forecast is for stages of the units {bounds}, and the cuts of the plan make {planned}. "
                 "Leave out the forecast, or plan again."
             )
+        for stage in forecast.stages:
+            for known in (stage.device_peak_bytes, stage.device_limit_bytes):
+                if known and len(known) != len(stage.devices):
+                    raise BiremeError(
+                        f"The forecast has bytes of {len(known)} devices for the {len(stage.devices)} of a "
+                        "stage. Leave out the forecast, or plan again."
+                    )
         if units and end != len(units):
             raise BiremeError(f"Its last stage ends before unit {end}, and it names {len(units)} units.")
     if units and plan.cuts and plan.cuts[-1] >= len(units):
@@ -128,9 +135,13 @@ class _StageTable(_Document):
     busy_s: Seconds
     peak_bytes: Bytes
     limit_bytes: Bytes
+    device_peak_bytes: list[Bytes] = Field(default_factory=list)
+    device_limit_bytes: list[Bytes] = Field(default_factory=list)
 
     def stage(self) -> StageForecast:
-        return StageForecast(**self.model_dump() | {"devices": tuple(self.devices)})
+        plain = self.model_dump()
+        lists = ("devices", "device_peak_bytes", "device_limit_bytes")
+        return StageForecast(**plain | {name: tuple(plain[name]) for name in lists})
 
 
 class _ForecastTable(_Document):

@@ -119,7 +119,7 @@ def headroom_bytes(candidate: Candidate) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for stage in candidate.forecast.stages:
-        for device in stage.devices:
-            left = stage.limit_bytes - stage.peak_bytes
+        for device, peak_bytes, limit_bytes in stage.bytes_of_devices():
+            left = limit_bytes - peak_bytes
             found[device] = min(found.get(device, left), left)
     return found

@@ -126,6 +126,7 @@ def _other_wishes(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[str, Wishe
         "together": "no units kept together",
         "devices": f"all {cluster.num_devices} devices",
         "recompute": "the forward run again where that is needed",
+        "lookahead": "stages that may run further ahead",
     }
     for name, sentence in words.items():
         usual = getattr(plain, name)

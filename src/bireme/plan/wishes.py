@@ -27,6 +27,7 @@ class Wishes:
     `memory_fraction` of each device is for the plan. `depth`, `width` and `micro_batch` fix what they name.
     `pinned` says on which device a unit must be, `together` names first and last units of ranges that must
     not be cut, `devices` those that may be used, all if empty. `recompute` is which stages run again.
+    Without `lookahead` none runs further ahead than its schedule does by itself, as other frameworks cannot.
     """
 
     batch_size: int
@@ -42,6 +43,7 @@ class Wishes:
     together: tuple[tuple[int, int], ...] = ()
     devices: tuple[str, ...] = ()
     recompute: Recompute = Recompute.WHERE_NEEDED
+    lookahead: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):

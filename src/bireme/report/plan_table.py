@@ -196,7 +196,11 @@ def _limit(best: Candidate, short: Summary) -> str:
 
 def _left(candidate: Candidate) -> tuple[str, str]:
     """The device with the smallest share of its memory left, and how much that is."""
-    limits = {device: stage.limit_bytes for stage in candidate.forecast.stages for device in stage.devices}
+    limits = {
+        device: limit_bytes
+        for stage in candidate.forecast.stages
+        for device, _, limit_bytes in stage.bytes_of_devices()
+    }
     left = {device: max(num_bytes, 0.0) for device, num_bytes in headroom_bytes(candidate).items()}
     least = min(left, key=lambda name: left[name] / limits[name])
     return least, f"{bytes_text(left[least])} ({left[least] / limits[least]:.0%})"

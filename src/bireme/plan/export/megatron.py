@@ -31,11 +31,15 @@ def megatron_arguments(material: Material) -> str:
     check_pipelined(plan, "Megatron-LM")
     check_synchronous(plan, "Megatron-LM")
     check_equal_replicas(plan, "Megatron-LM")
-    if plan.schedule not in RUNS or plan.lookahead:
-        ahead = f" with a lookahead of {plan.lookahead}" if plan.lookahead else ""
+    if plan.schedule not in RUNS:
         raise BiremeError(
-            f"Megatron-LM has no schedule {plan.schedule}{ahead}. It has {' and '.join(RUNS)}: plan with "
-            "--schedule 1f1b."
+            f"Megatron-LM has no schedule {plan.schedule}. It has {' and '.join(RUNS)}: plan with --schedule "
+            "1f1b."
+        )
+    if plan.lookahead:
+        raise BiremeError(
+            f"The plan runs {plan.lookahead} forwards further ahead than Megatron-LM's {plan.schedule} does. "
+            "Plan with --no-lookahead."
         )
     if plan.schedule == "interleaved" and plan.num_microbatches % material.num_ranks:
         raise BiremeError(

@@ -19,6 +19,7 @@ from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.partition.dapple import dapple
 from bireme.plan.partition.exact import least_max
 from bireme.plan.partition.loads import Loads, loads_of
+from bireme.plan.ring import ring_share
 
 __all__ = ["BASELINES", "Planner", "parameters", "pipedream_2bw", "pipedream_2bw_s", "piper", "uniform"]
 
@@ -98,7 +99,7 @@ def pipedream_2bw_s(loads: Loads, cuts: Cuts, *, width: int = 1, sync_bytes_per_
         into = chain.boundary_bytes[begin - 1] if stage else 0
         out = chain.boundary_bytes[end - 1] if end < chain.num_units else 0
         busy_s = chain.forward_s[begin:end].sum() + backward_s[begin:end].sum()
-        sync_bytes = 2 * (width - 1) / width * chain.bytes.gradient[begin, end]
+        sync_bytes = ring_share(width) * chain.bytes.gradient[begin, end]
         sync_s = sync_bytes / sync_bytes_per_s / loads.setting.num_microbatches
         worst_s = max(worst_s, float(busy_s + 2 * (into + out) / bytes_per_s), float(sync_s))
     return worst_s

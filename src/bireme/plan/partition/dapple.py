@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from bireme.plan.partition.chain import Seconds
 from bireme.plan.partition.loads import Loads, Recompute
+from bireme.plan.ring import ring_share
 
 __all__ = ["dapple", "dapple_latency_s"]
 
@@ -114,7 +115,7 @@ class _Planner:
         left = self._num_devices - num_dealt
         rest_s = [(sums[-1] - sums[ends]) / left for sums in (self._forward_s, self._backward_s)]
         sync_s = np.zeros((len(ends), forward_s.shape[1] + 1))
-        sync_s[:, -1] = 2 * (left - 1) / left * self._gradient_bytes[ends] / self._bytes_per_s
+        sync_s[:, -1] = ring_share(left) * self._gradient_bytes[ends] / self._bytes_per_s
         latency_s = dapple_latency_s(
             np.column_stack((forward_s, rest_s[0])),
             np.column_stack((backward_s, rest_s[1])),

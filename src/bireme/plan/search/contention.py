@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from bireme.cluster.routes import Lane
 from bireme.plan.partition.line import Link
+from bireme.plan.ring import ring_share
 from bireme.plan.search.ground import Ground
 
 __all__ = ["Ring", "Traffic", "links_between", "ring_over"]
@@ -28,7 +29,7 @@ def ring_over(ground: Ground, devices: Sequence[int], num_bytes: float) -> Ring:
     ring = sorted(set(devices))
     hops = _hops(ring)
     crossed = Counter(lane for hop in hops for lane in ground.path(*hop))
-    per_hop = 2 * (len(ring) - 1) / len(ring) * num_bytes
+    per_hop = ring_share(len(ring)) * num_bytes
     slowest_s = max((per_hop * times / lane.bytes_per_s for lane, times in crossed.items()), default=0.0)
     late_s = 2 * (len(ring) - 1) * max((ground.cluster.latency(*hop) for hop in hops), default=0.0)
     return Ring(slowest_s + late_s, num_bytes)

@@ -69,6 +69,10 @@ def _keeps_pins(ground: Ground, outline: Outline, grid: Grid, cuts: tuple[int, .
     return True
 
 
+ENOUGH_ROUNDS = 16
+"""So many micro-batches for each rank show where a schedule that drains is best cut."""
+
+
 def likely_drafts(ground: Ground, outline: Outline, grid: Grid) -> list[Draft]:
     """The cuts that the partitioners would make, best first; none if they see no way to fit."""
     if outline.stages_per_rank > 1:
@@ -79,7 +83,9 @@ def likely_drafts(ground: Ground, outline: Outline, grid: Grid) -> list[Draft]:
         return []
     partitions = [found]
     if schedule_named(outline.schedule).rule is Rule.SYNCHRONOUS and outline.num_stages > 1:
-        better = autopipe(loads)
+        most = ENOUGH_ROUNDS * outline.num_ranks  # more of them move no cut, and take long to go through
+        few = replace(loads.setting, num_microbatches=min(loads.setting.num_microbatches, most))
+        better = autopipe(replace(loads, setting=few))
         if better is not None and better.partition.cuts != found.cuts:
             partitions.insert(0, better.partition)
     drafts = []

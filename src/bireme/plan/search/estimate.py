@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from bireme.plan.partition.loads import Recompute
+from bireme.plan.ring import ring_share
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.ground import Ground
 from bireme.plan.search.shapes import Outline, Outlines
@@ -118,7 +119,7 @@ class Estimator:
         fast, slow = self._rates
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
-        message, ring = 2 * totals.boundary_bytes, 2 * (w - 1) / w * totals.gradient_bytes / p
+        message, ring = 2 * totals.boundary_bytes, ring_share(w) * totals.gradient_bytes / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (

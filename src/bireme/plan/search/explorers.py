@@ -77,7 +77,9 @@ def few_enough(ground: Ground, shapes: Sequence[Outline]) -> bool:
     count = 0
     grids: dict[tuple[int, tuple[int, ...]], int] = {}
     for outline in shapes:
-        each = num_cuts_and_sets(ground, outline) * len(list(_variants(outline)))
+        each = num_cuts_and_sets(ground, outline) * len(
+            list(_variants(outline, runs_ahead=ground.wishes.lookahead))
+        )
         count += each
         if count > MOST_PLANS:
             return False
@@ -91,7 +93,7 @@ def few_enough(ground: Ground, shapes: Sequence[Outline]) -> bool:
     return count <= MOST_PLANS
 
 
-def _variants(outline: Outline) -> Iterator[tuple[int | None, int]]:
+def _variants(outline: Outline, *, runs_ahead: bool) -> Iterator[tuple[int | None, int]]:
     """How many micro-batches go in halves, and how many more run ahead."""
     schedule = schedule_named(outline.schedule)
     if schedule.slices:
@@ -99,7 +101,7 @@ def _variants(outline: Outline) -> Iterator[tuple[int | None, int]]:
             yield num_sliced, 0
         return
     most = 0
-    if schedule.most_lookahead is not None:
+    if schedule.most_lookahead is not None and runs_ahead:
         most = schedule.most_lookahead(Shape(outline.num_stages, outline.num_microbatches, 1))
     for lookahead in range(most + 1):
         yield None, lookahead
@@ -123,7 +125,7 @@ class Thorough:
             ledger.progress(place / len(ordered))
             for grid in all_grids(self._ground, outline, MOST_PLANS) or []:
                 for draft in all_drafts(self._ground, outline, grid):
-                    for num_sliced, lookahead in _variants(outline):
+                    for num_sliced, lookahead in _variants(outline, runs_ahead=self._ground.wishes.lookahead):
                         count += 1
                         self._look(replace(draft, num_sliced=num_sliced, lookahead=lookahead))
         ledger.progress(1.0)
@@ -185,8 +187,8 @@ class Likely:
             self._walk(judged)
         ledger.progress(1.0)
         self.how = (
-            f"{num_shapes:,} of {len(shapes):,} shapes cut, {ledger.num_judged:,} plans simulated; what was "
-            "left out looked worse"
+            f"{num_shapes:,} of {len(shapes):,} shapes looked at, {ledger.num_judged:,} plans simulated; the "
+            "others looked worse"
         )
 
     def _ranked(self, shapes: Sequence[Outline]) -> dict[Kind, list[Outline]]:
@@ -203,7 +205,7 @@ class Likely:
         return {kind: [shapes[place] for _, _, place in sorted(found)] for kind, found in ranked.items()}
 
     def _drafts(self, outline: Outline) -> Iterator[Draft]:
-        num_sliced = next(_variants(outline))[0]
+        num_sliced = next(_variants(outline, runs_ahead=False))[0]
         for grid in self._grids(outline):
             for draft in likely_drafts(self._ground, outline, grid):
                 yield replace(draft, num_sliced=num_sliced)
@@ -259,7 +261,7 @@ class Likely:
             if any(link.bytes_per_s < float("inf") or link.latency_s for link in links):
                 yield from (
                     replace(draft, lookahead=lookahead)
-                    for _, lookahead in _variants(draft.outline)
+                    for _, lookahead in _variants(draft.outline, runs_ahead=self._ground.wishes.lookahead)
                     if lookahead in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
                 )
 

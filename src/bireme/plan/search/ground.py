@@ -16,7 +16,7 @@ from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.rule import Rule
 
-__all__ = ["Ground"]
+__all__ = ["Ground", "check_numbers"]
 
 
 class Ground:
@@ -113,22 +113,27 @@ class Ground:
         return (wish,)
 
     def _check_numbers(self) -> None:
-        wishes = self.wishes
-        if wishes.largest_batch is not None and wishes.largest_batch < wishes.batch_size:
-            raise BiremeError(
-                f"The largest batch is {wishes.largest_batch}, and a batch has {wishes.batch_size} samples "
-                "at least. Exchange the two."
-            )
-        depth, width, num_devices = wishes.depth or 1, wishes.width or 1, len(self.devices)
-        if depth * width > num_devices:
-            raise BiremeError(
-                f"Depth {depth} times width {width} takes {depth * width} devices, and {num_devices} may be "
-                "used. Make one of them smaller."
-            )
+        check_numbers(self.wishes, len(self.devices))
+        depth = self.wishes.depth or 1
         if depth > self.num_units:
             raise BiremeError(
                 f"{self.num_units} units that may be cut apart cannot make {depth} stages: each needs one."
             )
+
+
+def check_numbers(wishes: Wishes, num_devices: int) -> None:
+    """Refuse wishes that no model could be planned by."""
+    if wishes.largest_batch is not None and wishes.largest_batch < wishes.batch_size:
+        raise BiremeError(
+            f"The largest batch is {wishes.largest_batch}, and a batch has {wishes.batch_size} samples at "
+            "least. Exchange the two."
+        )
+    depth, width = wishes.depth or 1, wishes.width or 1
+    if depth * width > num_devices:
+        raise BiremeError(
+            f"Depth {depth} times width {width} takes {depth * width} devices, and {num_devices} may be "
+            "used. Make one of them smaller."
+        )
 
 
 def _bounds(wishes: Wishes, num_units: int) -> tuple[int, ...]:

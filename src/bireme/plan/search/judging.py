@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.judge import costs_between
+from bireme.plan.ring import ring_share
 from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.ground import Ground
@@ -197,6 +198,8 @@ class Judge:
                     ),
                     peak_bytes=held[tightest],
                     limit_bytes=ground.limits[row[tightest]],
+                    device_peak_bytes=tuple(held),
+                    device_limit_bytes=tuple(ground.limits[device] for device in row),
                 )
             )
         return found
@@ -299,14 +302,14 @@ class Judge:
         for holders, ring in rings:
             for stage in holders:
                 tied_s[stage] += ring.seconds
-                reduced[stage] = max(reduced[stage] - 2 * (width - 1) / width * ring.num_bytes, 0.0)
+                reduced[stage] = max(reduced[stage] - ring_share(width) * ring.num_bytes, 0.0)
         return tuple(tied_s), tuple(reduced)
 
     def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
         width = draft.outline.width
         gradients = self._work(draft, draft.outline.sizes[0]).costs.gradient_bytes
-        return tuple(2 * (width - 1) / width * one for one in gradients)
+        return tuple(ring_share(width) * one for one in gradients)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
         messages = {size: self._work(draft, size).costs.message_bytes for size in set(draft.outline.sizes)}

@@ -67,7 +67,9 @@ def nearest_misfit(ground: Ground, shapes: Sequence[Outline], judged: Sequence[J
         default=None,
     )
     if near is None:
-        raise BiremeError("No plan keeps all pinned units on their devices. Pin fewer of them.")
+        freed = list(_given_up(ground))
+        instead = f", or plan with {' or '.join(freed)}" if freed else ""
+        raise BiremeError(f"No plan keeps all pinned units on their devices. Pin fewer of them{instead}.")
     stage = near.missing.index(near.most_missing)
     return NothingFits(
         schedule=near.outline.schedule,
@@ -137,23 +139,29 @@ def _remedies(ground: Ground, near: _Near) -> Iterator[str]:
         fits = [size for size in smaller if _would_fit(ground, micro_batch=size)]
         if fits:
             yield f"micro-batches of {max(fits)} samples"
-    if wishes.schedule != "auto" and _would_fit(ground, schedule="auto"):
-        yield "another schedule (auto)"
     if wishes.memory_fraction < 1 and _would_fit(ground, memory_fraction=1.0):
         yield "all of the devices' memory (memory_fraction 1)"
-    if wishes.depth is not None and _would_fit(ground, depth=None):
-        yield f"another depth than {wishes.depth}"
-    if wishes.width is not None and _would_fit(ground, width=None):
-        yield f"another width than {wishes.width}"
+    yield from _given_up(ground)
     short = dict.fromkeys(_tightest(ground, near, stage) for stage, over in enumerate(near.missing) if over)
     where = f"{'each of ' if len(short) > 1 else ''}{', '.join(short)}"
     if len(short) > MOST_NAMED:
         where = f"each of {len(short)} devices"
-    yield f"{missing:,.0f} bytes more on {where}"
+    yield f"{missing / wishes.memory_fraction:,.0f} bytes more on {where}"
     more = _devices_more(ground, near)
     if more is not None and wishes.depth is None:
         like = _tightest(ground, near, near.missing.index(missing))
         yield f"{more} device{'s' if more > 1 else ''} more like {like}"
+
+
+def _given_up(ground: Ground) -> Iterator[str]:
+    """The wishes about a plan's shape without any one of which something would fit."""
+    wishes = ground.wishes
+    if wishes.schedule != "auto" and _would_fit(ground, schedule="auto"):
+        yield "another schedule (auto)"
+    for name in ("depth", "width"):
+        value = getattr(wishes, name)
+        if value is not None and _would_fit(ground, **{name: None}):
+            yield f"another {name} than {value}"
 
 
 def _would_fit(ground: Ground, **changes: object) -> bool:

@@ -38,7 +38,7 @@ def find_plan(
     outlines = Outlines(ground)
     shapes = list(outlines)
     if not shapes:
-        raise BiremeError(_no_shape(ground))
+        raise BiremeError(_no_shape(ground, outlines.refusal))
     ledger = Ledger(ground, Judge(ground), progress or (lambda _share: None))
     explorer: Explorer
     if few_enough(ground, shapes):
@@ -68,7 +68,7 @@ def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes) 
     return Judge(Ground(profile, cluster, wishes)).forecast(draft)
 
 
-def _no_shape(ground: Ground) -> str:
+def _no_shape(ground: Ground, refusal: str) -> str:
     wishes = ground.wishes
     sizes = ", ".join(map(str, ground.sizes))
     batch = f"{wishes.batch_size}"
@@ -77,6 +77,8 @@ def _no_shape(ground: Ground) -> str:
     fixed = [f"{name} {value}" for name in ("depth", "width") if (value := getattr(wishes, name)) is not None]
     shape = f" with {' and '.join(fixed)}" if fixed else ""
     schedule = "any schedule" if wishes.schedule == "auto" else wishes.schedule
+    if refusal:
+        return f"No plan{shape} for {schedule} makes batches of {batch} samples. {refusal}"
     return (
         f"No plan{shape} for {schedule} makes batches of {batch} samples out of whole micro-batches of "
         f"{sizes}: a batch is width times micro-batches times their samples, and a pipeline of two weight "

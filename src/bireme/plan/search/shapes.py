@@ -91,6 +91,8 @@ class Outlines:
         self._work: dict[int, tuple[float, float]] = {}
         self._paces: dict[tuple[int, tuple[int, ...]], float] = {}
         self._paths: dict[tuple[int, int], float] = {}
+        self.refusal = ""
+        """Why the last shape that no schedule allows is none."""
         self.is_unequal = bool(self._speeds[0] != self._speeds[-1])
         most = len(self._speeds)
         few = range(1, min(most, MANY) + 1)
@@ -130,7 +132,8 @@ class Outlines:
         try:
             shape = ScheduleShape(outline.num_stages, outline.num_microbatches, 1, outline.stages_per_rank)
             schedule_named(outline.schedule).check(shape)
-        except BiremeError:
+        except BiremeError as error:
+            self.refusal = str(error)
             return False
         return True
 
