@@ -182,6 +182,8 @@ class Likely:
                 break
             if ledger.could_win(draft.outline, ledger.judge.least_s(draft)):
                 self._judge(draft)
+                # Where links are slow, what a shape is worth shows only when its stages run ahead.
+                self._best_of(self._ahead(draft))
         ledger.progress(0.8)
         for judged in ledger.all_best():
             self._walk(judged)
