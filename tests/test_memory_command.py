@@ -120,6 +120,7 @@ def test_any_model_with_a_loss_will_do(capsys: Capture, models: None) -> None:
     assert document["by_owner"]["input"] == 4 * 3 * 4
 
 
+@pytest.mark.slow
 def test_a_picture_has_a_rectangle_with_a_name_for_every_large_block(capsys: Capture, tmp_path: Path) -> None:
     picture, page = tmp_path / "m.svg", tmp_path / "m.html"
     result = bireme(capsys, "memory", GPT, "--picture", str(picture))

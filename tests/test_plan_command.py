@@ -173,6 +173,7 @@ def test_whole_layers_stay_whole(capsys: Capture) -> None:
 # --- for people --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_tables_fit_the_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -367,6 +368,7 @@ def test_a_damaged_profile_is_refused(capsys: Capture) -> None:
     assert (result.status, "lacks units[0].costs" in result.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_verb_loads_no_torch_where_a_profile_is_given(folder: Iterator[Path]) -> None:
     path = next(folder) / "profile.json"
     words = f"--profile {path} --cluster laptop --batch-size 4 --explain --export torch-csv"

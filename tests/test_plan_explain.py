@@ -46,6 +46,7 @@ def two(bytes_per_s: float, memory_bytes: int = 2**30) -> Cluster:
 # --- explain -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_faster_link_helps_where_the_link_is_slow() -> None:
     wishes = Wishes(8, depth=2, width=1, schedule="1f1b")
     _, slow = answered(tiny_profile(), two(1e6), wishes)

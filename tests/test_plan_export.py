@@ -182,6 +182,7 @@ def test_what_a_stage_makes_again_for_itself_does_not_cut_the_layer_that_made_it
     assert module_parts(Plan((1,), 4, "1f1b"), graph) == (("layers.0",), ("layers.1",))
 
 
+@pytest.mark.slow
 def test_a_transformers_model_is_cut_as_nemo_s_guide_cuts_it(tmp_path: Path) -> None:
     """Embedding first, norm and head last, and the table of positions in every stage."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}

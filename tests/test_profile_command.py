@@ -236,6 +236,7 @@ def blocks(language: str = "") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_what_the_document_tells_to_type_works(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """In it nothing is measured here, and the table looks as printed there but for the seconds."""
     seconds = Seconds(1.0, 2.0, 3.0, None, None, 0.1)
