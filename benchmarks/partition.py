@@ -33,7 +33,7 @@ LIMIT_MS = 50
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A GPT-2, its depth, and T / ideal in the handbook for layers (pace, search) and half-layers."""
+    """A GPT-2, its depth, and T / ideal of the released planner for layers (pace, search) and half-layers."""
 
     name: str
     layers: int
@@ -78,7 +78,7 @@ def batch_s(partition: Partition, num_microbatches: int) -> float:
 
 def granularity(console: Console) -> None:
     table = Table(
-        title="1F1B, twice as many micro-batches as stages: T / ideal (the handbook's, and how far from it)",
+        title="1F1B, twice as many micro-batches as stages: T / ideal (the released planner, and how far from it)",
         title_justify="left",
         box=None,
     )
