@@ -78,7 +78,7 @@ def batch_s(partition: Partition, num_microbatches: int) -> float:
 
 def granularity(console: Console) -> None:
     table = Table(
-        title="1F1B, twice as many micro-batches as stages: T / ideal (the released planner, and how far from it)",
+        title="1F1B, twice as many micro-batches as stages: T / ideal (the released one, and how far)",
         title_justify="left",
         box=None,
     )
