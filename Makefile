@@ -43,6 +43,7 @@ bench: setup
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/profiles.py
 	$(BIN)/python benchmarks/partition.py
+	$(BIN)/python -m benchmarks.search
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/engine.py
 
