@@ -206,18 +206,21 @@ def orders_agree(program: Program) -> bool:
     return sent == received
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mistakes())
 def test_every_harmful_mistake_is_found(mutant: Mutant) -> None:
     assert_found_if_harmful(mutant)
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(reorderings())
 def test_a_reordering_is_refused_exactly_if_it_does_harm(mutant: Mutant) -> None:
     assert check(mutant.program).ok == mutant.harmless()
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(reorderings())
 def test_a_deadlock_is_reported_exactly_if_ranks_wait_in_a_ring(mutant: Mutant) -> None:
@@ -230,6 +233,7 @@ def test_a_deadlock_is_reported_exactly_if_ranks_wait_in_a_ring(mutant: Mutant) 
         assert any(f"rank {rank} waits" in line for line in deadlock or ())
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(), st.randoms(use_true_random=False))
 def test_many_harmless_reorderings_in_a_row_are_passed(program: Program, random: Random) -> None:

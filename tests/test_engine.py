@@ -80,6 +80,7 @@ def test_every_schedule_computes_what_one_process_does_to_the_last_bit(schedule:
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=["-".join(row) for row in ROWS])
 def test_all_that_can_be_set_goes_together(row: Row) -> None:
     """Every two values of two factors are in some row; weights differ by micro-batch, so do sizes."""

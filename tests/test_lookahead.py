@@ -67,6 +67,7 @@ def test_where_messages_take_no_time_there_is_nothing_to_hide() -> None:
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(["1f1b", "2bw"]),

@@ -95,6 +95,7 @@ def test_the_document_s_swaps_are_possible_and_save_what_it_says(document: dict[
         assert block["bytes"] * round_trip_s <= idle_s <= block["longest_idle_s"] + 1e-12
 
 
+@pytest.mark.slow
 def test_the_report_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     words = ["memory", GPT, "--batch", "32", "--optimizer", "sgd", "--bandwidth", "1e9"]
@@ -113,6 +114,7 @@ def test_the_report_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch
     assert len(result.out.splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_any_model_with_a_loss_will_do(capsys: Capture, models: None) -> None:
     words = ["memory", "python:memory_models:squares", "--batch", "3", "--json"]
     document = bireme(capsys, *words).document

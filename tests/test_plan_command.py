@@ -109,6 +109,7 @@ def test_the_document_has_the_best_of_every_kind(capsys: Capture) -> None:
     assert kinds == {"2bw", "2bw-fresh", "flush", "zero-bubble", "one device", "data parallel"}
 
 
+@pytest.mark.slow
 def test_the_same_words_find_the_same_plan(capsys: Capture) -> None:
     one, other = (plan(capsys, "--json").document for _ in range(2))
     assert one | {"planning_s": 0} == other | {"planning_s": 0}
@@ -215,6 +216,7 @@ def test_what_would_help_is_explained(capsys: Capture) -> None:
 # --- files -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_is_written_as_it_was_found(capsys: Capture) -> None:
     found = plan(capsys, "--output plan.json --json").document
     saved = load_plan(Path("plan.json"))
@@ -228,6 +230,7 @@ def test_the_plan_is_written_as_it_was_found(capsys: Capture) -> None:
     assert "Wrote plan.json." in plan(capsys, "--output plan.json").out
 
 
+@pytest.mark.slow
 def test_exports_are_written_or_printed(capsys: Capture) -> None:
     words = "--synchronous --schedule 1f1b --depth 2 --width 2 --whole-layers "
     exports = "--export torch-csv:plan.csv --export torchtitan:titan.toml --export megatron"
@@ -353,6 +356,7 @@ def test_a_model_that_is_not_the_profile_s_is_refused(capsys: Capture) -> None:
     assert "Its unit 7 is layers.3.attention, and here it is head." in result.err
 
 
+@pytest.mark.slow
 def test_a_model_beside_a_profile_must_be_the_one_that_was_profiled(capsys: Capture) -> None:
     assert plan(capsys, f"--model {MODEL}").status == 0
     result = plan(capsys, f"--model {MODEL.replace('layers=4', 'layers=3')}")

@@ -121,6 +121,7 @@ def check_alike(found: Cluster, known: Cluster) -> None:
         assert rates_on(found, flows) == pytest.approx(rates_on(known, flows), rel=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(joined("server0", most=5, on_cards=False))
 def test_a_server_is_found_with_its_bandwidths_sharing_and_asymmetry(server: Server) -> None:

@@ -34,6 +34,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return found
 
 
+@pytest.mark.slow
 def test_layers_that_do_the_same_work_are_measured_once(bench: Bench) -> None:
     found = profile(gpt(24), CPU, [2])
     assert len(found.units) == 50
@@ -133,6 +134,7 @@ def mean_square(output: Tensor, inputs: object = None) -> Tensor:
     return output.square().mean()
 
 
+@pytest.mark.slow
 def test_estimated_seconds_grow_with_the_work() -> None:
     small, large = (profile(gpt(layers), KNOWN["l4"], [2]) for layers in (2, 4))
     assert forward_s(small) < forward_s(large)

@@ -117,6 +117,7 @@ def test_the_table_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch)
     assert "…" not in result.out
 
 
+@pytest.mark.slow
 def test_an_estimate_is_for_the_device_asked_for(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "box.json"
     file.write_text(json.dumps(DEVICE))
@@ -201,6 +202,7 @@ def test_wrong_words_get_one_sentence_and_status_2(
     assert not result.out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_checked_before_anything_is_measured(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def test_what_the_document_tells_to_type_works(capsys: Capture, monkeypatch: pyt
     assert all(word in printed for word in re.findall(r"[\d.]+ [KM]iB", shown))
 
 
+@pytest.mark.slow
 def test_the_document_s_python_runs(capsys: Capture) -> None:
     (code,) = blocks("python")
     exec(compile(code, "profile.md", "exec"), {})

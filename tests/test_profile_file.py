@@ -137,6 +137,7 @@ def test_a_profile_is_measured_once_under_the_same_circumstances(bench: Bench) -
     assert bench.num_calls == 2
 
 
+@pytest.mark.slow
 def test_under_other_circumstances_it_is_measured_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_2_2b_keeps_no_large_micro_batch_without_recomputation() -> None:
     assert "micro-batches of 4" in str(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [64, 256])
 def test_gpipe_runs_out_of_memory_where_the_paper_says_so(batch_size: int) -> None:
     """It keeps the activations of the whole batch, whatever the micro-batches.

@@ -101,6 +101,7 @@ def assert_follows_its_rule(program: Program) -> None:
     assert outcome(program) == expected(program)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(requests())
 def test_every_schedule_computes_what_its_rule_says(request: Request) -> None:
@@ -156,6 +157,7 @@ def test_a_folded_program_is_the_written_out_one(
     assert_follows_its_rule(folded)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(requests(), st.integers(9, 14))
 def test_folding_changes_no_instruction(request: Request, num_batches: int) -> None:

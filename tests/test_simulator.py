@@ -66,6 +66,7 @@ def test_2bw_runs_at_the_pace_of_its_slowest_stage(times: list[tuple[int, int]],
     assert simulate(program, costs).steady_batch_s == m * max(f + b for f, b in times)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
@@ -279,6 +280,7 @@ def test_slices_are_solved_to_the_published_rule_at_equal_stages(p: int, m: int,
     assert solve_slices(Costs.per_stage(p, forward_s=1, backward_s=2), m) == k
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(2, 12), st.integers(2, 24)), min_size=2, max_size=6), st.integers(0, 6))
 def test_the_solved_number_of_slices_is_the_best_of_all(times: list[tuple[int, int]], extra: int) -> None:

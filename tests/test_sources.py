@@ -253,6 +253,7 @@ def test_a_module_that_lacks_something_itself_is_not_called_missing(own_module: 
         load_source(f"python:{own_module}_broken:make")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_any_transformers_model_is_captured_from_its_config_alone(tmp_path: Path, architecture: str) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)

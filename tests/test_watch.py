@@ -123,6 +123,7 @@ class NoStore(Store):
         raise dist.DistNetworkError("connection reset")
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     store = NoStore()
     with watching(store, 1, size=2) as (watch,):
