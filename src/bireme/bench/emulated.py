@@ -134,9 +134,9 @@ class EmulatedStage(nn.Module):
         """The same numbers, later."""
         begin_s = time.perf_counter()
         backward = _Backward()
-        weight: Tensor = _Weight.apply(self.weight, self.ballast, self.pace, backward)  # type: ignore[no-untyped-call]  # as torch has it
+        weight: Tensor = _Weight.apply(self.weight, self.ballast, self.pace, backward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         begun = given + weight if self.anchor is None else given + weight + self.anchor
-        worked: Tensor = _Work.apply(begun, self.pace, begin_s, backward)  # type: ignore[no-untyped-call]  # as torch has it
+        worked: Tensor = _Work.apply(begun, self.pace, begin_s, backward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return worked
 
 

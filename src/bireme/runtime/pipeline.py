@@ -161,7 +161,7 @@ class Pipeline:
         return self._train(batches, record=record)
 
     def _train(self, batches: Iterable[Batch], *, record: bool) -> Iterator[Result]:
-        self._check_drained()
+        self._check_drained()  # again: another training may have begun since this one was asked for
         self._is_running = True
         try:
             yield from self._results(batches, record=record)

@@ -12,7 +12,6 @@ in the order of time, so that messages meet when they would.
 """
 
 from array import array
-from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import chain, pairwise
@@ -26,7 +25,8 @@ from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, Traffic
-from bireme.timeline.timeline import RankTimeline, Timeline, Transfers
+from bireme.simulate.parcels import Channel, Parcel
+from bireme.timeline.timeline import RankTimeline, Timeline
 
 __all__ = ["pairs_that_talk", "simulate"]
 
@@ -99,41 +99,6 @@ class _Op(NamedTuple):
     instruction: Instruction
 
 
-class _Channel:
-    """The messages from one rank to another, or the gradient syncs of one rank: one after the other."""
-
-    def __init__(self, source: int, destination: int, path: Path) -> None:
-        self.path = path
-        self.free_s = 0.0
-        self.is_busy = False
-        self.queue: deque[_Parcel] = deque()
-        self.transfers = Transfers(
-            source, destination, array("d"), array("d"), array("d"), array("q"), array("q")
-        )
-
-    def book(self, parcel: "_Parcel", start_s: float, end_s: float) -> None:
-        self.transfers.start_s.append(start_s)
-        self.transfers.end_s.append(end_s)
-        self.transfers.num_bytes.append(parcel.num_bytes)
-        self.transfers.sent_by.append(parcel.sent_by)
-        self.transfers.received_by.append(parcel.received_by)
-
-
-class _Parcel:
-    """A message between the moment one end is ready for it and its arrival."""
-
-    __slots__ = ("channel", "key", "late_s", "num_bytes", "ready_s", "received_by", "sent_by")
-
-    def __init__(self, key: int, channel: int) -> None:
-        self.key = key
-        self.channel = channel
-        self.num_bytes = 0.0
-        self.late_s = 0.0
-        """Seconds on top of the transfer itself."""
-        self.ready_s = 0.0
-        self.sent_by = self.received_by = -1
-
-
 class _Rank:
     """A rank, how far it has got, and the times so far."""
 
@@ -169,18 +134,18 @@ class _Run:
         self.agree = agree
         self.in_order = network.is_shared()
         self.traffic = Traffic(network)
-        self.channels: list[_Channel] = []
+        self.channels: list[Channel] = []
         self.number_of_channel: dict[tuple[int, int], int] = {}
         self.ranks = [_Rank(number, self._ops(number)) for number in range(program.num_ranks)]
         self.agenda = [(0.0, rank.number, 0, 0) for rank in self.ranks]
         """When which rank goes on, or (rank −1) which flow is through, with the stamp that makes it valid."""
-        self.parcels: dict[int, _Parcel] = {}
+        self.parcels: dict[int, Parcel] = {}
         """Messages that one end is ready for and the other not yet."""
         self.arrival_s: dict[int, float] = {}
         self.waiting: dict[int, _Rank] = {}
         self.synced: dict[int, list[tuple[int, float]]] = {}
         """By batch, the syncs that have come and wait for those of the other stages, and when they came."""
-        self.flows: dict[int, tuple[_Parcel, float]] = {}
+        self.flows: dict[int, tuple[Parcel, float]] = {}
         self.stamps: dict[int, int] = {}
         self.num_stamps = 0
 
@@ -248,17 +213,17 @@ class _Run:
             heappush(self.agenda, (arrival, rank.number, 0, 0))
 
     def _sent(self, op: _Op, key: int, index: int, now: float) -> None:
-        parcel = self.parcels.pop(key, None) or _Parcel(key, op.channel)
+        parcel = self.parcels.pop(key, None) or Parcel(key, op.channel)
         parcel.num_bytes = op.num_bytes
         parcel.sent_by = index
         self._one_end(parcel, now)
 
     def _ready(self, op: _Op, key: int, index: int, now: float) -> None:
-        parcel = self.parcels.pop(key, None) or _Parcel(key, op.channel)
+        parcel = self.parcels.pop(key, None) or Parcel(key, op.channel)
         parcel.received_by = index
         self._one_end(parcel, now)
 
-    def _one_end(self, parcel: _Parcel, now: float) -> None:
+    def _one_end(self, parcel: Parcel, now: float) -> None:
         """One end of a message is ready; when the other is too, it sets out."""
         parcel.ready_s = max(parcel.ready_s, now)
         if parcel.sent_by < 0 or parcel.received_by < 0:
@@ -267,14 +232,14 @@ class _Run:
             self._set_out(parcel)
 
     def _sync(self, op: _Op, key: int, index: int, now: float) -> None:
-        parcel = _Parcel(key, op.channel)
+        parcel = Parcel(key, op.channel)
         parcel.num_bytes = op.num_bytes
         parcel.late_s = self.costs.reduce_s[op.instruction.stage]
         parcel.ready_s = now
         parcel.sent_by = parcel.received_by = index
         self._set_out(parcel)
 
-    def _set_out(self, parcel: _Parcel) -> None:
+    def _set_out(self, parcel: Parcel) -> None:
         channel = self.channels[parcel.channel]
         if not self.in_order or not channel.path.wires:
             start = max(parcel.ready_s, channel.free_s)
@@ -286,7 +251,7 @@ class _Run:
         else:
             self._begin_flow(channel, parcel, parcel.ready_s)
 
-    def _begin_flow(self, channel: _Channel, parcel: _Parcel, now: float) -> None:
+    def _begin_flow(self, channel: Channel, parcel: Parcel, now: float) -> None:
         channel.is_busy = True
         self.flows[parcel.channel] = parcel, now
         self._stamp(self.traffic.begin(parcel.channel, channel.path, parcel.num_bytes, now))
@@ -308,7 +273,7 @@ class _Run:
             self.stamps[flow] = self.num_stamps
             heappush(self.agenda, (end, -1, flow, self.num_stamps))
 
-    def _arrive(self, channel: _Channel, parcel: _Parcel, start: float, through: float) -> None:
+    def _arrive(self, channel: Channel, parcel: Parcel, start: float, through: float) -> None:
         arrival = through + channel.path.latency_s + parcel.late_s
         channel.book(parcel, start, arrival)
         if self.agree and channel.transfers.is_sync:
@@ -387,7 +352,7 @@ class _Run:
         if number is None:
             number = self.number_of_channel[ends] = len(self.channels)
             path = self._sync_path(source) if source == destination else self._path(ends)
-            self.channels.append(_Channel(source, destination, path))
+            self.channels.append(Channel(source, destination, path))
         return number
 
     def _path(self, ends: tuple[int, int]) -> Path:
