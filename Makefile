@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 train: setup
-	@echo "make train: not built yet. 'bireme schedule' and 'bireme simulate' are: see README.md."; exit 1
+	@echo "make train: not built yet. What is, from schedules to plans and the engine, stands in README.md."; exit 1
 
 test: setup
 	$(BIN)/python -m pytest -n 2
