@@ -1,0 +1,22 @@
+"""Loops that numba compiles where it is installed, and that Python runs elsewhere, a hundred times slower."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+__all__ = ["IS_COMPILED", "compiled"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+IS_COMPILED = find_spec("numba") is not None
+"""Whether such loops are fast here."""
+
+
+def compiled(function: Function) -> Function:
+    """The function, compiled at its first call and kept on disk; it releases the interpreter's lock."""
+    if not IS_COMPILED:
+        return function
+    import numba
+
+    fast: Function = numba.njit(function, nogil=True, cache=True)
+    return fast

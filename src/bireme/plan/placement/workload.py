@@ -1,0 +1,216 @@
+"""The noun: a `Workload`, operators with their times and sizes, what flows between them, and the devices.
+
+Times have no unit of their own: loads and values come out in the one they went in with (milliseconds, in
+published files). Moving a node's output between an accelerator and the memory of the host takes the `cost`
+of its edges, the same on all of them; who computes on a CPU has the data where it is.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bireme.errors import BiremeError
+
+__all__ = ["Edge", "Node", "Objective", "Workload", "device_names"]
+
+SAME_COST = 1e-6
+"""Costs on a node's edges that differ by less are the same number, written twice."""
+
+MOST_DEVICES = 4096
+"""Of either kind: past that a number is a slip of the hand."""
+
+
+class Objective(StrEnum):
+    """What a placement shall make small.
+
+    `THROUGHPUT` and `TRAINING` are the load of the busiest device, on which a saturated pipeline waits; where
+    there are backward nodes, forward and backward of a device count together. `FLUSH` is the largest forward
+    load and the largest backward load, added, as in a pipeline that drains between the two. `LATENCY` is when
+    one sample is through.
+    """
+
+    THROUGHPUT = "throughput"
+    TRAINING = "training"
+    FLUSH = "training-flush"
+    LATENCY = "latency"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator. `size_bytes` counts on accelerators only; nodes of one `colour` share a device.
+
+    An accelerator can run it only where it is `supported`. `layer` and `name` are for people.
+    """
+
+    id: int
+    accelerator_time: float
+    cpu_time: float
+    size_bytes: float = 0.0
+    supported: bool = True
+    is_backward: bool = False
+    colour: int | None = None
+    layer: int | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"node {self.id} ({self.name})" if self.name else f"node {self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The output of `source` goes to `target`; moving it over takes `cost`."""
+
+    source: int
+    target: int
+    cost: float
+    size_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A graph of operators, and how many accelerators of how many bytes and how many CPUs there are."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    num_accelerators: int
+    num_cpus: int
+    accelerator_bytes: float
+
+    def __post_init__(self) -> None:
+        self._check_devices()
+        nodes = self._check_nodes()
+        self._check_edges(nodes)
+        self._check_order(nodes)
+        self._check_room()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it has backward nodes."""
+        return any(node.is_backward for node in self.nodes)
+
+    @property
+    def costs(self) -> dict[int, float]:
+        """What it takes to move a node's output, for every node that has an edge."""
+        return {edge.source: edge.cost for edge in reversed(self.edges)}
+
+    def classes(self) -> tuple[tuple[Node, ...], ...]:
+        """The nodes that share a device by their colour, in the order of their first."""
+        groups: dict[tuple[str, int], list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            key = ("node", node.id) if node.colour is None else ("colour", node.colour)
+            groups[key].append(node)
+        return tuple(tuple(group) for group in groups.values())
+
+    def _check_devices(self) -> None:
+        for count, what in ((self.num_accelerators, "accelerators"), (self.num_cpus, "CPUs")):
+            if not 0 <= count <= MOST_DEVICES:
+                raise BiremeError(f"The workload has {count} {what}; it must be 0 to {MOST_DEVICES}.")
+        if not self.num_accelerators + self.num_cpus:
+            raise BiremeError("The workload has no device: neither an accelerator nor a CPU.")
+        if math.isnan(self.accelerator_bytes) or self.accelerator_bytes < 0:
+            raise BiremeError(
+                f"The memory of an accelerator is {self.accelerator_bytes}; it must be 0 bytes or more."
+            )
+
+    def _check_nodes(self) -> dict[int, Node]:
+        if not self.nodes:
+            raise BiremeError("The workload has no nodes, so there is nothing to place.")
+        nodes: dict[int, Node] = {}
+        for node in self.nodes:
+            if node.id in nodes:
+                raise BiremeError(f"Two nodes have the id {node.id}. Ids must differ.")
+            nodes[node.id] = node
+            for number, what in (
+                (node.accelerator_time, "time on an accelerator"),
+                (node.cpu_time, "time on a CPU"),
+                (node.size_bytes, "size"),
+            ):
+                if not (number >= 0 and math.isfinite(number)):
+                    raise BiremeError(f"The {what} of {node} is {number}; it must be a number of 0 or more.")
+        return nodes
+
+    def _check_edges(self, nodes: dict[int, Node]) -> None:
+        costs: dict[int, float] = {}
+        for edge in self.edges:
+            for end, what in ((edge.source, "starts"), (edge.target, "ends")):
+                if end not in nodes:
+                    raise BiremeError(
+                        f"The edge {edge.source} -> {edge.target} {what} at node {end}, which is not there."
+                    )
+            if not (edge.cost >= 0 and math.isfinite(edge.cost)):
+                raise BiremeError(
+                    f"The edge {edge.source} -> {edge.target} costs {edge.cost}; it must be a number of 0 or "
+                    "more."
+                )
+            if abs(costs.setdefault(edge.source, edge.cost) - edge.cost) > SAME_COST:
+                raise BiremeError(
+                    f"Edges of {nodes[edge.source]} cost {costs[edge.source]:g} and {edge.cost:g}; each "
+                    "moves the same output, so their costs must be equal."
+                )
+            if nodes[edge.source].is_backward and not nodes[edge.target].is_backward:
+                raise BiremeError(
+                    f"The edge {edge.source} -> {edge.target} goes from a backward node to a forward node; "
+                    "a backward runs after all it could feed."
+                )
+
+    def _check_order(self, nodes: dict[int, Node]) -> None:
+        cycle = _a_cycle(self)
+        if cycle:
+            shown = [str(node) for node in cycle[:8]]
+            way = " -> ".join([*shown, "…"] if len(cycle) > 8 else [*shown, shown[0]])
+            raise BiremeError(
+                f"The graph has a cycle, so no order can run it: {nodes[cycle[0]]} waits for itself by way "
+                f"of {way}."
+            )
+
+    def _check_room(self) -> None:
+        if self.num_cpus:
+            return
+        for group in self.classes():
+            unsupported = next((node for node in group if not node.supported), None)
+            if unsupported is not None:
+                raise BiremeError(
+                    f"There is no device for {unsupported}: accelerators do not support it, and there is no "
+                    "CPU."
+                )
+            size = sum(node.size_bytes for node in group)
+            if size > self.accelerator_bytes:
+                others = f" and {len(group) - 1} nodes of its colour" if len(group) > 1 else ""
+                raise BiremeError(
+                    f"There is no device for {group[0]}{others}: it takes {size:g} bytes, an accelerator has "
+                    f"{self.accelerator_bytes:g}, and there is no CPU."
+                )
+
+
+def device_names(workload: Workload) -> tuple[str, ...]:
+    """What its devices are called: the accelerators first, then the CPUs."""
+    accelerators = (f"acc{number}" for number in range(workload.num_accelerators))
+    return (*accelerators, *(f"cpu{number}" for number in range(workload.num_cpus)))
+
+
+def _a_cycle(workload: Workload) -> list[int]:
+    """The ids of nodes that wait for each other in a circle; none where there is no such circle."""
+    followers: dict[int, list[int]] = defaultdict(list)
+    for edge in workload.edges:
+        followers[edge.source].append(edge.target)
+    done: set[int] = set()
+    for node in workload.nodes:
+        on_way: dict[int, Iterator[int]] = {}
+        todo = [node.id]
+        while todo:
+            if todo[0] in done:
+                break
+            current = todo[-1]
+            left = on_way.setdefault(current, iter(followers[current]))
+            following = next((target for target in left if target not in done), None)
+            if following is None:
+                done.add(todo.pop())
+                del on_way[current]
+            elif following in on_way:
+                way = list(on_way)
+                return way[way.index(following) :]
+            else:
+                todo.append(following)
+    return []
