@@ -115,6 +115,11 @@ class WeightBanks:
         return tuple(self._banks[0])
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether banks hold trial versions."""
+        return self._is_fresh
+
+    @property
     def newest_version(self) -> int:
         """How many updates have been made."""
         return self._newest_version
@@ -215,6 +220,15 @@ class WeightBanks:
         newest = {**self._banks[self._newest_version % len(self._banks)], **self._apart, **self._frozen}
         return {name: newest[name].detach() for name in self._dtypes}
 
+    def next_to_run_on(self) -> Tensors:
+        """What the next batch runs on where that is not W: the version before it, or a trial version; else
+        nothing. Not copies.
+        """
+        version = self._newest_version if self._is_fresh else self._newest_version - 1
+        if version < 0 or version not in self._lives:
+            return {}
+        return {name: leaf.detach() for name, leaf in self._banks[self._bank_of(version)].items()}
+
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype."""
         if not self._is_fresh:
@@ -236,11 +250,13 @@ class WeightBanks:
     ) -> None:
         """Take over copies of W(version) and of the optimiser's state; of both what has names from here.
 
-        `older` are the living versions before it. What it lacks becomes equal to W(version).
+        `older` are the living versions before it, and under the FRESH rule the trial version of that number.
+        What it lacks becomes equal to W(version).
         """
         versions = [version] if self._is_fresh else range(version, version - len(self._banks), -1)
         for living in [one for one in versions if one >= 0]:
-            given = parameters if living == version or older is None else older.get(living, parameters)
+            is_newest = living == version and not self._is_fresh
+            given = parameters if is_newest or older is None else older.get(living, parameters)
             _copy({name: given[name] for name in self.trainable}, self._open(living))
             self._close(living)
         _copy({name: parameters[name] for name in self._apart}, self._apart)

@@ -33,6 +33,7 @@ from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
+from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.updates import Finished, Settings, Updates
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
@@ -219,6 +220,32 @@ class Pipeline:
             if name in persistent
         }
         return {name: tensor.detach().clone() for name, tensor in (self.parameters() | buffers).items()}
+
+    def snapshot(self) -> Snapshot:
+        """Copies of what this rank answers for behind the last batch whose result it has taken.
+
+        To be called while `train` goes on, right when it gives a result, or when nothing is under way: then
+        all ranks' snapshots behind the same batch belong together. One rank answers for each tensor.
+        """
+        owners, layout = self.layout.owners, self.layout
+        is_owner = layout.replica == 0
+        own = {name for name, rank in owners.items() if is_owner and rank == layout.pipeline_rank}
+        tensors: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            tensors |= sections_of(stage, own, replica=layout.replica)
+        return Snapshot(self.num_trained, self._updates.scale, tensors)
+
+    def restore(self, saved: Snapshot) -> None:
+        """Go on from a snapshot, which must have all tensors of this rank's stages, before the first batch.
+
+        The next batch's number is that of the batches trained. With the same plan it goes on to the last bit
+        as if it had never stopped.
+        """
+        self._check_drained()
+        for stage in self.stages.values():
+            load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
+        self.num_trained = saved.num_trained
+        self._updates.scale = saved.clip_scale
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.

@@ -1,0 +1,83 @@
+"""A snapshot: what one rank holds between two batches, by the model's own names, so that others can go on.
+
+It is taken while other batches are under way: a stage's weights change at its updates only. A name begins
+with a section: `weights/` the newest, in the precision that is stepped; `before/` those one update older,
+which the next batch runs on under delayed updates; `trial/REPLICA/STAGE/` those that a stage has made up for
+the next batch under fresh ones, each for itself; `optimizer/NAME/KEY`; `buffers/`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.stage import Stage
+
+__all__ = ["Snapshot", "load_stage", "sections_of"]
+
+BEFORE, BUFFERS, OPTIMIZER, TRIAL, WEIGHTS = "before", "buffers", "optimizer", "trial", "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copies on the CPU of what one rank answers for, behind `num_trained` batches.
+
+    Every name is in the snapshot of one rank. `clip_scale` is the last known factor of clipping, which trial
+    steps take.
+    """
+
+    num_trained: int
+    clip_scale: float
+    tensors: Mapping[str, Tensor]
+
+
+def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str, Tensor]:
+    """What a stage holds of the parameters and buffers named, and all of its trial version; copied."""
+    banks, wanted = stage.banks, set(names)
+    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest().items() if name in wanted}
+    for name, tensor in banks.next_to_run_on().items():
+        if banks.is_fresh:
+            found[f"{TRIAL}/{replica}/{stage.index}/{name}"] = tensor
+        elif name in wanted:
+            found[f"{BEFORE}/{name}"] = tensor
+    for name, state in banks.optimizer_state().items():
+        for key, value in state.items() if name in wanted else ():
+            if value is not None:
+                found[f"{OPTIMIZER}/{name}/{key}"] = _as_tensor(value)
+    found |= {f"{BUFFERS}/{name}": tensor for name, tensor in stage.buffers.items() if name in wanted}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+
+
+def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, replica: int) -> None:
+    """Let a stage go on from saved tensors, which must have all it holds, behind `version` updates.
+
+    What was saved of another rule, or not at all, begins equal to the newest weights.
+    """
+    banks = stage.banks
+    names = tuple(banks.newest())
+    newest = {name: saved[f"{WEIGHTS}/{name}"] for name in names}
+    section = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
+    others = {name: saved.get(f"{section}/{name}", newest[name]) for name in names}
+    number = version if banks.is_fresh else version - 1
+    banks.load(newest, _optimizer_state(saved, names), version=version, older={number: others})
+    for name, buffer in stage.buffers.items():
+        buffer.copy_(saved[f"{BUFFERS}/{name}"])
+
+
+def _optimizer_state(saved: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The states of some parameters, as they are in saved tensors."""
+    wanted = set(names)
+    states: dict[str, dict[str, Any]] = {}
+    for key in saved:
+        section, _, rest = key.partition("/")
+        name, _, what = rest.rpartition("/")
+        if section == OPTIMIZER and name in wanted:
+            states.setdefault(name, {})[what] = saved[key]
+    return states
+
+
+def _as_tensor(value: object) -> Tensor:
+    """A number of an optimiser's state as a tensor without axes."""
+    return value if isinstance(value, Tensor) else torch.tensor(value)
