@@ -1,5 +1,6 @@
 """What holds for all tests: profiles are cached in a folder that goes away, never in the user's own.
 
+The fast core runs compiled loops as plain Python: its graphs are small, and compiling takes longer.
 Property tests look for new cases on a developer's machine, and try the same ones every time in CI.
 """
 
@@ -12,6 +13,11 @@ from hypothesis import settings
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ def random_workload(
     training: bool | None = None,
     tight_memory: bool | None = None,
 ) -> Workload:
-    """A workload with colours, nodes without time, nodes that no accelerator runs, and orphans, now and then."""
+    """A workload with colours, orphans, nodes without time and nodes that no accelerator runs, by chance."""
     training = random.random() < 0.5 if training is None else training
     num_nodes = random.randint(2, most_nodes)
     num_backward = random.randint(1, num_nodes - 1) if training else 0

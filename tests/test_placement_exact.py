@@ -11,14 +11,14 @@ import pytest
 
 from bireme.errors import BiremeError
 from bireme.plan.placement.bounds import counted_bound
-from bireme.plan.placement.chain import cut_chain
-from bireme.plan.placement.contiguous import Contiguous
+from bireme.plan.placement.contiguous.chain import cut_chain
+from bireme.plan.placement.contiguous.dynamic import DynamicProgram
+from bireme.plan.placement.contiguous.ideals import lattice_of
+from bireme.plan.placement.contiguous.linearised import cut_lines
+from bireme.plan.placement.contiguous.search import Contiguous
 from bireme.plan.placement.contraction import Weightless, items_of
-from bireme.plan.placement.dynamic import DynamicProgram
 from bireme.plan.placement.found import fits, loads_of, value_of
-from bireme.plan.placement.ideals import lattice_of
 from bireme.plan.placement.items import Items
-from bireme.plan.placement.linearised import cut_lines
 from bireme.plan.placement.workload import Edge, Node, Objective, Workload
 from tests.placement_oracles import best_by_force, random_workload, value_by_hand
 
@@ -134,6 +134,7 @@ def test_a_line_is_cut_as_the_classic_recurrence_cuts_it() -> None:
         assert cut_chain(items, Objective.THROUGHPUT).value == pytest.approx(classic)
 
 
+@pytest.mark.slow
 def test_more_devices_or_memory_never_hurt_and_time_has_no_unit() -> None:
     random = Random(11)
     for _ in range(25):
@@ -208,6 +209,7 @@ def test_too_many_ideals_are_no_lattice() -> None:
     assert Contiguous(apart, Objective.THROUGHPUT, most_ideals=1000).best() is None
 
 
+@pytest.mark.slow
 def test_lines_are_never_better_than_the_optimum_and_bounds_never_above_it() -> None:
     random = Random(21)
     for _ in range(60):
@@ -227,6 +229,7 @@ def test_lines_are_never_better_than_the_optimum_and_bounds_never_above_it() -> 
             assert split.found.value == value_of(loads_of(split.items, split.found.where), objective)
 
 
+@pytest.mark.slow
 def test_lines_are_within_five_percent_on_parallel_branches() -> None:
     random = Random(8)
     nodes, edges = [], []
@@ -287,6 +290,7 @@ def test_colours_in_a_circle_are_one_item_where_devices_stand_in_line_and_severa
     assert len(items_of(workload, contiguous=False)) == 2
 
 
+@pytest.mark.slow
 def test_a_time_limit_keeps_the_best_split_and_says_what_is_proven() -> None:
     random = Random(2)
     nodes = tuple(Node(number, random.uniform(0.5, 5), 50.0) for number in range(120))

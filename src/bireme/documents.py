@@ -15,13 +15,18 @@ from pydantic_core import ErrorDetails
 
 from bireme.errors import BiremeError, closest
 
-__all__ = ["read_json", "read_toml", "validated"]
+__all__ = ["read_json", "read_json_object", "read_toml", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
     """The JSON file at `path` as a `model`."""
+    return validated(read_json_object(path), model, source=str(path))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The one JSON object in the file at `path`, as it stands there."""
     text = _text(path)
     try:
         data = json.loads(text, object_pairs_hook=_without_repeats)
@@ -35,7 +40,7 @@ def read_json(path: Path, model: type[Model]) -> Model:
         raise BiremeError(f"{path} is not JSON that can be read: {error}.") from None
     if not isinstance(data, dict):
         raise BiremeError(f"{path} must hold one JSON object, not {_shown(data)}.")
-    return validated(data, model, source=str(path))
+    return data
 
 
 def read_toml(path: Path, model: type[Model]) -> Model:
@@ -58,11 +63,12 @@ def _text(path: Path) -> str:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
         raise BiremeError(f"The key {twice!r} stands there twice. Leave out one of the two.")
-    return dict(pairs)
+    return found
 
 
 def validated(data: Mapping[str, Any], model: type[Model], *, source: str) -> Model:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bireme.plan.wishes import Wishes
     from bireme.profile.profile import Profile
 
-__all__ = ["plan"]
+__all__ = ["cluster_of", "plan"]
 
 GIVEN = "What is there"
 WISHES = "What the plan must be like"
@@ -194,7 +194,7 @@ def plan(
         recompute=recompute_of(recompute),
         lookahead=lookahead,
     )
-    found_cluster = _cluster(cluster)
+    found_cluster = cluster_of(cluster)
     _check_numbers(wishes, found_cluster)
     for name in wishes.devices:
         found_cluster.number_of(name)
@@ -272,7 +272,8 @@ def _check_numbers(wishes: "Wishes", cluster: "Cluster") -> None:
     check_numbers(wishes, len(wishes.devices) or cluster.num_devices)
 
 
-def _cluster(text: str | None) -> "Cluster":
+def cluster_of(text: str | None) -> "Cluster":
+    """The cluster that --cluster names; this machine if it names none."""
     if text == "":
         raise BiremeError("--cluster names nothing. Give a file or a ready cluster, or leave it out.")
     if text is not None:

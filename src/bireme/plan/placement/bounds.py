@@ -10,7 +10,7 @@ from bireme.plan.placement.found import SLACK
 from bireme.plan.placement.items import Floats, Items
 from bireme.plan.placement.workload import Objective
 
-__all__ = ["counted_bound", "each_maximum", "runs_on_accelerator"]
+__all__ = ["ROUNDING", "counted_bound", "each_maximum", "runs_on_accelerator"]
 
 ROUNDING = 1e-12
 """Relative room for sums that were added up in another order."""

@@ -19,7 +19,7 @@ import numpy as np
 from bireme.plan.placement.items import Items, Ragged
 from bireme.plan.placement.workload import Node, Workload
 
-__all__ = ["Weightless", "items_of"]
+__all__ = ["Weightless", "circles", "items_of", "walk_in_depth"]
 
 NO_TIME = 1e-6
 """A time below which an operator is held to take none."""
@@ -43,7 +43,7 @@ def items_of(workload: Workload, *, contiguous: bool, weightless: Weightless = W
     """The items of a workload."""
     groups = _Groups(workload, contiguous=contiguous)
     if contiguous:
-        groups.merge_circles()
+        groups.mergecircles()
     groups.merge_weightless(weightless)
     return groups.items()
 
@@ -125,9 +125,9 @@ class _Groups:
             self.group_of[place] = into
         self.groups[into].absorb(self.groups.pop(other), size=size)
 
-    def merge_circles(self) -> None:
+    def mergecircles(self) -> None:
         """Make one group of those that follow each other in a circle."""
-        for circle in _circles(self._followers()):
+        for circle in circles(self._followers()):
             first, *others = sorted(circle)
             for other in others:
                 self._merge(first, other, size=self.groups[other].size)
@@ -159,7 +159,7 @@ class _Groups:
     def items(self) -> Items:
         """The groups as items, numbered in the order of a walk in depth."""
         followers = self._followers()
-        walk = _walk_in_depth(followers)
+        walk = walk_in_depth(followers)
         number_of = {group: number for number, group in enumerate(walk)}
         after = [sorted(number_of[target] for target in followers[group]) for group in walk]
         before: list[list[int]] = [[] for _ in walk]
@@ -168,8 +168,8 @@ class _Groups:
                 before[target].append(number)
         pins, costs = self._nets(number_of)
         nets: list[list[int]] = [[] for _ in walk]
-        for net, row in enumerate(pins):
-            for pin in row:
+        for net, pinned in enumerate(pins):
+            for pin in pinned:
                 nets[pin].append(net)
         groups = [self.groups[group] for group in walk]
         return Items(
@@ -205,7 +205,7 @@ class _Groups:
         return list(costs), list(costs.values())
 
 
-def _walk_in_depth(followers: dict[int, set[int]]) -> list[int]:
+def walk_in_depth(followers: dict[int, set[int]]) -> list[int]:
     """A topological order that goes on with what the last one made possible; the smallest number first."""
     waiting = dict.fromkeys(followers, 0)
     for targets in followers.values():
@@ -223,7 +223,7 @@ def _walk_in_depth(followers: dict[int, set[int]]) -> list[int]:
     return walk
 
 
-def _circles(followers: dict[int, set[int]]) -> Iterable[list[int]]:
+def circles(followers: dict[int, set[int]]) -> Iterable[list[int]]:
     """The strongly connected components of two groups or more (Tarjan, without recursion)."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
@@ -242,7 +242,7 @@ def _circles(followers: dict[int, set[int]]) -> Iterable[list[int]]:
                 if way:
                     low[way[-1][0]] = min(low[way[-1][0]], low[number])
                 if low[number] == index[number]:
-                    circle = []
+                    circle: list[int] = []
                     while not circle or circle[-1] != number:
                         circle.append(open_.popitem()[0])
                     if len(circle) > 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from bireme.errors import BiremeError
-from bireme.plan.placement.chain import cut_chain, no_split_fits
+from bireme.plan.placement.contiguous.chain import cut_chain, no_split_fits
 from bireme.plan.placement.found import Found
 from bireme.plan.placement.items import Items
 from bireme.plan.placement.workload import Objective

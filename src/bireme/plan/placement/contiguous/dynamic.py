@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.plan.placement.bounds import counted_bound
+from bireme.plan.placement.contiguous.ideals import Lattice
+from bireme.plan.placement.contiguous.limits import Limits, flush_by_limits
+from bireme.plan.placement.contiguous.sweep import sweep
 from bireme.plan.placement.found import SLACK, Found, loads_of, value_of
-from bireme.plan.placement.ideals import Lattice
 from bireme.plan.placement.items import Floats, Integers, Items
-from bireme.plan.placement.limits import Limits, flush_by_limits
-from bireme.plan.placement.sweep import sweep
 from bireme.plan.placement.workload import Objective
 
 __all__ = ["DynamicProgram"]

@@ -15,14 +15,14 @@ import numpy as np
 
 from bireme.errors import BiremeError
 from bireme.plan.placement.bounds import counted_bound
-from bireme.plan.placement.chain import no_split_fits
 from bireme.plan.placement.compiled import IS_COMPILED
+from bireme.plan.placement.contiguous.chain import no_split_fits
+from bireme.plan.placement.contiguous.dynamic import DynamicProgram
+from bireme.plan.placement.contiguous.ideals import Lattice, lattice_of
+from bireme.plan.placement.contiguous.linearised import cut_lines
 from bireme.plan.placement.contraction import Weightless, items_of
-from bireme.plan.placement.dynamic import DynamicProgram
 from bireme.plan.placement.found import SLACK, Found, loads_of, value_of
-from bireme.plan.placement.ideals import Lattice, lattice_of
 from bireme.plan.placement.items import Items
-from bireme.plan.placement.linearised import cut_lines
 from bireme.plan.placement.workload import Objective, Workload
 
 __all__ = ["MOST_IDEALS", "Contiguous", "Split", "carried_over"]

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
 from bireme.plan.placement.bounds import counted_bound
+from bireme.plan.placement.contiguous.limits import Limits, flush_by_limits
 from bireme.plan.placement.found import SLACK, Found, loads_of, value_of
 from bireme.plan.placement.items import Floats, Integers, Items
-from bireme.plan.placement.limits import Limits, flush_by_limits
 from bireme.plan.placement.workload import Objective
 
 __all__ = ["cut_chain", "no_split_fits"]

@@ -1,0 +1,109 @@
+"""What `bireme place --model` adds: a workload made of a model, and a plan made of its placement."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bireme.cli.measuring import Measuring, captures_of, measure
+from bireme.errors import BiremeError, closest
+
+if TYPE_CHECKING:
+    from bireme.plan.placement.of_model.from_model import Granularity, ModelWorkload
+    from bireme.plan.placement.placement import Placement
+    from bireme.profile.profile import Profile
+
+__all__ = ["MODEL", "Model", "ModelPlacing", "OfModel", "granularity_of"]
+
+MODEL = "A model in the place of a file"
+
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="As for `bireme profile`; measured here.", rich_help_panel=MODEL),
+]
+
+
+def granularity_of(text: str) -> "Granularity":
+    """Operators or units, by word."""
+    if text == "operators":
+        return "operators"
+    if text == "units":
+        return "units"
+    raise BiremeError(f"There is no granularity {text!r}. {closest(text, ['operators', 'units'])}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlacing:
+    """A model to be placed: the workload it makes, and the profile the workload is of."""
+
+    made: "ModelWorkload"
+    profile: "Profile"
+
+    @classmethod
+    def of(
+        cls,
+        asked: Measuring,
+        cluster: str | None,
+        *,
+        training: bool,
+        granularity: "Granularity",
+        devices: Sequence[str] = (),
+        copies_tied: bool,
+    ) -> "ModelPlacing":
+        """Capture and measure the model, and find the devices."""
+        from bireme.cli.plan import cluster_of
+        from bireme.plan.placement.of_model.from_model import workload_of
+        from bireme.report.progress import progress_bar
+
+        found = cluster_of(cluster)
+        with progress_bar("capturing the model") as progress:
+            profile = measure(asked, progress)
+        micro_batch = asked.batches[0]
+        made = workload_of(
+            captures_of(asked).graph(micro_batch),
+            profile,
+            found,
+            micro_batch=micro_batch,
+            training=training,
+            granularity=granularity,
+            devices=devices,
+            copy_tied=copies_tied,
+        )
+        return cls(made, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class OfModel:
+    """What becomes of a model's placement beside its document: a plan in a file, if one is wanted."""
+
+    placing: ModelPlacing
+    plan: Path | None
+    schedule: str
+    num_microbatches: int | None
+
+    def write(self, placement: "Placement") -> str:
+        """Write the plan; what moving its cuts to borders of units has changed, as a sentence."""
+        if self.plan is None:
+            return ""
+        from bireme.plan.hashes import planned_units
+        from bireme.plan.placement.of_model.to_plan import plan_of
+        from bireme.plan.plan_file import write_plan
+
+        placed = plan_of(
+            self.placing.made,
+            placement,
+            num_microbatches=self.num_microbatches or 2 * len(set(placement.devices)),
+            schedule=self.schedule,
+            snapped=True,
+        )
+        write_plan(self.plan, placed.plan, planned_units(self.placing.profile))
+        return placed.note
+
+    def documented(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The placement's document, with the cluster's names of its devices and the unit of each node."""
+        made = self.placing.made
+        names = dict(zip(document["loads"], made.device_names, strict=True))
+        units = dict(zip(document["assignment"], (made.unit_names[unit] for unit in made.units), strict=True))
+        return document | {"devices": names, "units": units, "micro_batch": made.micro_batch}

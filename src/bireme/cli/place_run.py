@@ -1,0 +1,212 @@
+"""What `bireme place` does once it knows what is asked: search, check, write, show."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from bireme.cli.options import print_json
+from bireme.errors import BiremeError
+from bireme.plan.placement.check import Verdict, check
+from bireme.plan.placement.request import Method, Request
+from bireme.plan.placement.workload import Objective, Workload
+
+if TYPE_CHECKING:
+    from bireme.cli.place_model import OfModel
+    from bireme.plan.placement.placement import Placement
+    from bireme.plan.placement.workload_file import ReadWorkload
+
+__all__ = ["Files", "PlaceRun", "check_split"]
+
+NOTHING = 1e-12
+"""What the rounding of sums may leave of a value that is zero."""
+
+SAME = 1e-6
+"""Values that differ by less, relative to the larger, are the same, counted in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What to write, and where; None writes nothing."""
+
+    output: Path | None
+    split: Path | None
+    picture: Path | None
+    workload: Path | None = None
+
+
+class PlaceRun:
+    """A search for a placement, and what is made of it."""
+
+    def __init__(
+        self,
+        read: "ReadWorkload",
+        objective: Objective | None,
+        method: Method,
+        *,
+        contiguous: bool,
+        num_pieces: int,
+        expert: Path | None,
+    ) -> None:
+        self.workload = read.workload
+        self.warnings = read.warnings
+        _warn(self.warnings)
+        self.request = Request(
+            objective=objective or _usual_objective(self.workload),
+            method=method,
+            contiguous=contiguous,
+            num_pieces=num_pieces,
+            expert=None if expert is None else self._expert(expert, objective, contiguous, num_pieces),
+        )
+
+    def _expert(
+        self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int
+    ) -> tuple[int, ...]:
+        """The devices of an expert's split, which must keep the rules as any other."""
+        from bireme.plan.placement.split_file import load_split
+
+        devices = load_split(path, self.workload)
+        verdict = check(
+            self.workload,
+            devices,
+            objective or _usual_objective(self.workload),
+            contiguous=contiguous,
+            num_pieces=num_pieces,
+        )
+        if not verdict.valid:
+            hint = " --any allows that." if contiguous and not verdict.contiguous else ""
+            raise BiremeError(f"{path} breaks a rule. {verdict.problems[0]}{hint}")
+        return devices
+
+    def search(self, time_limit_s: float | None, seed: int) -> None:
+        """Find a placement and check it; one that does not hold is a bug."""
+        from time import perf_counter
+
+        from bireme.plan.placement.solve import solve
+        from bireme.report.progress import progress_bar
+
+        self.request = replace(self.request, time_limit_s=time_limit_s, seed=seed)
+        with progress_bar("placing") as progress:
+            begin_s = perf_counter()
+            self.placement = solve(self.workload, self.request, lambda what: progress(0.0, what))
+            self.seconds = perf_counter() - begin_s
+        self.verdict = _confirmed(self.workload, self.placement, self.request.num_pieces)
+
+    def show(self, files: Files, *, as_json: bool, of_model: "OfModel | None" = None) -> None:
+        """Write the files, then print."""
+        from bireme.report.placement_document import placement_document
+        from bireme.report.placement_table import advice_on, print_placement
+
+        advice = advice_on(self.placement)
+        moved = "" if of_model is None else of_model.write(self.placement)
+        notes = [*self.warnings, *self.placement.notes, *filter(None, (advice, moved))]
+        document = placement_document(self.workload, self.placement, self.verdict, self.seconds, notes)
+        if of_model is not None:
+            document = of_model.documented(document)
+        self._write(files, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+        if as_json:
+            print_json(document)
+            return
+        from rich.console import Console
+
+        print_placement(self.workload, self.placement, self.seconds, Console())
+        if moved:
+            typer.echo(moved)
+        for path in (
+            *(files.output, files.split, files.picture, files.workload),
+            None if of_model is None else of_model.plan,
+        ):
+            if path is not None:
+                typer.echo(f"Wrote {path}.")
+
+    def _write(self, files: Files, document: str) -> None:
+        if files.picture is not None:
+            from bireme.report.placement_picture import write_placement_picture
+
+            write_placement_picture(self.workload, self.placement, files.picture)
+        if files.workload is not None:
+            from bireme.plan.placement.workload_file import write_workload
+
+            write_workload(files.workload, self.workload)
+        if files.split is not None:
+            from bireme.plan.placement.split_file import write_split
+
+            write_split(files.split, self.workload, self.placement)
+        if files.output is not None:
+            from bireme.files import write_text_atomically
+
+            write_text_atomically(files.output, document)
+
+
+def check_split(
+    read: "ReadWorkload",
+    path: Path,
+    objective: Objective | None,
+    *,
+    contiguous: bool,
+    num_pieces: int,
+    as_json: bool,
+) -> bool:
+    """Check a split in a file and print the verdict; whether every rule is kept."""
+    from bireme.plan.placement.split_file import read_split
+
+    workload = read.workload
+    _warn(read.warnings)
+    split = read_split(path, workload)
+    aim = objective or split.objective or _usual_objective(workload)
+    verdict = check(
+        workload,
+        split.devices,
+        aim,
+        contiguous=contiguous,
+        num_pieces=num_pieces,
+        pieces=split.pieces or None,
+    )
+    claimed = split.value if split.objective in (None, aim) else None
+    if claimed is not None and not math.isclose(claimed, verdict.value, rel_tol=SAME):
+        wrong = f"The file claims {claimed:.9g} for {aim}, and the placement comes to {verdict.value:.9g}."
+        verdict = replace(verdict, problems=(*verdict.problems, wrong))
+    if as_json:
+        from bireme.report.placement_document import verdict_document
+
+        print_json(verdict_document(workload, aim, verdict, claimed))
+    else:
+        from rich.console import Console
+
+        from bireme.report.placement_table import print_verdict
+
+        print_verdict(workload, split.devices, split.pieces, aim, verdict, Console())
+    return verdict.valid
+
+
+def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> Verdict:
+    """The independent verdict on what a solver has found, which must be the solver's own."""
+    verdict = check(
+        workload,
+        placement.devices,
+        placement.objective,
+        contiguous=placement.contiguous,
+        num_pieces=num_pieces,
+        pieces=placement.pieces or None,
+    )
+    if not verdict.valid:
+        raise RuntimeError(f"{placement.method} broke a rule: {' '.join(verdict.problems)}")
+    if not math.isclose(verdict.value, placement.value, rel_tol=SAME, abs_tol=NOTHING):
+        raise RuntimeError(f"{placement.method} counts {placement.value}, and it comes to {verdict.value}")
+    if placement.lower_bound > placement.value * (1 + SAME) + NOTHING:
+        raise RuntimeError(
+            f"{placement.method} found {placement.value} below its bound {placement.lower_bound}"
+        )
+    return verdict
+
+
+def _usual_objective(workload: Workload) -> Objective:
+    return Objective.TRAINING if workload.is_training else Objective.THROUGHPUT
+
+
+def _warn(warnings: tuple[str, ...]) -> None:
+    for warning in warnings:
+        typer.echo(f"bireme: {warning}", err=True)

@@ -1,0 +1,1 @@
+"""Simple ways to place, to begin others with and to compare them with."""

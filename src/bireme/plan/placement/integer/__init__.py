@@ -1,0 +1,1 @@
+"""Placement as integer programs, solved by HiGHS."""
