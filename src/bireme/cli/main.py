@@ -10,7 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from bireme import __version__
-from bireme.cli import bench, cluster, memory, plan, profile, schedule, simulate
+from bireme.cli import (
+    bench,
+    cluster,
+    export,
+    init,
+    memory,
+    place,
+    plan,
+    profile,
+    report,
+    resume,
+    schedule,
+    simulate,
+    train,
+)
 from bireme.errors import BiremeError
 
 __all__ = ["app", "main"]
@@ -24,11 +38,17 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
+app.command(name="export")(export.export)
+app.command(name="init")(init.init)
 app.command(name="memory")(memory.memory)
+app.command(name="place")(place.place)
 app.command(name="plan")(plan.plan)
 app.command(name="profile")(profile.profile)
+app.command(name="report")(report.report)
+app.command(name="resume")(resume.resume)
 app.command(name="schedule")(schedule.schedule)
 app.command(name="simulate")(simulate.simulate)
+app.command(name="train")(train.train)
 
 
 def _print_version(wanted: bool) -> None:

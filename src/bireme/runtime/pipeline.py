@@ -41,15 +41,19 @@ from bireme.schedule.rule import Rule
 from bireme.schedule.stream import stream
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Pipeline", "Result", "Weights"]
+__all__ = ["READ_AHEAD", "Pipeline", "Result", "Weights"]
 
 Batch = Mapping[str, Tensor]
+
+READ_AHEAD = 2
+"""How many batches behind a result's own have been read when it comes, at most: so a rank that ends its
+batches so many later ends them where the others do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
-    one.
+    one. `votes` is the sum of what the ranks gave along with it.
     """
 
     batch: int
@@ -59,6 +63,7 @@ class Result:
     is_skipped: bool
     num_samples: int
     seconds: float
+    votes: float = 0.0
 
 
 class Pipeline:
@@ -151,14 +156,24 @@ class Pipeline:
         self._recorded = range(0)
         """The batches that the recording is of."""
 
-    def train(self, batches: Iterable[Batch], *, record: bool = False) -> Iterator[Result]:
+    def train(
+        self,
+        batches: Iterable[Batch],
+        *,
+        record: bool = False,
+        votes: Callable[[], float] = lambda: 0.0,
+    ) -> Iterator[Result]:
         """Train on batches, and give what came of each as soon as it is known.
 
         The pipeline stays full from the first batch to the last, so batches are read some ahead, and a result
         comes a while after its batch went in. Take all results: the ranks agree on when to stop only through
-        the batches' end.
+        the batches' end. When a result comes, at most `READ_AHEAD` batches behind its own have been read.
+
+        `votes` is asked at the end of each batch for a number that is summed over all ranks and comes back
+        with the batch's result, so that they can agree on something without a message of their own.
         """
         self._check_drained()
+        self._updates.votes = votes
         return self._train(batches, record=record)
 
     def _train(self, batches: Iterable[Batch], *, record: bool) -> Iterator[Result]:
@@ -361,4 +376,5 @@ def _result(finished: Finished, num_samples: int, seconds: float) -> Result:
         is_skipped=finished.is_skipped,
         num_samples=num_samples,
         seconds=seconds,
+        votes=finished.votes,
     )

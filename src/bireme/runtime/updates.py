@@ -41,6 +41,7 @@ class Finished:
     grad_norm: float
     lr_factor: float
     is_skipped: bool
+    votes: float
 
 
 class Updates:
@@ -57,6 +58,8 @@ class Updates:
         """Batches that are done and not yet taken."""
         self.scale = 1.0
         """The last known factor that brings the gradient's norm down to the limit."""
+        self.votes: Callable[[], float] = lambda: 0.0
+        """What this rank gives along with a batch, to be summed over all."""
 
     def reduce(self, step: Instruction, stamp: int) -> None:
         """A stage has all its gradients of a batch, which has this stamp on all ranks."""
@@ -69,7 +72,7 @@ class Updates:
         for stage in self._stages.values():
             _merge(gradients, stage.gradients(step.batch))
         loss_sum = sum(stage.loss(step.batch) for stage in self._stages.values())
-        self._reducer.start(step.batch, gradients, loss_sum=loss_sum, stamp=stamp)
+        self._reducer.start(step.batch, gradients, loss_sum=loss_sum, stamp=stamp, votes=self.votes())
 
     def wait(self, batch: int) -> None:
         """Wait until a batch's sums are there."""
@@ -102,6 +105,7 @@ class Updates:
                     grad_norm=reduced.grad_norm,
                     lr_factor=self.settings.lr_factor(step.batch),
                     is_skipped=not reduced.is_finite,
+                    votes=reduced.votes,
                 )
             )
 

@@ -25,11 +25,17 @@ class InlineReducer:
 
     @torch.no_grad()
     def start(
-        self, batch: Hashable, gradients: Mapping[str, Tensor | None], *, loss_sum: float, stamp: int = 0
+        self,
+        batch: Hashable,
+        gradients: Mapping[str, Tensor | None],
+        *,
+        loss_sum: float,
+        stamp: int = 0,
+        votes: float = 0.0,
     ) -> None:
         """Begin to sum up a batch."""
         counted = (gradients[name] for name in self._counted)
-        numbers = numbers_of(counted, loss_sum=loss_sum, stamp=stamp)
+        numbers = numbers_of(counted, loss_sum=loss_sum, stamp=stamp, votes=votes)
         self._under_way[batch] = gradients, numbers, self._sums.all_reduce(numbers)
 
     def finish(self, batch: Hashable) -> Reduced:

@@ -31,6 +31,7 @@ class _Job:
     gradients: Gradients
     loss_sum: float | Tensor
     stamp: int
+    votes: float
     begin: torch.Event | None
     end: torch.Event | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
@@ -81,13 +82,20 @@ class Reducer:
         self._thread.start()
 
     def start(
-        self, batch: Hashable, gradients: Gradients, *, loss_sum: float | Tensor, stamp: int = 0
+        self,
+        batch: Hashable,
+        gradients: Gradients,
+        *,
+        loss_sum: float | Tensor,
+        stamp: int = 0,
+        votes: float = 0.0,
     ) -> None:
         """Begin to sum up a batch; returns at once.
 
         `gradients` has an entry for every template, None where the parameter got no gradient. `loss_sum` is
-        this rank's part of the batch's loss; all ranks' parts are added. Neither may be written to before
-        `finish`, but through the reducer. `stamp` tells batches apart: where it is not the same on all ranks,
+        this rank's part of the batch's loss; all ranks' parts are added, as are their `votes`. Neither may
+        be written to before `finish`, but through the reducer. `stamp` tells batches apart: where it is not
+        the same on all ranks,
         `finish` raises a `BiremeError` on all of them. Raises what went wrong in a batch before.
         """
         self._check_usable(batch)
@@ -98,7 +106,7 @@ class Reducer:
         if self._device is not None:
             begin = torch.Event(self._device)
             begin.record(torch.accelerator.current_stream(self._device))
-        job = _Job(batch, dict(gradients), loss_sum, stamp, begin)
+        job = _Job(batch, dict(gradients), loss_sum, stamp, votes, begin)
         self._jobs[batch] = job
         self._queue.put(job)
 
@@ -182,7 +190,7 @@ class Reducer:
         for part in self._sums:
             results |= part.run(job.gradients)
         counted = (results[name] for name in self._counted)
-        numbers = numbers_of(counted, loss_sum=job.loss_sum, stamp=job.stamp)
+        numbers = numbers_of(counted, loss_sum=job.loss_sum, stamp=job.stamp, votes=job.votes)
         self._control.all_reduce(numbers).wait()
         return reduced_of(numbers, job.batch, results, num_ranks=self._control.size)
 

@@ -1,0 +1,43 @@
+"""`bireme export`: the newest weights of a run as a folder for others."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bireme.cli.options import Json, print_json
+from bireme.errors import BiremeError
+
+__all__ = ["export"]
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where to; a new or empty folder.")],
+    as_json: Json = False,
+) -> None:
+    """Write a run's newest model: what transformers loads, or safetensors by the model's own names.
+
+    [dim]bireme export runs/first-run --to model[/dim]
+    """
+    from bireme.model.graph_file import load_graph
+    from bireme.train.checkpoint.checkpoint import newest_good
+    from bireme.train.export import export_checkpoint
+    from bireme.train.folder import RunFolder
+    from bireme.train.run_file import load_run_file
+
+    folder = RunFolder.of(run_dir)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise BiremeError(f"{to} is there already and not empty. Name a new folder.")
+    run = load_run_file(folder.run_file)
+    checkpoint = newest_good(
+        folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
+    )
+    if checkpoint is None:
+        raise BiremeError(f"{run_dir} has no checkpoint yet, so there is nothing to export.")
+    export_checkpoint(run, load_graph(folder.graph), checkpoint, to.resolve())
+    step = checkpoint.manifest.step
+    if as_json:
+        print_json({"step": step, "folder": str(to), "files": sorted(path.name for path in to.iterdir())})
+        return
+    typer.echo(f"Wrote the model behind step {step} to {to}.")

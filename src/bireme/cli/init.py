@@ -1,0 +1,44 @@
+"""`bireme init`: a run file to begin with."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bireme.cli.options import Json, print_json
+from bireme.errors import BiremeError
+
+__all__ = ["init"]
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("run.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a run file for `bireme train`, with every key explained and commented out.
+
+    [dim]bireme init run.toml[/dim]
+    """
+    if path.suffix != ".toml":
+        raise BiremeError(f"A run file is a .toml file, and {path} is none. Name it {path.name}.toml.")
+    is_there = path.exists() or path.is_symlink()
+    if is_there and not force:
+        raise BiremeError(f"{path} is there already. Name another file, or write over it with --force.")
+    from bireme.files import write_text_atomically
+    from bireme.train.run_file import commented_toml
+
+    write_text_atomically(path, commented_toml())
+    command = f"bireme train {_quoted(path)}"
+    if as_json:
+        print_json({"path": str(path), "replaced": is_there, "next": command})
+        return
+    typer.echo(f"{path} holds every key of a run, commented out, with its default.")
+    typer.echo(f"Change what you like in it, then: {command}")
+    typer.echo(f"Or set single keys for one run: {command} --set training.steps=1000")
+
+
+def _quoted(path: Path) -> str:
+    import shlex
+
+    return shlex.quote(str(path))

@@ -1,0 +1,82 @@
+"""`bireme report`: a run, or several, as one page to look at and to show."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bireme import __version__
+from bireme.cli.options import Json, print_json
+from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from bireme.report.page.run import Run
+
+__all__ = ["report"]
+
+PAGE = "report.html"
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="The folder of a run; more to compare it with.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE.html", help="Write the page there, not to RUN/report.html."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Chrome trace of the recorded batches, for ui.perfetto.dev."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make one HTML page of a run: curves, timeline, memory, plan. It needs no network and no server.
+
+    [dim]bireme report runs/my-run[/dim]
+    """
+    from datetime import datetime
+
+    from bireme.report.page.charts import MOST_RUNS
+
+    if len(folders) > MOST_RUNS:
+        raise BiremeError(f"{len(folders)} runs are too many to tell apart; {MOST_RUNS} are the most.")
+    from bireme.report.page.run import read_run
+
+    runs = [read_run(folder) for folder in folders]
+    now = datetime.now().astimezone()
+    if trace is not None:
+        _write_trace(runs[0], trace)
+    written = output if as_json or output is not None else folders[0] / PAGE
+    if written is not None:
+        from bireme.files import write_text_atomically
+        from bireme.report.page.page import page
+
+        write_text_atomically(written, page(runs, now, __version__))
+    if as_json:
+        from bireme.report.page.document import runs_document
+
+        files = {
+            "page": None if written is None else str(written),
+            "trace": None if trace is None else str(trace),
+        }
+        print_json(runs_document(runs, now.timestamp()) | files)
+        return
+    for path in (written, trace):
+        if path is not None:
+            typer.echo(f"Wrote {path}.")
+
+
+def _write_trace(run: "Run", path: Path) -> None:
+    from bireme.report.trace import write_trace
+
+    timeline = run.predicted if run.measured is None else run.measured
+    if timeline is None:
+        why = "".join(f" {note}" for note in run.notes if "timeline-" in note)
+        raise BiremeError(
+            f"{run.folder} has no timeline that can be traced.{why} `bireme train --set log.trace=true` "
+            "records a few batches."
+        )
+    write_trace(timeline, path)

@@ -1,0 +1,1 @@
+"""The page of a run: one HTML file with everything a run folder tells, to show to colleagues."""

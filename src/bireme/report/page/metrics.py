@@ -1,0 +1,303 @@
+"""`metrics.jsonl`: what a run wrote down while it ran, one JSON object a line.
+
+A run that was killed may have left half a line, at the end or just before it was resumed; such a line is
+passed over. What a resumed run trained again replaces what was known of these steps.
+"""
+
+import json
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bireme.errors import BiremeError
+
+__all__ = [
+    "Checkpoint",
+    "Evaluation",
+    "Metrics",
+    "Start",
+    "Stop",
+    "TrainingLines",
+    "Warned",
+    "read_metrics",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """That a run began or was resumed, after so many batches, and with what."""
+
+    step: int
+    time_s: float
+    version: str
+    torch: str
+    schedule: str
+    num_stages: int
+    width: int
+    devices: tuple[str, ...]
+    predicted_batch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The loss on samples that are not trained on."""
+
+    step: int
+    time_s: float
+    loss: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint: for how long training stood still, how long the writing took, and what came of it."""
+
+    step: int
+    time_s: float
+    stall_s: float
+    write_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A sentence that the run had to say."""
+
+    step: int
+    time_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """That the run ended by itself, and why."""
+
+    step: int
+    time_s: float
+    reason: str
+
+
+COLUMNS = (
+    "step",
+    "time_s",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_s",
+    "samples_per_s",
+    "seconds",
+    "num_skipped",
+)
+
+
+def _column() -> "array[float]":
+    return array("d")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLines:
+    """The lines about training as columns of equal length, by rising steps; what a line lacks is nan.
+
+    `seconds` are those of a step, `num_skipped` the steps skipped since the line before.
+    """
+
+    step: "array[float]" = field(default_factory=_column)
+    time_s: "array[float]" = field(default_factory=_column)
+    loss: "array[float]" = field(default_factory=_column)
+    grad_norm: "array[float]" = field(default_factory=_column)
+    learning_rate: "array[float]" = field(default_factory=_column)
+    tokens_per_s: "array[float]" = field(default_factory=_column)
+    samples_per_s: "array[float]" = field(default_factory=_column)
+    seconds: "array[float]" = field(default_factory=_column)
+    num_skipped: "array[float]" = field(default_factory=_column)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def columns(self) -> "Iterator[tuple[str, array[float]]]":
+        """Every column with its name in the file."""
+        for name in COLUMNS:
+            yield name, getattr(self, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """All that the file says. `peak_bytes` is the most that each rank was seen to hold."""
+
+    starts: tuple[Start, ...]
+    training: TrainingLines
+    evaluations: tuple[Evaluation, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    warnings: tuple[Warned, ...]
+    stop: Stop | None
+    peak_bytes: tuple[float, ...]
+
+    @property
+    def last_step(self) -> int:
+        """How many batches were trained, as far as the file knows."""
+        trained = int(self.training.step[-1]) if len(self.training) else 0
+        return max(trained, *(one.step for one in self._events()), 0)
+
+    @property
+    def last_time_s(self) -> float:
+        """Seconds of running up to the last line."""
+        trained_s = self.training.time_s[-1] if len(self.training) else 0.0
+        return max(trained_s, *(one.time_s for one in self._events()), 0.0)
+
+    def _events(self) -> Iterator[Start | Evaluation | Checkpoint | Stop]:
+        yield from self.starts
+        yield from self.evaluations
+        yield from self.checkpoints
+        if self.stop is not None:
+            yield self.stop
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The file of a run that is going on, has ended, or was killed."""
+    try:
+        with path.open("rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    reading = _Reading(path)
+    broken: BiremeError | None = None
+    for place, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = _record(line, path, place)
+        except BiremeError as error:
+            if broken is not None:
+                raise broken from None
+            broken = error
+            continue
+        if broken is not None and record.get("kind") != "start":
+            raise broken
+        broken = None
+        reading.take(record, place)
+    return reading.metrics()
+
+
+def _record(line: bytes, path: Path, place: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise BiremeError(
+            f"Line {place} of {path} is not a JSON object, and more lines follow it. Take it out of the file."
+        )
+    return record
+
+
+class _Reading:
+    """What was read so far, record by record."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.starts: list[Start] = []
+        self.training = TrainingLines()
+        self.columns = list(self.training.columns())
+        self.evaluations: list[Evaluation] = []
+        self.checkpoints: list[Checkpoint] = []
+        self.warnings: list[Warned] = []
+        self.stop: Stop | None = None
+        self.peak_bytes: list[float] = []
+
+    def take(self, record: dict[str, Any], place: int) -> None:
+        """One more record; a kind that is not known is for later versions."""
+        try:
+            step, time_s = _step(record), _time_s(record)
+            match record["kind"]:
+                case "train":
+                    self._train(record)
+                case "start":
+                    self._start(record, step, time_s)
+                case "evaluation":
+                    loss, num_samples = _value(record, "loss"), int(record.get("num_samples", 0))
+                    self.evaluations.append(Evaluation(step, time_s, loss, num_samples))
+                case "checkpoint":
+                    stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
+                    num_bytes = int(record.get("num_bytes", 0))
+                    self.checkpoints.append(Checkpoint(step, time_s, stall_s, write_s, num_bytes))
+                case "warning":
+                    self.warnings.append(Warned(step, time_s, str(record["text"])))
+                case "stop":
+                    self.stop = Stop(step, time_s, str(record["reason"]))
+        except KeyError as error:
+            raise BiremeError(f"Line {place} of {self.path} lacks {error.args[0]!r}.") from None
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BiremeError(f"Line {place} of {self.path} cannot be read: {error}.") from None
+
+    def metrics(self) -> Metrics:
+        """All of it."""
+        return Metrics(
+            tuple(self.starts),
+            self.training,
+            tuple(self.evaluations),
+            tuple(self.checkpoints),
+            tuple(self.warnings),
+            self.stop,
+            tuple(self.peak_bytes),
+        )
+
+    def _train(self, record: dict[str, Any]) -> None:
+        if len(self.training) and record["step"] <= self.training.step[-1]:
+            self._forget(int(record["step"]) - 1)
+        known = record.get
+        for name, column in self.columns:
+            value = known(name)
+            column.append(math.nan if value is None else value)
+        memory = record.get("memory_bytes") or ()
+        for rank, num_bytes in enumerate(memory):
+            if rank == len(self.peak_bytes):
+                self.peak_bytes.append(0.0)
+            self.peak_bytes[rank] = max(self.peak_bytes[rank], float(num_bytes or 0))
+
+    def _start(self, record: dict[str, Any], step: int, time_s: float) -> None:
+        self._forget(step)
+        self.stop = None
+        self.starts.append(
+            Start(
+                step,
+                time_s,
+                str(record.get("version", "")),
+                str(record.get("torch", "")),
+                str(record.get("schedule", "")),
+                int(record.get("num_stages") or 0),
+                int(record.get("width") or 1),
+                tuple(map(str, record.get("devices") or ())),
+                _value(record, "predicted_batch_s"),
+            )
+        )
+
+    def _forget(self, step: int) -> None:
+        """Leave out what was trained past a step, as it is trained again."""
+        keep = bisect_right(self.training.step, step)
+        for _, column in self.columns:
+            del column[keep:]
+        self.evaluations = [one for one in self.evaluations if one.step <= step]
+        self.checkpoints = [one for one in self.checkpoints if one.step <= step]
+
+
+def _step(record: dict[str, Any]) -> int:
+    step = int(record["step"])
+    if step < 0:
+        raise ValueError(f"step is {step}")
+    return step
+
+
+def _time_s(record: dict[str, Any]) -> float:
+    time_s = float(record["time_s"])
+    if not math.isfinite(time_s):
+        raise ValueError(f"time_s is {time_s}")
+    return time_s
+
+
+def _value(record: dict[str, Any], name: str) -> float:
+    value = record.get(name)
+    return math.nan if value is None else float(value)

@@ -1,0 +1,210 @@
+"""The page itself: what stands where, and what is said of a part that is missing.
+
+It needs nothing from outside: style, script and pictures are in it, and it says so to the browser.
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from importlib.resources import files
+
+from bireme.report.page.axes import clock_text
+from bireme.report.page.charts import (
+    MOST_RUNS,
+    gradient_figure,
+    loss_figure,
+    rate_figure,
+    throughput_figure,
+)
+from bireme.report.page.cluster_map import cluster_figure
+from bireme.report.page.figures import StageFigures, headline, stage_figures, state
+from bireme.report.page.lanes import timeline_figure
+from bireme.report.page.markup import tag, words
+from bireme.report.page.memory_bars import memory_figure
+from bireme.report.page.run import Run
+from bireme.report.page.tables import comparison_table, devices_text, schedule_text, stage_table, tiles
+
+__all__ = ["page"]
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""What the page may load: nothing."""
+
+MOST_WARNINGS = 50
+
+NO_TIMELINE = "No batches of this run were recorded. `bireme train … --set log.trace=true` records a few."
+NO_EVALUATION = (
+    "This run was not evaluated. `bireme train … --set training.evaluate_every=100` does so every 100 steps."
+)
+NO_CURVES = "No step is written down yet. Make the page again once the run has gone on for a while."
+NO_PLAN = "There is no plan.json with devices in the folder of the run, so the plan is not drawn."
+NO_MEMORY = (
+    "Neither plan.json nor summary.json of this run names bytes. `bireme train` writes both, the second "
+    "when a run ends."
+)
+
+
+def page(runs: Sequence[Run], now: datetime, version: str) -> str:
+    """The page of the first run, with the others' curves and figures beside its own.
+
+    `now` tells whether a run still goes on, `version` is that of the program that makes the page.
+    """
+    assert 1 <= len(runs) <= MOST_RUNS
+    title = _title(runs[0])
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="generator", content=f"Bireme {version}"),
+        tag("title", words(f"{title} · {runs[0].name}")),
+        tag("style", _resource("style.css")),
+    )
+    parts = (part for part in _parts(runs, now, version) if part)
+    body = tag("body", tag("main", *parts), tag("script", _resource("script.js")))
+    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _resource(name: str) -> str:
+    return files("bireme.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _parts(runs: Sequence[Run], now: datetime, version: str) -> Iterator[str]:
+    run = runs[0]
+    stages = stage_figures(run)
+    yield _header(run, now)
+    yield tiles(run, headline(run))
+    if len(runs) > 1:
+        yield _section("The runs beside each other", "", comparison_table(runs, now.timestamp()))
+    yield _curves(runs)
+    timelines = timeline_figure(run.predicted, run.measured)
+    yield _section("Pipeline", _pipeline_lead(run), timelines or _missing(NO_TIMELINE))
+    yield _section(
+        "Memory of each stage", _memory_lead(run, stages), memory_figure(stages) or _missing(NO_MEMORY)
+    )
+    why = () if run.summary is None else run.summary.why
+    yield _section(
+        "The plan over the cluster", "", cluster_figure(run, stages) or _missing(NO_PLAN), _list(why)
+    )
+    if stages:
+        yield _section("Stages, predicted and measured", "", stage_table(stages))
+    yield _warnings(run)
+    yield _sample(run)
+    yield _settings(run)
+    yield _footer(now, version)
+
+
+def _title(run: Run) -> str:
+    return run.model or run.name
+
+
+def _header(run: Run, now: datetime) -> str:
+    found = state(run, now.timestamp())
+    written = datetime.fromtimestamp(run.written_s, tz=now.tzinfo)
+    facts = [schedule_text(run), devices_text(run), f"last line {_date(written)}"]
+    about = " · ".join(fact for fact in facts if fact)
+    return tag(
+        "header",
+        tag("h1", words(_title(run))),
+        tag("p", tag("span", words(found.text), class_=f"state {found.word}"), words(about)),
+        tag("p", words(run.folder), class_="note") if run.model else "",
+    )
+
+
+def _date(moment: datetime) -> str:
+    return f"{moment.day} {moment:%B %Y, %H:%M}"
+
+
+def _section(title: str, lead: str, *contents: str) -> str:
+    return tag(
+        "section", tag("h2", words(title)), tag("p", words(lead), class_="lead") if lead else "", *contents
+    )
+
+
+def _missing(sentence: str) -> str:
+    """Why a part is missing and how to get it; what stands between backquotes is to be typed."""
+    parts = sentence.split("`")
+    return tag(
+        "p",
+        *(tag("code", words(part)) if place % 2 else words(part) for place, part in enumerate(parts)),
+        class_="missing",
+    )
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    run = runs[0]
+    loss = loss_figure(runs)
+    if not loss:
+        return _section("Loss", "", _missing(NO_CURVES))
+    is_evaluated = any(one.metrics.evaluations for one in runs)
+    whose = f", {run.name}" if len(runs) > 1 else ""
+    small = (
+        _captioned(f"Gradient norm{whose}", gradient_figure(run)),
+        _captioned(f"Learning rate{whose}", rate_figure(run)),
+    )
+    return tag(
+        "section",
+        tag("h2", "Loss"),
+        loss,
+        "" if is_evaluated else _missing(NO_EVALUATION),
+        throughput_figure(runs),
+        tag("div", *small, class_="pair"),
+    )
+
+
+def _captioned(title: str, figure: str) -> str:
+    return tag("div", tag("h3", words(title), class_="part-title"), figure) if figure else ""
+
+
+def _pipeline_lead(run: Run) -> str:
+    if run.predicted is None and run.measured is None:
+        return ""
+    has_both = run.predicted is not None and run.measured is not None
+    both = "What was planned, above what was measured, on one axis." if has_both else ""
+    return f"{both} Drag over a part to look at it closely; striped is idle.".strip()
+
+
+def _memory_lead(run: Run, stages: Sequence[StageFigures]) -> str:
+    if not any(stage.parts for stage in stages) and any(stage.predicted_bytes for stage in stages):
+        return "What the prediction consists of is known once the run has ended or a timeline is recorded."
+    return ""
+
+
+def _list(sentences: Sequence[str]) -> str:
+    if not sentences:
+        return ""
+    items = (tag("li", words(sentence)) for sentence in sentences)
+    return tag("h3", "Why this plan", class_="part-title") + tag("ul", *items, class_="note")
+
+
+def _warnings(run: Run) -> str:
+    """What the run said, and what of its folder could not be read."""
+    said = run.metrics.warnings
+    items = [
+        tag(
+            "li",
+            tag("span", words(f"step {one.step:,}, {clock_text(one.time_s)}: "), class_="when"),
+            words(one.text),
+        )
+        for one in said[-MOST_WARNINGS:]
+    ]
+    items += [tag("li", words(note)) for note in run.notes]
+    if not items:
+        return ""
+    lead = f"The last {MOST_WARNINGS} of {len(said):,}." if len(said) > MOST_WARNINGS else ""
+    return _section("Warnings", lead, tag("ul", *items))
+
+
+def _sample(run: Run) -> str:
+    text = None if run.summary is None else run.summary.sample
+    return _section("What the model writes", "", tag("pre", words(text))) if text else ""
+
+
+def _settings(run: Run) -> str:
+    if not run.settings:
+        return ""
+    text = tag("pre", words(run.settings.strip()), class_="columns")
+    return tag("section", tag("details", tag("summary", "The run file, every key resolved"), text))
+
+
+def _footer(now: datetime, version: str) -> str:
+    return tag("footer", words(f"Made by Bireme {version} on {_date(now)}."))

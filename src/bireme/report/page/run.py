@@ -1,0 +1,176 @@
+"""The folder of a run, read once: everything the page tells is in a `Run`.
+
+Only `metrics.jsonl` must be there. What else is missing is None, and what is there and cannot be read
+becomes a sentence in `notes`, so that a page comes out of every run.
+"""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import read_cluster
+from bireme.documents import read_json
+from bireme.errors import BiremeError
+from bireme.plan.plan_file import SavedPlan, load_plan
+from bireme.report.page.metrics import Metrics, read_metrics
+from bireme.report.page.recorded import read_recorded
+from bireme.timeline.timeline import Timeline
+
+__all__ = ["Run", "StageSummary", "Summary", "read_run"]
+
+METRICS = "metrics.jsonl"
+
+Read = TypeVar("Read")
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class StageSummary(_Table):
+    """A stage at the end of a run."""
+
+    units: tuple[int, int] = Field(description="its first and its last unit")
+    device: str = ""
+    predicted_peak_bytes: Amount | None = None
+    measured_peak_bytes: Amount | None = None
+    busy_share: Amount | None = None
+    predicted_busy_share: Amount | None = None
+    bytes: dict[str, Amount] = Field(default_factory=dict)
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+class Summary(_Table):
+    """What a run says of itself at its end, as far as the page uses it; a loss may have become nan."""
+
+    steps: int | None = None
+    train_loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_s: float | None = None
+    predicted_batch_s: float | None = None
+    measured_batch_s: float | None = None
+    stages: tuple[StageSummary, ...] = ()
+    schedule: str | None = None
+    why: tuple[str, ...] = ()
+    sample: str | None = None
+
+    @field_validator("why", mode="before")
+    @classmethod
+    def _sentences(cls, value: Any) -> Any:
+        return () if value is None else (value,) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run. `written_s` is when its metrics were last written, in seconds of the usual epoch."""
+
+    folder: Path
+    written_s: float
+    metrics: Metrics
+    settings: str = ""
+    """The run file as it stands."""
+    model: str = ""
+    planned_steps: int | None = None
+    plan: SavedPlan | None = None
+    cluster: Cluster | None = None
+    summary: Summary | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.resolve().name
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder."""
+    if not folder.is_dir():
+        raise BiremeError(f"{folder} is no folder. Name the folder of a run, such as runs/my-run.")
+    metrics = folder / METRICS
+    if not metrics.is_file():
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+        hint = (
+            f"Name one of the runs in it, such as {folder / inside[-1]}." if inside else "Name another one."
+        )
+        raise BiremeError(f"{folder} is not the folder of a run: there is no {METRICS} in it. {hint}")
+    reading = _Reading(folder)
+    settings = reading.part("run.toml", _text) or ""
+    table = _tables(settings)
+    saved = reading.part("plan.json", load_plan)
+    predicted = measured = None
+    if saved is not None:
+        plan = saved.plan
+        predicted = reading.part("timeline-predicted.json", lambda path: read_recorded(path, plan))
+        measured = reading.part("timeline-measured.json", lambda path: read_recorded(path, plan))
+    return Run(
+        folder=folder,
+        written_s=metrics.stat().st_mtime,
+        metrics=read_metrics(metrics),
+        settings=settings,
+        model=_text_at(table, "model", "source"),
+        planned_steps=_number_at(table, "training", "steps"),
+        plan=saved,
+        cluster=reading.part("cluster.toml", read_cluster),
+        summary=reading.part("summary.json", lambda path: read_json(path, Summary)),
+        predicted=predicted,
+        measured=measured,
+        notes=tuple(reading.notes),
+    )
+
+
+class _Reading:
+    """Reads the parts of a run that need not be there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+
+    def part(self, name: str, read: Callable[[Path], Read]) -> Read | None:
+        """What is in a file; None where there is none, or nothing that can be read."""
+        path = self.folder / name
+        if not path.is_file():
+            return None
+        try:
+            return read(path)
+        except BiremeError as error:
+            self.notes.append(str(error))
+        except OSError as error:
+            self.notes.append(f"{path} cannot be read: {error.strerror or error}.")
+        return None
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _tables(text: str) -> dict[str, Any]:
+    """A run file's tables; whether its keys are right is for who trains to say."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _text_at(tables: dict[str, Any], table: str, key: str) -> str:
+    found = tables.get(table)
+    value = found.get(key, "") if isinstance(found, dict) else ""
+    return value if isinstance(value, str) else ""
+
+
+def _number_at(tables: dict[str, Any], table: str, key: str) -> int | None:
+    found = tables.get(table)
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, int) else None

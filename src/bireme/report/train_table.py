@@ -1,0 +1,150 @@
+"""A run of training for people: what it will do, and at its end what was measured beside the prediction."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bireme.cluster.cluster import Cluster
+from bireme.plan.forecast import Answer
+from bireme.plan.plan_file import SavedPlan
+from bireme.plan.summary import best_of_kinds, summarize
+from bireme.profile.profile import Profile
+from bireme.report.units import bytes_text, seconds_text
+
+__all__ = ["print_prepared", "print_summary"]
+
+LONGEST_SAMPLE = 1200
+
+
+def print_prepared(
+    model: str,
+    cluster: Cluster,
+    saved: SavedPlan,
+    profile: Profile | None,
+    folder: Path,
+    console: Console,
+    *,
+    answer: Answer | None,
+) -> None:
+    """The devices that were found, and the plan with what it promises."""
+    say = console.print
+    say(f"[bold]{escape(model)}[/bold]", highlight=False)
+    devices = list(cluster.devices())
+    for name in dict.fromkeys(placed.device.name for placed in devices):
+        own = [placed for placed in devices if placed.device.name == name]
+        one = own[0].device
+        cores = f", {one.num_cores} cores each" if one.num_cores else ""
+        say(
+            f"{len(own)} × {escape(name)}: {bytes_text(one.memory_bytes)}{cores} "
+            f"({escape(', '.join(placed.name for placed in own[:4]))}{', …' if len(own) > 4 else ''})",
+            highlight=False,
+        )
+    plan, forecast = saved.plan, saved.forecast
+    recompute = f", stages {', '.join(map(str, plan.recompute))} run forward again" if plan.recompute else ""
+    replicas = f", {plan.width} replicas" if plan.width > 1 else ""
+    say(
+        f"\nPlan: [bold]{plan.schedule}[/bold], {plan.num_stages} stages{replicas}, "
+        f"{plan.num_microbatches} micro-batches{recompute}",
+        highlight=False,
+    )
+    if forecast is not None:
+        table = Table("stage", "units", "device", "busy", "memory", "of limit", box=None, header_style="dim")
+        for number, stage in enumerate(forecast.stages):
+            names = [] if profile is None else [unit.name for unit in profile.units]
+            last = names[stage.end - 1] if names else stage.end - 1
+            first = names[stage.begin] if names else stage.begin
+            table.add_row(
+                str(number),
+                escape(f"{stage.begin}–{stage.end - 1}: {first} … {last}"),
+                escape(", ".join(stage.devices)),
+                f"{stage.busy_s / forecast.batch_s:.0%}",
+                bytes_text(stage.peak_bytes),
+                f"{stage.peak_bytes / stage.limit_bytes:.1%}" if stage.limit_bytes else "–",
+            )
+        say(table)
+        say(
+            f"Predicted: {seconds_text(forecast.batch_s)} a step, {forecast.samples_per_s:,.1f} samples/s; "
+            f"limited by {escape(forecast.bottleneck)}.",
+            highlight=False,
+        )
+    if answer is not None:
+        kinds = Table(
+            "kind",
+            "schedule",
+            "a step",
+            "steps for one",
+            "time to the same loss",
+            box=None,
+            header_style="dim",
+        )
+        best = summarize(answer.best)
+        for kind, short in best_of_kinds(answer.candidates).items():
+            kinds.add_row(
+                str(kind),
+                short.schedule,
+                seconds_text(short.batch_s),
+                f"{short.penalty:.2f}",
+                f"{short.cost_s_per_sample / best.cost_s_per_sample:.2f} ×",
+            )
+        say(kinds)
+    say(f"Run: {escape(str(folder))}\n", highlight=False)
+
+
+def print_summary(document: dict[str, Any], console: Console, *, is_stopped: bool) -> None:
+    """What came of a run."""
+    say = console.print
+    steps, folder = document["steps"], document["run_dir"]
+    table = Table("", "predicted", "measured", "error", box=None, header_style="dim")
+    predicted, measured = document["predicted_batch_s"], document["measured_batch_s"]
+    table.add_row("a step", _seconds(predicted), _seconds(measured), _error(predicted, measured))
+    for number, stage in enumerate(document["stages"]):
+        table.add_row(
+            f"stage {number}, memory",
+            _bytes(stage["predicted_peak_bytes"]),
+            _bytes(stage["measured_peak_bytes"]),
+            _error(stage["predicted_peak_bytes"], stage["measured_peak_bytes"]),
+        )
+        table.add_row(
+            f"stage {number}, busy",
+            _share(stage["predicted_busy_share"]),
+            _share(stage["busy_share"]),
+            "",
+        )
+    say()
+    say(table)
+    loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]
+    rate = document["tokens_per_s"]
+    parts = [f"{steps} steps", *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
+    say("\n" + ", ".join(parts) + ".", highlight=False)
+    if is_stopped:
+        say(f"Stopped ({document['reason']}). Go on with: bireme resume {escape(folder)}", highlight=False)
+    else:
+        say(f"The model is in {escape(folder)}/model.", highlight=False)
+    say(f"Look at it all with: bireme report {escape(folder)}", highlight=False)
+    if document["sample"]:
+        say("\n[dim]It writes:[/dim]")
+        say(escape(document["sample"][:LONGEST_SAMPLE]), highlight=False)
+
+
+LOSSES = (("training", "train_loss"), ("evaluation", "eval_loss"))
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else seconds_text(value)
+
+
+def _bytes(value: float | None) -> str:
+    return "–" if value is None else bytes_text(value)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    if not predicted or measured is None:
+        return ""
+    return f"{measured / predicted - 1:+.1%}"

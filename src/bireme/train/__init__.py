@@ -1,0 +1,1 @@
+"""The application above the engine: run file, data, loop, checkpoints, metrics."""

@@ -1,0 +1,168 @@
+"""How ranks agree on a checkpoint: each reports on its own part, and rank 0 gives the verdict.
+
+The store between them may be slow or lose its server; then there is no word, and no rank waits for longer
+than it was told to. Nothing here touches files.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from bireme.runtime import stores
+from bireme.train.checkpoint.manifest import FileEntry
+
+__all__ = ["Agreement", "NoWordError", "Opening", "Report", "Store", "Verdict"]
+
+POLL_S = 0.02
+
+
+class Store(Protocol):
+    """Small things by name that all ranks see; `World.store` is one, as are torch's own."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Put a value at a key, over what was there."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value at a key, which is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether there is a value at each of these keys; at once."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key; whether it was there. A store that cannot may raise."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Opening(_Message):
+    """How rank 0 opens a folder: the token to be found there and the steps known as good, or an error."""
+
+    token: str = ""
+    good_steps: list[int] = []
+    error: str | None = None
+
+
+class Report(_Message):
+    """What became of one rank's part: its file, written and read back, or an error."""
+
+    rank: int
+    step: int
+    clip_scale: float = 1.0
+    file: FileEntry | None = None
+    error: str | None = None
+
+
+class Verdict(_Message):
+    """Whether it became a checkpoint, of so many bytes, or why not."""
+
+    num_bytes: int = 0
+    error: str | None = None
+
+
+class NoWordError(Exception):
+    """Nothing came from another rank in time, or the store is gone; the text says which."""
+
+
+Message = TypeVar("Message", bound=_Message)
+
+
+class Agreement:
+    """What ranks tell each other about checkpoints, each message once; one store is for one writer a rank.
+
+    `timeout_s` is how long one waits for another, unless `give_up` was called.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout_s = timeout_s
+        # Whoever else uses the same connection may wait on it for as long as it likes.
+        self._store = stores.second_connection(store) if isinstance(store, stores.Store) else store
+        self._given_up = threading.Event()
+        self._old: list[str] = []
+        """Keys of verdicts, which all ranks have read once all have told of a later checkpoint."""
+
+    def give_up(self) -> None:
+        """Let who waits, wait no more."""
+        self._given_up.set()
+
+    def open(self, opening: Opening) -> None:
+        """Let the others begin. Only for rank 0."""
+        self._tell("open", opening)
+
+    def opening(self) -> Opening:
+        """How rank 0 opened the folder."""
+        return self._hear("open", Opening, "rank 0 has not opened the folder", self.timeout_s)
+
+    def report(self, name: str, report: Report) -> None:
+        """Tell rank 0 of this rank's part of the checkpoint `name`."""
+        self._tell(f"{name}/{self.rank}", report)
+
+    def reports(self, name: str) -> list[Report | str]:
+        """What the ranks behind rank 0 have told, in their order, or a sentence about who has not."""
+        began_s = time.monotonic()
+        found: list[Report | str] = []
+        for rank in range(1, self.num_ranks):
+            try:
+                what = f"rank {rank} has not told of its part"
+                found.append(self._hear(f"{name}/{rank}", Report, what, self.timeout_s, began_s))
+            except NoWordError as error:
+                found.append(f"{str(error)[0].upper()}{str(error)[1:]}.")
+        if all(isinstance(report, Report) for report in found):
+            self._forget(self._old)
+            self._old.clear()
+        return found
+
+    def judge(self, name: str, verdict: Verdict) -> None:
+        """Tell the others what became of the checkpoint `name`. Only for rank 0, with all reports heard."""
+        self._tell(f"{name}/verdict", verdict)
+        self._forget([f"{name}/{rank}" for rank in range(1, self.num_ranks)])
+        self._old.append(f"{name}/verdict")
+
+    def verdict(self, name: str) -> Verdict:
+        """What became of the checkpoint `name`."""
+        # Rank 0 itself waits this long for the slowest report, and may have begun later.
+        what = "rank 0 has not told what became of it"
+        return self._hear(f"{name}/verdict", Verdict, what, 2 * self.timeout_s)
+
+    def _tell(self, key: str, message: _Message) -> None:
+        try:
+            self._store.set(f"checkpoint/{key}", message.model_dump_json())
+        except Exception as error:  # whatever a store has for its server being gone
+            raise NoWordError(f"the other ranks cannot be told ({_first_line(error)})") from error
+
+    def _hear(
+        self, key: str, kind: type[Message], what: str, timeout_s: float, began_s: float | None = None
+    ) -> Message:
+        began_s = time.monotonic() if began_s is None else began_s
+        while (value := self._look(f"checkpoint/{key}", what)) is None:
+            if self._given_up.is_set():
+                raise NoWordError(f"{what}, and the run is being ended")
+            if time.monotonic() > began_s + timeout_s:
+                raise NoWordError(f"{what} within {timeout_s:g} s")
+            self._given_up.wait(POLL_S)
+        try:
+            return kind.model_validate_json(value)
+        except ValidationError as error:
+            raise NoWordError(f"{what} in words of this version of Bireme") from error
+
+    def _look(self, key: str, what: str) -> bytes | None:
+        try:
+            return self._store.get(key) if self._store.check([key]) else None
+        except Exception as error:  # as above
+            raise NoWordError(f"{what}: the store cannot be asked ({_first_line(error)})") from error
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with suppress(Exception):  # some stores cannot, and a few bytes more do no harm
+                self._store.delete_key(f"checkpoint/{key}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

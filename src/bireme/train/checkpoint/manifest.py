@@ -1,0 +1,148 @@
+"""`manifest.json`: what one checkpoint is, its files, and how to know that they are what they were.
+
+Its last line is the SHA-256 of the file itself, with zeros where that stands; so a changed byte in it is
+found like one in any other file.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from bireme.documents import validated
+from bireme.errors import BiremeError
+from bireme.train.checkpoint import disk
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "CheckpointMeta",
+    "FileEntry",
+    "Manifest",
+    "TensorEntry",
+    "plain_extra",
+    "read_manifest",
+    "write_manifest",
+]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LARGEST_EXTRA_BYTES = 1 << 20
+
+KEY = "manifest_sha256"
+NO_DIGEST = "0" * 64
+LAST_LINE = re.compile(rb',\n "' + KEY.encode() + rb'": "([0-9a-f]{64})"\n}\n\Z')
+
+Count = Annotated[int, Field(ge=1)]
+Place = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMeta:
+    """What a run says about itself in a checkpoint; whoever goes on from that compares it with its own.
+
+    `next_batch` is the number of the batch to go on with, `extra` small JSON of the caller's own.
+    """
+
+    next_batch: int
+    seed: int
+    schedule: str
+    num_stages: int
+    width: int
+    graph_hash: str
+    extra: dict[str, JsonValue] = field(default_factory=dict)
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TensorEntry(_Document):
+    """One tensor in a file; `dtype` is torch's own word for it, such as bfloat16."""
+
+    name: str
+    dtype: str
+    shape: list[Place]
+
+
+class FileEntry(_Document):
+    """One file, without the folder it lies in."""
+
+    name: str = Field(pattern=r"^rank-\d{4,}\.safetensors$")
+    num_bytes: Place
+    sha256: Sha256
+    tensors: list[TensorEntry]
+
+
+class Manifest(_Document):
+    """The whole of what is known about a checkpoint without looking into its files."""
+
+    format: Literal[1] = 1
+    step: Place = Field(description="batches trained")
+    next_batch: Place
+    clip_scale: float = Field(allow_inf_nan=False)
+    seed: int
+    schedule: str
+    num_stages: Count
+    width: Count
+    graph_hash: str
+    torch_version: str
+    bireme_version: str
+    extra: dict[str, JsonValue]
+    files: list[FileEntry] = Field(min_length=1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files together."""
+        return sum(file.num_bytes for file in self.files)
+
+
+def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """A copy of a caller's own part of the manifest, as it will be read; refused if it is no small JSON."""
+    try:
+        text = json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BiremeError(f"What is to be kept with a checkpoint must be JSON: {error}.") from error
+    if len(text) > LARGEST_EXTRA_BYTES:
+        raise BiremeError(
+            f"What is to be kept with a checkpoint takes {len(text)} bytes of JSON, and at most "
+            f"{LARGEST_EXTRA_BYTES} are allowed. Keep large things in tensors or files of their own."
+        )
+    copied: dict[str, JsonValue] = json.loads(text)
+    return copied
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into a folder that has none yet; return when it is on the disk."""
+    text = json.dumps(manifest.model_dump(mode="json"), allow_nan=False, indent=1).removesuffix("\n}")
+    unsigned = f'{text},\n "{KEY}": "{NO_DIGEST}"\n}}\n'.encode()
+    digest = hashlib.sha256(unsigned).hexdigest()
+    signed = LAST_LINE.sub(f',\n "{KEY}": "{digest}"\n}}\n'.encode(), unsigned)
+    with disk.create(folder / MANIFEST) as file:
+        disk.write(file, memoryview(signed))
+        disk.sync(file)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder; a `BiremeError` if it is not there, or not as it was written."""
+    path = folder / MANIFEST
+    try:
+        signed = path.read_bytes()
+    except FileNotFoundError:
+        raise BiremeError(f"{path} is missing: without it {folder.name} is no checkpoint.") from None
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    last = LAST_LINE.search(signed)
+    if last is None:
+        raise BiremeError(f"{path} is damaged or cut short: it does not end with its own checksum.")
+    unsigned = signed[: last.start(1)] + NO_DIGEST.encode() + signed[last.end(1) :]
+    if hashlib.sha256(unsigned).hexdigest().encode() != last[1]:
+        raise BiremeError(f"{path} is damaged: its bytes do not have the checksum in its last line.")
+    data = json.loads(signed)
+    del data[KEY]
+    return validated(data, Manifest, source=str(path))

@@ -1,0 +1,119 @@
+"""What rank 0 does with a draft: see that its parts belong together, make it a checkpoint, delete old ones.
+
+The name `step-…` is given last, when all of the draft is on the disk and was read back.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import bireme
+from bireme.errors import BiremeError
+from bireme.train.checkpoint import disk
+from bireme.train.checkpoint.agreement import Report
+from bireme.train.checkpoint.checkpoint import find_checkpoints, step_folder, step_of
+from bireme.train.checkpoint.folder import retire
+from bireme.train.checkpoint.manifest import (
+    CheckpointMeta,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
+
+__all__ = ["Draft", "delete_old", "publish", "refuse_foreign"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint on its way. `name` is its own among all of a run's, failed ones too."""
+
+    step: int
+    clip_scale: float
+    name: str
+    folder: Path
+    meta: CheckpointMeta
+
+
+def refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[Path]) -> None:
+    """Refuse a folder with checkpoints that a run does not go on from: two runs' would be mixed."""
+    found = [path for path in find_checkpoints(folder) if path not in damaged]
+    newest = step_of(found[-1]) if found else -1
+    if resumed_step is None and found:
+        raise BiremeError(
+            f"{folder} holds {len(found)} checkpoints of another run, up to step {newest}. Go on from the "
+            "newest, or name another folder."
+        )
+    if resumed_step is not None and newest > resumed_step:
+        raise BiremeError(
+            f"{folder} holds a checkpoint of step {newest}, newer than step {resumed_step} which this "
+            "run goes on from. Go on from the newest, name another folder, or move the newer ones away."
+        )
+
+
+def publish(draft: Draft, reports: Sequence[Report], folder: Path, damaged: Collection[Path]) -> Manifest:
+    """Make a checkpoint in `folder` of a draft whose parts were all written; its manifest.
+
+    One of the same step is in the way, unless it is among the `damaged`. If anything fails, there is none.
+    """
+    manifest = _manifest(draft, _matching_files(draft, reports))
+    write_manifest(draft.folder, manifest)
+    disk.sync_folder(draft.folder)
+    if read_manifest(draft.folder) != manifest:
+        raise BiremeError("its manifest reads otherwise than it was written")
+    target = step_folder(folder, draft.step)
+    if target in damaged and target.exists():
+        retire(target)
+    disk.rename(draft.folder, target)
+    try:
+        disk.sync_folder(folder)
+    except OSError:
+        retire(target)
+        raise
+    return manifest
+
+
+def delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path]) -> None:
+    """Delete all checkpoints behind those kept, which are verified and enough, and the damaged ones."""
+    for path in find_checkpoints(folder):
+        step = step_of(path)
+        if step not in kept_steps and (step < kept_steps[0] or path in damaged):
+            retire(path)
+
+
+def _manifest(draft: Draft, files: list[FileEntry]) -> Manifest:
+    return Manifest(
+        step=draft.step,
+        next_batch=draft.meta.next_batch,
+        clip_scale=draft.clip_scale,
+        seed=draft.meta.seed,
+        schedule=draft.meta.schedule,
+        num_stages=draft.meta.num_stages,
+        width=draft.meta.width,
+        graph_hash=draft.meta.graph_hash,
+        torch_version=str(torch.__version__),
+        bireme_version=bireme.__version__,
+        extra=draft.meta.extra,
+        files=files,
+    )
+
+
+def _matching_files(draft: Draft, reports: Sequence[Report]) -> list[FileEntry]:
+    """The files of all ranks, which must be of one moment, lie in the draft, and hold every name once."""
+    files = [report.file for report in reports if report.file is not None]
+    for report, file in zip(reports, files, strict=True):
+        if (report.step, report.clip_scale) != (draft.step, draft.clip_scale):
+            raise BiremeError(
+                f"rank {report.rank} holds step {report.step} with the clipping factor {report.clip_scale} "
+                f"and rank 0 step {draft.step} with {draft.clip_scale}, so they are not of the same moment"
+            )
+        if (draft.folder / file.name).stat().st_size != file.num_bytes:
+            raise BiremeError(f"rank 0 sees another {file.name} than rank {report.rank} has written")
+    seen: set[str] = set()
+    for name in (entry.name for file in files for entry in file.tensors):
+        if name in seen:
+            raise BiremeError(f"two ranks have written {name}")
+        seen.add(name)
+    return files

@@ -1,0 +1,172 @@
+"""A shard: the file of one rank, in the safetensors format, that any reader of that format can open.
+
+It is written and read here rather than by the safetensors package, because that one maps files into memory
+(where a disk's error kills the process instead of being told), knows not all types that torch has, and
+would need a second pass for the checksum.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.train.checkpoint import disk
+from bireme.train.checkpoint.manifest import FileEntry, TensorEntry
+
+__all__ = ["SavedTensors", "write_shard"]
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of types in the format. Tensors of any other are bytes there; the manifest says which."""
+HEAD_BYTES = 8
+"""The length of the header, at the front of a file."""
+LONGEST_HEADER_BYTES = 100_000_000
+"""What the safetensors package reads at most."""
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Write tensors on the CPU to a new file, and return when they are on the disk; what to expect there.
+
+    Bytes are written as they lie, so nothing is copied and every bit survives.
+    """
+    # The widest elements come first, so that each tensor lies at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header(names, tensors)
+    digest = hashlib.sha256(header)
+    num_bytes = len(header)
+    with disk.create(path) as file:
+        disk.write(file, memoryview(header))
+        for name in names:
+            data = _bytes_of(tensors[name])
+            num_bytes += len(data)
+            for begin in range(0, len(data), disk.CHUNK_BYTES):
+                chunk = data[begin : begin + disk.CHUNK_BYTES]
+                digest.update(chunk)
+                disk.write(file, chunk)
+        disk.sync(file)
+    entries = [_entry(name, tensors[name]) for name in names]
+    return FileEntry(name=path.name, num_bytes=num_bytes, sha256=digest.hexdigest(), tensors=entries)
+
+
+def _header(names: Sequence[str], tensors: Mapping[str, Tensor]) -> bytes:
+    places: dict[str, object] = {}
+    begin = 0
+    for name in names:
+        tensor = tensors[name]
+        end = begin + tensor.numel() * tensor.element_size()
+        code = CODES.get(tensor.dtype)
+        shape = [end - begin] if code is None else list(tensor.shape)
+        places[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(places, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEAD_BYTES)
+    return len(text).to_bytes(HEAD_BYTES, "little") + text
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().data
+
+
+def _entry(name: str, tensor: Tensor) -> TensorEntry:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(name=name, dtype=dtype, shape=list(tensor.shape))
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors in the shards of a folder, by name: each is read, and new, whenever it is asked for.
+
+    No file stays open and nothing stays mapped; several threads may read. What cannot be read is a
+    `BiremeError`.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        self._folder = folder
+        self._entries = {entry.name: entry for file in files for entry in file.tensors}
+        self._file_of = {entry.name: file.name for file in files for entry in file.tensors}
+        self._begins: dict[str, dict[str, int]] = {}
+        """Where each tensor begins, for every file whose header was read."""
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._folder / self._file_of[name]
+        try:
+            with FileIO(path, "rb") as file:
+                file.seek(self._begin(file, path, name))
+                return self._read(file, path, self._entries[name])
+        except OSError as error:
+            raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def _begin(self, file: FileIO, path: Path, name: str) -> int:
+        with self._lock:
+            if path.name not in self._begins:
+                self._begins[path.name] = _begins(file, path)
+            begin = self._begins[path.name].get(name)
+        if begin is None:
+            raise BiremeError(f"{path} has no tensor {name}, and the manifest says it has. It is damaged.")
+        return begin
+
+    def _read(self, file: FileIO, path: Path, entry: TensorEntry) -> Tensor:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise BiremeError(
+                f"{path} holds {entry.name} in the type {entry.dtype}, which torch {torch.__version__} has "
+                "not. Go on with a torch no older than the one that wrote it."
+            )
+        data = torch.empty(prod(entry.shape) * dtype.itemsize, dtype=torch.uint8)
+        if disk.read(file, data.numpy().data) < len(data):
+            raise BiremeError(f"{path} ends amid the tensor {entry.name}. It is damaged.")
+        return data.view(dtype).reshape(entry.shape)
+
+
+def _begins(file: FileIO, path: Path) -> dict[str, int]:
+    """Where the tensors of a file begin, as its header says."""
+    file.seek(0)
+    num_bytes = int.from_bytes(_next_bytes(file, HEAD_BYTES), "little")
+    if num_bytes > LONGEST_HEADER_BYTES:
+        raise BiremeError(f"{path} has a header that cannot be read (it is too long). It is damaged.")
+    try:
+        header: dict[str, Any] = json.loads(_next_bytes(file, num_bytes))
+        header.pop("__metadata__", None)
+        return {
+            name: HEAD_BYTES + num_bytes + int(place["data_offsets"][0]) for name, place in header.items()
+        }
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise BiremeError(f"{path} has a header that cannot be read ({error}). It is damaged.") from error
+
+
+def _next_bytes(file: FileIO, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    return bytes(data[: disk.read(file, memoryview(data))])

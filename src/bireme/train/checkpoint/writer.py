@@ -1,0 +1,281 @@
+"""Writing checkpoints while training goes on: each rank its own part, in a thread of its own.
+
+A folder `step-…` is there only once every part was written, synced and read back, and its manifest too: it
+is a draft of another name until then. What goes wrong costs that checkpoint, never the run or an older one.
+"""
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.runtime.snapshot import Snapshot
+from bireme.train.checkpoint import disk
+from bireme.train.checkpoint.agreement import Agreement, NoWordError, Opening, Report, Store, Verdict
+from bireme.train.checkpoint.checkpoint import Checkpoint, step_folder
+from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved, CheckpointWarning
+from bireme.train.checkpoint.folder import Hold, draft_folder, remove_leftovers, wait_for_token
+from bireme.train.checkpoint.manifest import CheckpointMeta, FileEntry, plain_extra
+from bireme.train.checkpoint.publish import Draft, delete_old, publish, refuse_foreign
+from bireme.train.checkpoint.shard import write_shard
+
+__all__ = ["CheckpointWriter"]
+
+LEAST_KEPT = 2
+"""One may turn out to be damaged when it is needed."""
+PARTING_S = 5.0
+"""How long a thread that was told to give up may take to do so."""
+
+
+class CheckpointWriter:
+    """Writes this rank's part of every checkpoint into `folder`, which all ranks share, in the background.
+
+    All ranks must make one, with a `store` that serves nothing else of this kind, and save the same steps.
+    `resumed_from` is what the run goes on from: only rank 0 needs it. A folder that another run writes to,
+    or that holds checkpoints this run does not go on from, is refused with a `BiremeError` on every rank.
+
+    `on_event` is called in the writer's thread; an exception of it comes out of the next call of a method.
+    At least the newest `keep` good checkpoints stay; older ones are deleted once that many newer ones were
+    verified by this run. `timeout_s` is how long a rank waits for another's part.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        num_ranks: int,
+        store: Store,
+        *,
+        keep: int = 2,
+        on_event: Callable[[CheckpointEvent], None],
+        resumed_from: Checkpoint | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if keep < LEAST_KEPT:
+            raise BiremeError(
+                f"keep is {keep}, but at least {LEAST_KEPT} checkpoints must be kept: the newest may turn "
+                "out to be damaged when it is needed."
+            )
+        self.folder = folder
+        self.rank = rank
+        self.keep = keep
+        self._on_event = on_event
+        self._agreement = Agreement(store, rank, num_ranks, timeout_s=timeout_s)
+        self._damaged = () if resumed_from is None else resumed_from.passed_over
+        self._good: list[int] = []
+        """Steps of the newest checkpoints that this run knows to be whole, rising; no more than kept."""
+        self._num_attempts: dict[int, int] = {}
+        self._thread: threading.Thread | None = None
+        self._tensors: Mapping[str, Tensor] = {}
+        """On their way to the thread, which lets go of them as soon as they are written."""
+        self._event_error: BaseException | None = None
+        self._hold: Hold | None = None
+        self._is_closed = False
+        self._token = self._open(resumed_from) if rank == 0 else self._follow()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Who leaves because of an error shall not wait for ranks that may be gone.
+        self.close(None if error is None else 0.0)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint that this run knows to be whole; at first its start."""
+        return self._good[-1] if self._good else None
+
+    def save(self, snapshot: Snapshot, meta: CheckpointMeta, *, copied_s: float = 0.0) -> None:
+        """Have the checkpoint behind this snapshot written, and return at once.
+
+        If the one before is still being written, this waits for that first. The snapshot's tensors must not
+        change any more. `copied_s` is how long taking it took: it is told as stall. A step that is a good
+        checkpoint already is not written again.
+        """
+        called_s = time.monotonic()
+        self.wait()
+        if self._is_closed:
+            raise BiremeError(f"The writer of checkpoints to {self.folder} is closed already.")
+        step = snapshot.num_trained
+        if step in self._good:
+            return
+        if self._good and step < self._good[-1]:
+            raise BiremeError(
+                f"The checkpoint of step {step} would be older than that of step {self._good[-1]}, which "
+                "is there already. A run saves its steps in their order."
+            )
+        meta = dataclasses.replace(meta, extra=plain_extra(meta.extra))
+        attempt = self._num_attempts[step] = self._num_attempts.get(step, 0) + 1
+        name = f"{step}-{attempt}"
+        path = draft_folder(self.folder, f"{name}-{self._token}")
+        draft = Draft(step, snapshot.clip_scale, name, path, meta)
+        self._tensors = snapshot.tensors
+        stall_s = copied_s + time.monotonic() - called_s
+        self._thread = threading.Thread(
+            target=self._work, args=(draft, stall_s), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written any more; whether that is so."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return False
+            self._thread = None
+        if self._event_error is not None:
+            error, self._event_error = self._event_error, None
+            raise error
+        return True
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for what is being written, give up after `timeout_s`, and let others write to the folder."""
+        self._is_closed = True
+        try:
+            if not self.wait(timeout_s):
+                self._agreement.give_up()
+                self.wait(PARTING_S)
+        finally:
+            # With a thread that hangs in the disk the folder stays this process's, until that ends.
+            if self._hold is not None and self._thread is None:
+                self._hold.release()
+                self._hold = None
+
+    # Opening: rank 0 takes the folder, the others follow.
+
+    def _open(self, resumed_from: Checkpoint | None) -> str:
+        step = None if resumed_from is None else resumed_from.manifest.step
+        try:
+            hold = self._hold = Hold(self.folder, self._doubt)
+            refuse_foreign(self.folder, step, self._damaged)
+            remove_leftovers(self.folder)
+            self._good = [] if step is None else [step]
+            self._agreement.open(Opening(token=hold.token, good_steps=self._good))
+        except BaseException as error:
+            if self._hold is not None:
+                self._hold.release()
+            with contextlib.suppress(NoWordError):
+                self._agreement.open(Opening(error=str(error) or type(error).__name__))
+            if isinstance(error, NoWordError | OSError):
+                raise BiremeError(
+                    f"No checkpoint can be written to {self.folder}: {_reason(error)}."
+                ) from error
+            raise
+        return hold.token
+
+    def _follow(self) -> str:
+        try:
+            opening = self._agreement.opening()
+        except NoWordError as error:
+            raise BiremeError(f"No checkpoint can be written to {self.folder}: {error}.") from error
+        if opening.error is not None:
+            raise BiremeError(opening.error)
+        wait_for_token(self.folder, opening.token)
+        self._good = list(opening.good_steps)
+        return opening.token
+
+    def _doubt(self, text: str) -> None:
+        self._on_event(CheckpointWarning(self.newest_step or 0, text))
+
+    # In the writer's thread.
+
+    def _work(self, draft: Draft, stall_s: float) -> None:
+        try:
+            began_s = time.monotonic()
+            verdict = self._agree(draft, self._write_own(draft))
+            if verdict is not None and verdict.error is None:
+                self._good = [*self._good, draft.step][-self.keep :]
+                where, write_s = step_folder(self.folder, draft.step), time.monotonic() - began_s
+                saved = CheckpointSaved(draft.step, where, verdict.num_bytes, stall_s, write_s)
+                self._on_event(saved)
+                if self.rank == 0 and len(self._good) == self.keep:
+                    self._delete_old(draft.step)
+            elif verdict is not None:
+                shutil.rmtree(draft.folder, ignore_errors=True)
+                kept = f"the newest is that of step {self._good[-1]}" if self._good else "there is none yet"
+                text = f"Step {draft.step} did not become a checkpoint; {kept}. {verdict.error}"
+                self._on_event(CheckpointWarning(draft.step, text))
+        except BaseException as error:
+            self._event_error = error
+
+    def _write_own(self, draft: Draft) -> Report:
+        """Write and verify this rank's part. Whatever goes wrong is in the report, for all to know."""
+        path = draft.folder / f"rank-{self.rank:04d}.safetensors"
+        if not math.isfinite(draft.clip_scale):
+            self._tensors = {}
+            why = f"Rank {self.rank} clips by {draft.clip_scale}, which is nothing to go on from."
+            return Report(rank=self.rank, step=draft.step, error=why)
+        try:
+            entry = self._write_verified(path)
+        except Exception as error:
+            why = f"Rank {self.rank} could not write {path}: {_reason(error)}."
+            return Report(rank=self.rank, step=draft.step, error=why)
+        return Report(rank=self.rank, step=draft.step, clip_scale=draft.clip_scale, file=entry)
+
+    def _write_verified(self, path: Path) -> FileEntry:
+        tensors, self._tensors = self._tensors, {}
+        path.parent.mkdir(exist_ok=True)
+        entry = write_shard(path, tensors)
+        del tensors
+        disk.sync_folder(path.parent)
+        found = disk.digest_of(path, from_disk=True)
+        if (found.num_bytes, found.sha256) != (entry.num_bytes, entry.sha256):
+            raise BiremeError("read back, it is not what was written; the disk or the memory is faulty")
+        return entry
+
+    def _agree(self, draft: Draft, own: Report) -> Verdict | None:
+        """What became of a draft, for all ranks the same; None, and a warning, where there is no word."""
+        if self.rank == 0:
+            verdict = self._judge(draft, own)
+            with contextlib.suppress(NoWordError):  # it is what it is, whether others can be told or not
+                self._agreement.judge(draft.name, verdict)
+            return verdict
+        try:
+            self._agreement.report(draft.name, own)
+            return self._agreement.verdict(draft.name)
+        except NoWordError as error:
+            known = f"Whether step {draft.step} became a checkpoint is not known to rank {self.rank}"
+            self._on_event(CheckpointWarning(draft.step, f"{known}: {error}."))
+            return None
+
+    def _judge(self, draft: Draft, own: Report) -> Verdict:
+        """Make a checkpoint of the draft if all parts are there."""
+        others = self._agreement.reports(draft.name)
+        reports = [own, *(report for report in others if isinstance(report, Report))]
+        errors = [report.error for report in reports if report.error is not None]
+        errors += [sentence for sentence in others if isinstance(sentence, str)]
+        if errors:
+            return Verdict(error=" ".join(errors))
+        try:
+            manifest = publish(draft, reports, self.folder, self._damaged)
+        except Exception as error:
+            where = step_folder(self.folder, draft.step)
+            return Verdict(error=f"{where} could not be made: {_reason(error)}.")
+        return Verdict(num_bytes=manifest.num_bytes)
+
+    def _delete_old(self, step: int) -> None:
+        try:
+            delete_old(self.folder, self._good, self._damaged)
+        except (OSError, BiremeError) as error:
+            text = f"Old checkpoints in {self.folder} could not be deleted: {_reason(error)}."
+            self._on_event(CheckpointWarning(step, text))
+
+
+def _reason(error: Exception) -> str:
+    """Why something failed, as the end of a sentence without its full stop."""
+    if isinstance(error, OSError):
+        return str(error.strerror or error)
+    text = str(error).removesuffix(".")
+    return text if isinstance(error, BiremeError | NoWordError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,214 @@
+"""Samples from a function of the user's: `package.module:function`, or `file.py:function`.
+
+The function takes nothing and returns a dataset: with a length, and for each number below it a dict of
+tensors by the names of the model's inputs; or one dict of tensors whose first axis is the samples. Every
+process calls it for itself, so it must make the same dataset each time.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError, closest
+from bireme.train.data.samples import Batch
+
+__all__ = ["OwnSamples", "is_own", "own_samples"]
+
+LAYOUT = (
+    "It must return a dataset with a length whose items are dicts of tensors by the names of the "
+    "model's inputs, or one dict of tensors whose first axis is the samples."
+)
+
+
+def is_own(text: str) -> bool:
+    """Whether a source is written like a function, and not like a file that is there."""
+    place, _, name = text.removeprefix("python:").rpartition(":")
+    written = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    return bool(place) and name.isidentifier() and written and not Path(text).exists()
+
+
+def own_samples(text: str) -> "OwnSamples":
+    """The samples that a function makes; `text` names it."""
+    place, _, name = text.removeprefix("python:").rpartition(":")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    function: Callable[[], Any] | None = getattr(module, name, None)
+    if function is None:
+        public = [word for word in vars(module) if not word.startswith("_")]
+        hint = closest(name, public) if public else "It has nothing public."
+        raise BiremeError(f"{place} has no function {name!r}. {hint}")
+    if not callable(function):
+        raise BiremeError(f"{text} is a {type(function).__name__}, not a function. {LAYOUT}")
+    try:
+        dataset = function()
+    except BiremeError:
+        raise
+    except Exception as error:
+        raise BiremeError(f"The data function {text} fails: {_reason(error)}.") from error
+    return OwnSamples(text, dataset, is_remade=True)
+
+
+class OwnSamples:
+    """A dataset that somebody made, checked sample by sample.
+
+    `origin` is what to call it in a message. With `is_remade` another process gets it by calling the function
+    that `origin` names; else it is pickled.
+    """
+
+    is_quick = False
+
+    def __init__(self, origin: str, dataset: Any, *, is_remade: bool = False) -> None:
+        self._origin = origin
+        self._is_remade = is_remade
+        self._dataset = _Rows(origin, dataset) if isinstance(dataset, Mapping) else dataset
+        self._length = _length_of(origin, self._dataset)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if self._is_remade:
+            return own_samples, (self._origin,)
+        return OwnSamples, (self._origin, self._dataset)
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """The samples of these numbers, stacked."""
+        samples = [self._sample(int(number)) for number in numbers]
+        first = _kinds(samples[0])
+        for number, sample in zip(numbers, samples, strict=True):
+            if _kinds(sample) != first:
+                raise BiremeError(
+                    f"Samples {numbers[0]} and {number} of {self._origin} cannot be in one batch: "
+                    f"{_shown(samples[0])}, and {_shown(sample)}. Give all the same names, cut or pad "
+                    "them to the same sizes, and convert them to one type."
+                )
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def _sample(self, number: int) -> Batch:
+        try:
+            sample = self._dataset[number]
+        except Exception as error:
+            raise BiremeError(f"Sample {number} of {self._origin} fails: {_reason(error)}.") from error
+        if not isinstance(sample, Mapping) or not sample or not all(isinstance(name, str) for name in sample):
+            kind = "nothing" if sample is None else f"a {type(sample).__name__}"
+            raise BiremeError(
+                f"Sample {number} of {self._origin} is {kind}. A sample is a dict of tensors by the "
+                "names of the "
+                'model\'s inputs, such as {"pixel_values": image, "labels": label}.'
+            )
+        return {name: self._tensor(value, name, number) for name, value in sample.items()}
+
+    def _tensor(self, value: object, name: str, number: int) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach()
+        if isinstance(value, bool | int | float | np.ndarray | np.generic):
+            try:
+                return torch.as_tensor(value)
+            except TypeError:  # an array of a type that torch does not have
+                pass
+        raise BiremeError(
+            f"In sample {number} of {self._origin}, {name} is a {type(value).__name__}. Make it a "
+            "tensor, an array or a number."
+        )
+
+
+class _Rows:
+    """Tensors whose first axis is the samples, as a dataset."""
+
+    def __init__(self, origin: str, columns: Mapping[Any, Any]) -> None:
+        fitting = columns and all(
+            isinstance(name, str) and isinstance(column, Tensor | np.ndarray) and column.ndim
+            for name, column in columns.items()
+        )
+        if not fitting or len({len(column) for column in columns.values()}) != 1:
+            raise BiremeError(
+                f"{origin} returns a dict that is no set of samples: its values must be tensors whose "
+                "first axes are equally long."
+            )
+        self._columns = {name: torch.as_tensor(column) for name, column in columns.items()}
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, number: int) -> Batch:
+        return {name: column[number] for name, column in self._columns.items()}
+
+
+def _length_of(origin: str, dataset: Any) -> int:
+    if (
+        not hasattr(dataset, "__getitem__")
+        or not hasattr(dataset, "__len__")
+        or isinstance(dataset, str | bytes)
+    ):
+        kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
+        endless = (
+            " One that only goes on cannot be shuffled or resumed." if isinstance(dataset, Iterator) else ""
+        )
+        raise BiremeError(f"{origin} returns {kind}. {LAYOUT}{endless}")
+    try:
+        length = len(dataset)
+    except Exception as error:
+        raise BiremeError(f"The dataset of {origin} does not tell its length: {_reason(error)}.") from error
+    if not length:
+        raise BiremeError(f"The dataset of {origin} has no samples, so there is nothing to train on.")
+    return length
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise BiremeError(f"There is no file {path}, so the function for the data cannot be called.")
+    path = path.resolve()
+    name = f"bireme_data_{sha256(str(path).encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    specification = importlib.util.spec_from_file_location(name, path)
+    if specification is None or specification.loader is None:
+        raise BiremeError(f"{path} cannot be imported as Python.")
+    module = importlib.util.module_from_spec(specification)
+    # What lies beside the file can be imported by it, as when Python runs it; last, so that it hides nothing.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module
+    try:
+        specification.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
+        raise BiremeError(f"{path} cannot be imported: {_reason(error)}.") from error
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # importing runs the module, and that can fail in any way
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise BiremeError(
+                f"There is no Python module {missing}. Install it, put its folder on PYTHONPATH, or name "
+                "the file: file.py:function."
+            ) from None
+        raise BiremeError(f"The Python module {name} cannot be imported: {_reason(error)}.") from error
+
+
+def _kinds(sample: Batch) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in sample.items()}
+
+
+def _shown(sample: Batch) -> str:
+    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in sample.items()}
+    return ", ".join(f"{name} {kinds[name]} {list(tensor.shape)}" for name, tensor in sample.items())
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2]).rstrip('.')}" if lines else type(error).__name__

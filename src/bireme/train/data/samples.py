@@ -1,0 +1,198 @@
+"""Samples: what a batch is stacked from. Tokens are cut into samples of one length, without a gap.
+
+Samples have numbers from 0 on, and a number always means the same sample. What is kept for evaluation is the
+last part, and no token of it is trained on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.train.data.tokens import IGNORED, Tokens
+
+__all__ = [
+    "Batch",
+    "PackedSamples",
+    "Part",
+    "Samples",
+    "Split",
+    "only",
+    "packed",
+    "split_samples",
+    "split_tokens",
+]
+
+Batch = dict[str, Tensor]
+
+
+class Samples(Protocol):
+    """Numbered samples. All have tensors of the same names, types and shapes."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether samples only have to be read: no work for other processes."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """The samples of these numbers, stacked: the first axis of each tensor is the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """Samples of `length` tokens, from the tokens `begin` up to but without `end`.
+
+    A sample has `input_ids` and `labels`, which are the same ids in the same places: the model shifts them.
+    Where a token does not count its label is -100. An id of `vocabulary` or more is an error, for it would
+    read beyond the model's embedding; None leaves ids unchecked.
+    """
+
+    tokens: Tokens
+    length: int
+    begin: int
+    end: int
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise BiremeError(
+                f"Samples have {self.length} tokens; a model that predicts the next token needs at least 2."
+            )
+
+    @property
+    def is_quick(self) -> bool:
+        """Tokens are only read."""
+        return True
+
+    def __len__(self) -> int:
+        return max(self.end - self.begin, 0) // self.length
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """The samples of these numbers, stacked."""
+        rows = np.empty((len(numbers), self.length), np.int64)
+        for row, number in zip(rows, numbers, strict=True):
+            first = self.begin + int(number) * self.length
+            row[:] = self.tokens.ids[first : first + self.length]
+        uncounted = rows < 0 if self.tokens.has_uncounted else None
+        ids = rows if uncounted is None else np.where(uncounted, -1 - rows, rows)
+        self._check(ids, numbers)
+        labels = ids.copy() if uncounted is None else np.where(uncounted, IGNORED, ids)
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+    def _check(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], numbers: Sequence[int]) -> None:
+        if self.vocabulary is None or not ids.size or (ids.max() < self.vocabulary and ids.min() >= 0):
+            return
+        wrong = ((ids >= self.vocabulary) | (ids < 0)).any(axis=1).argmax()
+        worst = ids[wrong].max() if ids[wrong].max() >= self.vocabulary else ids[wrong].min()
+        raise BiremeError(
+            f"Sample {numbers[int(wrong)]} of {self.tokens.origin} has the token id {worst}, and the "
+            f"model has {self.vocabulary} tokens, from 0 to {self.vocabulary - 1}. Use the tokenizer and "
+            "the model together that belong together, and the dtype that the tokens were written with."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The samples `begin` up to but without `end` of others, numbered from 0."""
+
+    samples: Samples
+    begin: int
+    end: int
+
+    @property
+    def is_quick(self) -> bool:
+        """As the others are."""
+        return self.samples.is_quick
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """The samples of these numbers, stacked."""
+        return self.samples.take([self.begin + int(number) for number in numbers])
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Samples to train on, and others to evaluate with; None where there are to be none."""
+
+    training: Samples
+    evaluation: Samples | None
+
+
+def only(batch: Batch, names: Sequence[str] | None) -> Batch:
+    """The tensors of these names of a batch; all where there are no names."""
+    if names is None:
+        return batch
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise BiremeError(f"The samples hold {', '.join(batch)}, and not {', '.join(missing)}.")
+    return {name: batch[name] for name in names}
+
+
+def packed(tokens: Tokens, length: int, vocabulary: int | None = None) -> PackedSamples:
+    """All of a corpus as samples of `length` tokens; what is left over at its end is not used."""
+    return PackedSamples(tokens, length, 0, len(tokens), vocabulary)
+
+
+def split_tokens(
+    tokens: Tokens, length: int, fraction: float, *, least: int = 1, vocabulary: int | None = None
+) -> Split:
+    """The last fraction of a corpus apart, for evaluation: of whole documents, where they end near there.
+
+    It is as long as `least` samples at least, and nothing if the fraction is 0.
+    """
+    _check_fraction(fraction)
+    end = len(tokens)
+    if not fraction:
+        return Split(packed(tokens, length, vocabulary), None)
+    wanted = max(round(end * fraction), least * length)
+    if wanted > end - length:
+        raise BiremeError(
+            f"{tokens.origin} has {end} tokens, too few for a sample of {length} to train on and {least} "
+            "to evaluate with. Give more text, a smaller length, or 0 for the fraction to evaluate with."
+        )
+    cut = _document_end_near(tokens, end - wanted, length, least * length)
+    training = PackedSamples(tokens, length, 0, cut, vocabulary)
+    return Split(training, PackedSamples(tokens, length, cut, end, vocabulary))
+
+
+def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split:
+    """The last fraction of samples apart, for evaluation; `least` of them, and none if the fraction is 0."""
+    _check_fraction(fraction)
+    if not fraction:
+        return Split(samples, None)
+    num_apart = max(round(len(samples) * fraction), least)
+    if num_apart >= len(samples):
+        raise BiremeError(
+            f"There are {len(samples)} samples, too few to keep {num_apart} of them for evaluation. Give "
+            "more, or 0 for the fraction."
+        )
+    cut = len(samples) - num_apart
+    return Split(Part(samples, 0, cut), Part(samples, cut, len(samples)))
+
+
+def _check_fraction(fraction: float) -> None:
+    if not 0 <= fraction < 1:
+        raise BiremeError(
+            f"The fraction to evaluate with is {fraction}; it must be at least 0 and less than 1."
+        )
+
+
+def _document_end_near(tokens: Tokens, cut: int, least_ahead: int, least_behind: int) -> int:
+    """The document's end nearest to a cut, unless it makes the part behind it half or double as large."""
+    ends = tokens.document_ends
+    if ends is None or not len(ends):
+        return cut
+    place = int(np.searchsorted(ends, cut))
+    near = [int(ends[neighbour]) for neighbour in (place - 1, place) if 0 <= neighbour < len(ends)]
+    best = min(near, key=lambda end: abs(end - cut))
+    behind, wanted = len(tokens) - best, len(tokens) - cut
+    fits = wanted <= 2 * behind and behind <= 2 * wanted
+    return best if fits and behind >= least_behind and best >= least_ahead else cut

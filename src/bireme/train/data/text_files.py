@@ -1,0 +1,214 @@
+"""Text in files, read piece by piece in an order that is always the same.
+
+A file is a document. What cannot be read as text is left out and named; nothing is ever read whole into
+memory. Text is UTF-8.
+"""
+
+import codecs
+import fnmatch
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from zlib import crc32
+
+from bireme.errors import BiremeError
+
+__all__ = ["PIECE_BYTES", "Passage", "TextFiles", "one_file", "python_sources", "text_folder"]
+
+PIECE_BYTES = 1 << 17
+"""A document longer than this is read, and tokenised, in passages that end with a line where they can."""
+
+STDLIB_BYTES = 20_000_000
+"""Of Python's own sources no more than this is taken, so that the first run starts soon."""
+
+NO_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+"""Folders of the standard library that hold what others wrote, or tests, which are mostly data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Text of one document, the end of it if `ends_document`.
+
+    `size` is its part of the size of all that it comes from.
+    """
+
+    text: str
+    size: int
+    ends_document: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file as it was when it was listed; `path` is absolute."""
+
+    path: Path
+    num_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """Files to be read as text, one document each, in this order.
+
+    `skipped` names those that were left out when the files were listed. `origin` is what to call them all in
+    a message. Where `must_read` is set, a file that is no text is an error and not left out.
+    """
+
+    origin: str
+    files: tuple[TextFile, ...]
+    skipped: tuple[str, ...] = ()
+    must_read: bool = False
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files together."""
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def identity(self) -> str:
+        """Words that differ when the text may differ: from paths, sizes and times of change."""
+        words = sha256()
+        for file in self.files:
+            words.update(f"{file.path}\0{file.num_bytes}\0{file.modified_ns}\n".encode(errors="replace"))
+        return f"files {words.hexdigest()}"
+
+    def passages(self, skip: Callable[[str], None]) -> Iterator[Passage]:
+        """All text; `skip` is told each file that turns out to be no text."""
+        for file in self.files:
+            try:
+                yield from _passages_of(file.path)
+            except UnicodeDecodeError as error:
+                if self.must_read:
+                    raise BiremeError(f"{file.path} cannot be read as UTF-8 text: {error}.") from error
+                skip(str(file.path))
+            except OSError as error:
+                # What is left out is remembered, and this may be well again tomorrow.
+                raise BiremeError(f"{file.path} could not be read: {error.strerror or error}.") from error
+
+
+def one_file(path: Path) -> TextFiles:
+    """A single text file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    file = TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
+    return TextFiles(str(path), (file,), must_read=True)
+
+
+def text_folder(folder: Path, pattern: str = "*") -> TextFiles:
+    """The files in a folder and the folders in it, sorted, whose names match the pattern.
+
+    A pattern with a slash is one for the whole path below the folder. Hidden files and folders, and what
+    cannot be read, are skipped; links to folders are not followed.
+    """
+    if not folder.is_dir():
+        raise BiremeError(f"There is no folder {folder} to read text from.")
+    skipped: list[str] = []
+    found = {_below(path, folder): path for path in _walked(folder, skipped, frozenset())}
+    files = [_listed(found[name], skipped) for name in sorted(found) if _matches(name, pattern)]
+    listed = tuple(file for file in files if file is not None)
+    if not listed:
+        hidden = f" {len(skipped)} hidden or unreadable ones were skipped." if skipped else ""
+        raise BiremeError(
+            f"The folder {folder} has no files that match {pattern!r}, so there is no text to train "
+            f"on.{hidden} Give another folder or pattern."
+        )
+    return TextFiles(str(folder), listed, tuple(skipped))
+
+
+def python_sources(most_bytes: int = STDLIB_BYTES) -> TextFiles:
+    """The sources of the running Python's standard library, without its tests, `most_bytes` at most.
+
+    Their order mixes them: it depends on their names alone, and any part of it is like the whole.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    skipped: list[str] = []
+    found = {_below(path, folder): path for path in _walked(folder, skipped, NO_SOURCES)}
+    mixed = sorted(
+        (name for name in found if name.endswith(".py")), key=lambda name: (crc32(name.encode()), name)
+    )
+    files: list[TextFile] = []
+    total = 0
+    for file in (_listed(found[name], skipped) for name in mixed):
+        if file is not None and total + file.num_bytes <= most_bytes:
+            files.append(file)
+            total += file.num_bytes
+    if not files:
+        raise BiremeError(
+            f"This Python has no sources of its standard library in {folder}. Give a source of data: a "
+            "file or a folder of text."
+        )
+    return TextFiles("stdlib", tuple(files), tuple(skipped))
+
+
+def _below(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if "/" not in pattern:
+        return fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.removeprefix("**/"))
+
+
+def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> Iterator[Path]:
+    """All files below a folder; what is passed over is added to `skipped`."""
+
+    def failed(error: OSError) -> None:
+        skipped.append(str(error.filename))
+
+    for root, folders, names in os.walk(folder, onerror=failed):
+        for name in [name for name in folders if name.startswith(".")]:
+            folders.remove(name)
+            skipped.append(str(Path(root, name)))
+        folders[:] = sorted(name for name in folders if name not in left_out)
+        for name in names:
+            if name.startswith("."):
+                skipped.append(str(Path(root, name)))
+            else:
+                yield Path(root, name)
+
+
+def _listed(path: Path, skipped: list[str]) -> TextFile | None:
+    try:
+        status = path.stat()
+        if path.is_file() and os.access(path, os.R_OK):
+            return TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
+    except OSError:
+        pass
+    skipped.append(str(path))
+    return None
+
+
+def _passages_of(path: Path) -> Iterator[Passage]:
+    """A file's text. Raises where its first piece is no text; later bytes that are none are replaced.
+
+    For by then something of the file has been given away.
+    """
+    with path.open("rb") as file:
+        begun = file.read(PIECE_BYTES)
+        if b"\0" in begun:
+            raise UnicodeDecodeError("utf-8", begun[:1], 0, 1, "text has no bytes that are 0")
+        strict = codecs.getincrementaldecoder("utf-8-sig")()
+        lenient = codecs.getincrementaldecoder("utf-8")("replace")
+        kept = strict.decode(begun, final=len(begun) < PIECE_BYTES)
+        # The start of a character that goes on in the next piece.
+        lenient.decode(strict.getstate()[0])
+        num_bytes = len(begun)
+        while piece := file.read(PIECE_BYTES):
+            ready, kept = _cut(kept)
+            yield Passage(ready, num_bytes, ends_document=False)
+            kept += lenient.decode(piece)
+            num_bytes = len(piece)
+        yield Passage(kept + lenient.decode(b"", final=True), num_bytes, ends_document=True)
+
+
+def _cut(text: str) -> tuple[str, str]:
+    """Text up to the end of its last line, or else of its last word, and the rest."""
+    line = text.rfind("\n") + 1
+    end = line if line else text.rfind(" ")
+    return (text[:end], text[end:]) if end > 0 else (text, "")

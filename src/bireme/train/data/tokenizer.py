@@ -1,0 +1,208 @@
+"""Text to tokens and back: the bytes themselves, or a tokenizer in a folder of the transformers package.
+
+A tokenizer is named as `bytes`, as a folder, or as `auto`, which is the model's folder if it has one. Nothing
+is downloaded, and code that lies in a folder is never run.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bireme.errors import BiremeError
+
+__all__ = ["ByteTokenizer", "FolderTokenizer", "Ids", "Tokenizer", "has_tokenizer", "load_tokenizer"]
+
+Ids = NDArray[np.int64]
+
+NUM_BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """What turns text into token ids and back."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids are below this."""
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that stands behind each document; None where there is no such token."""
+
+    @property
+    def identity(self) -> str:
+        """Words that differ when the same text may give other ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with no marks put around them."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without the marks among them; whatever they are, this is some text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """Text in UTF-8, a token for each byte, and one more for the end of a text."""
+
+    has_end_of_text: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """256, or 257."""
+        return NUM_BYTES + self.has_end_of_text
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id behind those of the bytes."""
+        return NUM_BYTES if self.has_end_of_text else None
+
+    @property
+    def identity(self) -> str:
+        """Which of the two it is."""
+        return f"bytes {self.num_tokens}"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode(errors="replace"))
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """The bytes of each text."""
+        return [np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int64) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; bytes that are none in UTF-8 show as U+FFFD."""
+        return bytes(number for number in ids if 0 <= number < NUM_BYTES).decode(errors="replace")
+
+
+class FolderTokenizer:
+    """The tokenizer in a folder that transformers reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = _loaded(folder)
+        self._folder = folder
+        vocabulary = self._tokenizer.get_vocab()
+        if not vocabulary:
+            raise BiremeError(f"The tokenizer in {folder} has no tokens. Name the folder of another.")
+        self._num_tokens = int(max(vocabulary.values())) + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids are below this: the vocabulary with what was added to it."""
+        return self._num_tokens
+
+    @property
+    def end_of_text(self) -> int | None:
+        """Its end of sequence, or what separates texts where it knows no end."""
+        for number in (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id):
+            if number is not None:
+                return int(number)
+        return None
+
+    @property
+    def identity(self) -> str:
+        """From what the tokenizer is, wherever it lies; from its files where it does not tell."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        words = sha256(f"{type(self._tokenizer).__name__} {self.end_of_text}".encode())
+        if backend is not None:
+            words.update(backend.to_str().encode())
+        else:
+            for path in sorted(path for path in self._folder.iterdir() if _may_tell(path)):
+                words.update(path.name.encode() + b"\0" + path.read_bytes())
+        return f"tokenizer {words.hexdigest()}"
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without a mark for its beginning or end."""
+        return [int(number) for number in self._ids([text])[0]]
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text; many at once are on many cores."""
+        return [np.asarray(ids, np.int64) for ids in self._ids(list(texts))] if texts else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; ids beyond the vocabulary, which a model with a larger one can write, are left out."""
+        known = [int(number) for number in ids if 0 <= number < self.num_tokens]
+        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+
+def load_tokenizer(
+    name: str, *, model_folder: Path | None = None, model_vocabulary: int | None = None
+) -> Tokenizer:
+    """The tokenizer of this name: `bytes`, a folder, or `auto`.
+
+    Bytes have no token for the end of a text where the model has just 256 tokens.
+    """
+    if name == "auto":
+        if model_folder is not None and has_tokenizer(model_folder):
+            return FolderTokenizer(model_folder)
+        name = "bytes"
+    if name == "bytes":
+        return ByteTokenizer(has_end_of_text=model_vocabulary != NUM_BYTES)
+    return FolderTokenizer(Path(name))
+
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+LARGEST_BYTES = 1 << 26
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer of transformers."""
+    return any((folder / name).is_file() for name in FILES)
+
+
+def _may_tell(path: Path) -> bool:
+    weights = (".safetensors", ".bin", ".pt", ".h5", ".gguf", ".msgpack", ".onnx")
+    return path.is_file() and path.suffix not in weights and path.stat().st_size <= LARGEST_BYTES
+
+
+def _loaded(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise BiremeError(
+            f"There is no tokenizer {str(folder)!r}: write bytes, auto, or a folder with a tokenizer of "
+            "transformers. Nothing is downloaded."
+        )
+    if not has_tokenizer(folder):
+        raise BiremeError(
+            f"The folder {folder} holds no tokenizer: it has none of {', '.join(FILES)}. Save one there, "
+            "or write bytes."
+        )
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise BiremeError(
+            f"The tokenizer in {folder} needs the transformers package ({error}); install bireme[hf]."
+        ) from error
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a tokenizer's mistakes come as whatever its reader stumbles over
+        lines = str(error).strip().splitlines() or ["it says no more"]
+        raise BiremeError(
+            f"The tokenizer in {folder} cannot be read: {type(error).__name__}: {lines[0].rstrip('.')}."
+        ) from error

@@ -1,0 +1,223 @@
+"""Worker processes that make batches of a slow dataset, each a batch of its own, in turns.
+
+A worker takes no notice of interrupts, which are its parent's to handle, and ends with its parent, whatever
+ended that. What goes wrong in it is raised in the parent, with the number of the sample.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.train.data.samples import Batch, Samples, only
+
+__all__ = ["Task", "batches_of_workers"]
+
+LOOK_S = 0.2
+"""How long to wait for a worker before looking whether the batches are still wanted."""
+
+GRACE_S = 1.0
+"""So long may a worker go on with what it is at before it is killed."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A batch to make: of the samples of these numbers. `seed` is what its random draws begin with."""
+
+    batch: int
+    numbers: tuple[int, ...]
+    seed: int
+    names: tuple[str, ...] | None
+
+
+def batches_of_workers(
+    samples: Samples, tasks: Iterator[Task], num_workers: int, is_wanted: Callable[[], bool]
+) -> Iterator[Batch]:
+    """The batches of the tasks, in their order. Ends early when they are no longer wanted.
+
+    The workers are there while the iterator is; one batch for each is being made ahead.
+    """
+    try:
+        pickled = pickle.dumps(samples)
+    except Exception as error:
+        raise BiremeError(
+            f"The dataset cannot be sent to worker processes ({type(error).__name__}: {error}). Name it "
+            "as file.py:function, or use num_workers = 0."
+        ) from error
+    workers: list[_Worker] = []
+    try:
+        workers += (_Worker(place, num_workers, pickled) for place in range(num_workers))
+        waiting: list[_Worker] = []
+        for worker in workers:
+            worker.start_next(tasks, waiting)
+        while waiting:
+            worker = waiting.pop(0)
+            batch = worker.result(is_wanted)
+            if batch is None:
+                return
+            worker.start_next(tasks, waiting)
+            yield batch
+    finally:
+        _end(workers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What went wrong in a worker: a sentence for people, or where it comes from a bug, where that is."""
+
+    sentence: str
+    trace: str
+    is_for_people: bool
+
+
+class _Worker:
+    """The parent's side of one worker."""
+
+    def __init__(self, place: int, num_workers: int, pickled: bytes) -> None:
+        self._name = f"data worker {place + 1} of {num_workers}"
+        self._batch = 0
+        self.connection, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=_work, args=(theirs, pickled), name=f"bireme {self._name}")
+        with _signals_waiting():
+            self.process.start()
+        theirs.close()  # so that the end of the worker is the end of what it sends
+
+    def start_next(self, tasks: Iterator[Task], waiting: "list[_Worker]") -> None:
+        """Give the worker the next task, if there is one, and put it with those whose results are due."""
+        task = next(tasks, None)
+        if task is None:
+            return
+        self._batch = task.batch
+        waiting.append(self)
+        with contextlib.suppress(OSError):  # It is gone then; that shows when its result is due.
+            self.connection.send(task)
+
+    def result(self, is_wanted: Callable[[], bool]) -> Batch | None:
+        """The batch that the worker was to make; None when it is no longer wanted."""
+        try:
+            while not self.connection.poll(LOOK_S):
+                if not is_wanted():
+                    return None
+            answer = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(answer, _Failure):
+            error = (BiremeError if answer.is_for_people else RuntimeError)(answer.sentence)
+            error.add_note(f"In {self._name}:\n{answer.trace}")
+            raise error
+        return {name: _unpacked(part) for name, part in answer.items()}
+
+    def _death(self) -> BiremeError:
+        self.process.join(GRACE_S)
+        code = self.process.exitcode
+        how = (
+            f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
+        )
+        return BiremeError(
+            f"The {self._name} {how} while it made batch {self._batch}. If memory ran out, use a smaller "
+            "num_workers; else see what it wrote to standard error."
+        )
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        worker.process.join(GRACE_S / len(workers))
+        if worker.process.is_alive():
+            worker.process.kill()
+        worker.process.join()
+
+
+@contextlib.contextmanager
+def _signals_waiting() -> Iterator[None]:
+    """For a process that is started in the block, signals wait until it ignores them."""
+    if sys.platform == "win32":
+        yield  # It has neither.
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(connection: Connection, pickled: bytes) -> None:
+    """What a worker does: the tasks that come, until no more can come."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    threading.Thread(target=_end_with_parent, name="bireme lifeline", daemon=True).start()
+    torch.set_num_threads(1)
+    samples: Samples | None = None
+    while True:
+        try:
+            task: Task = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if samples is None:
+                samples = pickle.loads(pickled)
+            answer: Any = _made(samples, task)
+        except Exception as error:  # whatever it is, it is the parent's to know
+            is_for_people = isinstance(error, BiremeError)
+            sentence = str(error) if is_for_people else f"Batch {task.batch}: {type(error).__name__}: {error}"
+            answer = _Failure(sentence, traceback.format_exc(), is_for_people)
+        try:
+            connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            return
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A tensor as bytes: torch would send it through shared memory, which a kill leaves behind."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def _made(samples: Samples, task: Task) -> dict[str, _Packed]:
+    # Draws are then the same in whichever worker the batch is made, and on all ranks.
+    random.seed(task.seed)
+    np.random.seed(task.seed % (1 << 32))
+    torch.manual_seed(task.seed)
+    batch = only(samples.take(task.numbers), task.names)
+    return {name: _packed(tensor) for name, tensor in batch.items()}
+
+
+def _packed(tensor: Tensor) -> _Packed:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return _Packed(tensor.dtype, tuple(tensor.shape), plain.view(torch.uint8).numpy())
+
+
+def _unpacked(packed: _Packed) -> Tensor:
+    if not packed.data.size:
+        return torch.empty(packed.shape, dtype=packed.dtype)
+    return torch.from_numpy(packed.data).view(packed.dtype).reshape(packed.shape)

@@ -1,0 +1,85 @@
+"""The trained model for others: safetensors by the model's own names, or a folder that transformers loads."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.sources import load_source
+from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.run_file import RunFile
+
+__all__ = ["export_checkpoint", "newest_weights"]
+
+WEIGHTS = "model.safetensors"
+ABOUT = "bireme.json"
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "*.jinja")
+
+
+def newest_weights(graph: Graph, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once."""
+    saved = checkpoint.snapshot().tensors
+    found = {}
+    for section, states in (("weights", graph.parameters), ("buffers", graph.buffers)):
+        for state in states:
+            key = f"{section}/{state.name}"
+            if state.persistent and key in saved:
+                found[state.name] = saved[key].to(getattr(torch, state.dtype)).contiguous()
+    return found
+
+
+def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path) -> None:
+    """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    try:
+        weights = newest_weights(graph, checkpoint)
+        if run.model.source.startswith("hf:"):
+            _as_transformers(run, graph, weights, draft)
+        else:
+            save_file(weights, str(draft / WEIGHTS), metadata={"format": "pt"})
+        about = {"format": 1, "model": run.model.source, "step": checkpoint.manifest.step}
+        (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+        draft.chmod(0o755)
+        if to.exists():
+            shutil.rmtree(to)
+        draft.replace(to)
+    except OSError as error:
+        raise BiremeError(f"The model cannot be written to {to}: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _as_transformers(run: RunFile, graph: Graph, weights: Mapping[str, Tensor], to: Path) -> None:
+    """The way transformers writes the model itself, with its configuration and tokenizer."""
+    if find_spec("transformers") is None:
+        raise BiremeError('To export a transformers model, install it with pip install "bireme[hf]".')
+    folder = Path(run.model.source.partition(":")[2])
+    model: Any = load_source(run.model.source, dtype="float32").model
+    named = dict(weights)
+    for state in (*graph.parameters, *graph.buffers):
+        if state.name in weights:
+            named |= dict.fromkeys(state.aliases, weights[state.name])
+    model.load_state_dict(named, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise BiremeError(
+            f"The checkpoint lacks {missing[0]} and {len(missing) - 1} more, so nothing is written."
+        )
+    model.save_pretrained(to)
+    source = folder if folder.is_dir() else folder.parent
+    for pattern in TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            if path.is_file() and not (to / path.name).exists():
+                shutil.copy2(path, to / path.name)

@@ -1,0 +1,114 @@
+"""The folder of a run: where everything that belongs to it lies."""
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from bireme.errors import BiremeError
+from bireme.train.run_file import RunFile
+
+__all__ = ["RunFolder"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths within a run's folder."""
+
+    path: Path
+
+    @classmethod
+    def new(cls, run: RunFile, now: datetime) -> "RunFolder":
+        """A new folder for a run, of the name it asks for or one made of the date and the model."""
+        parent = Path(run.log.folder)
+        if run.log.name is not None:
+            path = parent / run.log.name
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise BiremeError(
+                    f"{path} is there already. Go on with it by `bireme resume {path}`, or give the new run "
+                    "another name with --set log.name=NAME."
+                )
+        else:
+            words = re.sub(r"[^A-Za-z0-9]+", "-", run.model.source.partition(",")[0]).strip("-").lower()
+            first = parent / f"{now:%Y%m%d-%H%M%S}-{words[:40]}"
+            path, number = first, 2
+            while path.exists():
+                path, number = first.with_name(f"{first.name}-{number}"), number + 1
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BiremeError(f"The folder {path} of the run cannot be made: {error.strerror}.") from None
+        return cls(path)
+
+    @classmethod
+    def of(cls, path: Path) -> "RunFolder":
+        """The folder of a run that was begun."""
+        folder = cls(path)
+        if not path.is_dir():
+            raise BiremeError(f"There is no folder {path}. Name the folder of a run.")
+        missing = [one.name for one in (folder.run_file, folder.plan, folder.graph) if not one.is_file()]
+        if missing:
+            raise BiremeError(
+                f"{path} is not the folder of a run that has begun: it lacks {', '.join(missing)}. `bireme "
+                "train` begins one."
+            )
+        return folder
+
+    @property
+    def run_file(self) -> Path:
+        """The run file with all that was set and all defaults."""
+        return self.path / "run.toml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan, with what it promises."""
+        return self.path / "plan.json"
+
+    @property
+    def profile(self) -> Path:
+        """What the plan was made from."""
+        return self.path / "profile.json"
+
+    @property
+    def cluster(self) -> Path:
+        """The devices."""
+        return self.path / "cluster.toml"
+
+    @property
+    def graph(self) -> Path:
+        """The model as it is trained."""
+        return self.path / "graph.json"
+
+    @property
+    def evaluation_graph(self) -> Path:
+        """The model as it is evaluated."""
+        return self.path / "evaluation-graph.json"
+
+    @property
+    def metrics(self) -> Path:
+        """What happened, a line each."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def predicted_timeline(self) -> Path:
+        """A few batches as the simulator sees them."""
+        return self.path / "timeline-predicted.json"
+
+    @property
+    def measured_timeline(self) -> Path:
+        """A few batches as they ran."""
+        return self.path / "timeline-measured.json"
+
+    @property
+    def summary(self) -> Path:
+        """What came of it."""
+        return self.path / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        """The trained model, for others."""
+        return self.path / "model"
+
+    def checkpoints(self, run: RunFile) -> Path:
+        """Where its checkpoints are."""
+        return self.path / run.checkpoint.folder

@@ -1,0 +1,122 @@
+"""Starting the processes of a run on this machine, or joining those that torchrun has started.
+
+A signal to the process that people started is passed on to its ranks, which agree on where to stop; the
+processes are ended the hard way only if somebody asks a second time.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from bireme.runtime.launch import launch
+from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
+from bireme.train.export import export_checkpoint
+from bireme.train.folder import RunFolder
+from bireme.train.outcome import Outcome
+from bireme.train.prepare import Prepared
+from bireme.train.summary import Summary, summary_of
+from bireme.train.worker import Start, first_of, train_rank
+from bireme.train.writing import written
+
+__all__ = ["Finished", "start"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What came of a run that was started here, and how it ended."""
+
+    summary: Summary
+    reason: str
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was asked to stop before it had done all steps."""
+        return self.reason != "finished"
+
+
+def start(
+    prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool
+) -> Finished:
+    """Run the processes of a prepared run to their end, then write what came of it."""
+    plan = prepared.plan.plan
+    words = _words(prepared)
+    begin = Start(
+        folder.path,
+        None if checkpoint is None else checkpoint.folder,
+        prepared.machines.threads,
+        is_shown,
+        words,
+    )
+    with _signals_passed_on():
+        outcomes = launch(
+            train_rank,
+            plan.num_ranks,
+            begin,
+            timeout_s=prepared.run.cluster.timeout_s,
+            threads_per_process=prepared.machines.threads,
+            backend="nccl" if prepared.machines.backend == "nccl" else "gloo",
+        )
+    return finish(prepared, folder, outcomes)
+
+
+def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Finished:
+    """Export the model, let it write a sample, and write down what came of the run."""
+    own = first_of(outcomes)
+    sample = ""
+    newest = newest_good(folder.checkpoints(prepared.run))
+    if own.reason == "finished" and newest is not None:
+        export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
+        sample = written(prepared.run, folder.model, prepared.data.tokenizer)
+    summary = summary_of(prepared, folder, outcomes, sample)
+    summary.write(folder.summary)
+    return Finished(summary, own.reason)
+
+
+def _words(prepared: Prepared) -> dict[str, Any]:
+    """What the log of a run begins with."""
+    import torch
+
+    from bireme import __version__
+
+    plan, forecast = prepared.plan.plan, prepared.plan.forecast
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "schedule": plan.schedule,
+        "num_stages": plan.num_stages,
+        "width": plan.width,
+        "devices": [name for row in plan.devices for name in row],
+        "predicted_batch_s": None if forecast is None else forecast.batch_s,
+    }
+
+
+@contextmanager
+def _signals_passed_on() -> Iterator[None]:
+    """Pass signals to the ranks as a wish to stop. The second interrupt ends everything."""
+    interrupts = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        if number == signal.SIGINT:
+            interrupts += 1
+            if interrupts > 1:
+                raise KeyboardInterrupt
+        print("bireme: stopping behind this step, and saving …", file=sys.stderr, flush=True)  # noqa: T201 (for people)
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGUSR1)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

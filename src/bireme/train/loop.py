@@ -1,0 +1,254 @@
+"""The loop of a run on one rank: windows of batches, evaluations between them, checkpoints without a stop.
+
+Every rank goes through it alike. What all decide together comes with the results of batches, which are the
+same everywhere: when to stop, which steps did not count. Only rank 0 writes the log and speaks.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.runtime.pipeline import READ_AHEAD, Pipeline, Result
+from bireme.timeline.timeline import Timeline
+from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
+from bireme.train.checkpoint.manifest import CheckpointMeta
+from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.loader import Batches
+from bireme.train.data.order import Order
+from bireme.train.data.prepare import RunData
+from bireme.train.memory_used import MemoryUsed
+from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.rates import rate_factor
+from bireme.train.run_file import RunFile
+from bireme.train.stops import Reason, Stops
+
+__all__ = ["Loop", "Tell"]
+
+RECORDED = 6
+"""Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
+
+SMOOTHED = 20
+"""Batches whose mean is the training loss that a run ends with."""
+
+Tell = Callable[..., None]
+"""Is told what happens: its kind, the step, and values by name. Does nothing but on rank 0."""
+
+
+class Loop:
+    """The steps of a run, from where its pipeline stands."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        pipeline: Pipeline,
+        data: RunData,
+        writer: CheckpointWriter,
+        meta: CheckpointMeta,
+        *,
+        tell: Tell,
+        memory: MemoryUsed,
+        rank_bytes: Callable[[int | None], list[int | None]],
+    ) -> None:
+        self.run, self.pipeline, self.data = run, pipeline, data
+        self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
+        is_first_rank = pipeline.layout.rank == 0
+        self.stops = Stops(run.training.time_limit_s, run.checkpoint.every_s) if is_first_rank else Stops()
+        self.timeline: Timeline | None = None
+        self._rank_bytes = rank_bytes
+        self._rate = rate_factor(run.training)
+        self._reason = Reason.NONE
+        self._ends: int | None = None
+        self._num_skipped = self._skipped_in_a_row = self._told_skipped = 0
+        self._losses: list[float] = []
+        self._batch_s: list[float] = []
+        self._since = [0.0, 0.0, 0.0]  # seconds, samples, tokens since the last line
+        self._all = [0.0, 0.0, 0.0]
+        self._evaluated: float | None = None
+        self._newest: int | None = None
+        self._warnings: list[str] = []
+        self._is_first = True
+
+    @property
+    def step(self) -> int:
+        """Batches trained so far."""
+        return self.pipeline.num_trained
+
+    def go(self) -> Outcome:
+        """Train to the end, or until somebody asks to stop."""
+        with self.stops.listening():
+            while self._ends is None and self.step < self.run.training.steps:
+                self._train_until(self._window_end())
+                if self._ends is None:
+                    self._evaluate_if_due()
+        if self._evaluated is None and self._ends is None:
+            self._evaluate()
+        if self.run.checkpoint.at_end or self._ends is not None:
+            self._save()
+        self.writer.wait()
+        if self.timeline is None and self.pipeline.recording is not None:
+            self.timeline = self.pipeline.timeline()
+        return self._outcome()
+
+    def note_checkpoint(self, event: CheckpointEvent) -> None:
+        """What the writer of checkpoints has to say."""
+        if isinstance(event, CheckpointSaved):
+            self._newest = event.step
+            self.tell(
+                "checkpoint",
+                event.step,
+                stall_s=event.stall_s,
+                write_s=event.write_s,
+                num_bytes=event.num_bytes,
+            )
+        else:
+            self._warn(event.text, event.step)
+
+    def _warn(self, text: str, step: int | None = None) -> None:
+        self._warnings.append(text)
+        self.tell("warning", self.step if step is None else step, text=text)
+
+    def _window_end(self) -> int:
+        """The step at which the pipeline is drained next: for an evaluation, or behind what is recorded."""
+        every, steps = self.run.training.evaluate_every, self.run.training.steps
+        end = steps if not every else min(steps, (self.step // every + 1) * every)
+        return min(end, self.step + RECORDED) if self._records else end
+
+    @property
+    def _records(self) -> bool:
+        return self._is_first and self.run.training.steps - self.step > RECORDED
+
+    def _train_until(self, end: int) -> None:
+        records, self._is_first = self._records, False
+        results = self.pipeline.train(self._batches(end), record=records, votes=self.stops.vote)
+        for number, result in enumerate(results):
+            self._note(result, is_first=number == 0)
+        if records and self._ends is None:
+            self.timeline = self.pipeline.timeline()
+
+    def _batches(self, end: int) -> Iterator[Mapping[str, Tensor]]:
+        """The batches of a window. It ends early where the ranks have agreed to stop."""
+        asked, first = self.run.data, self.step
+        order = Order(len(self.data.training), asked.seed)
+        with Batches(
+            self.data.training,
+            order,
+            self.run.training.batch_size,
+            first,
+            end - first,
+            prefetch=asked.prefetch,
+            num_workers=asked.num_workers,
+        ) as batches:
+            for number, batch in enumerate(batches, first):
+                if self._ends is not None and number >= self._ends:
+                    return
+                yield batch
+
+    def _note(self, result: Result, *, is_first: bool) -> None:
+        """What follows from a batch: the log, a checkpoint, the wish to stop."""
+        step = result.batch + 1
+        tokens = result.num_samples * self.run.data.length if self.data.num_tokens is not None else 0
+        for sums in (self._since, self._all):
+            for place, value in enumerate((result.seconds, result.num_samples, tokens)):
+                sums[place] += value
+        if not is_first:
+            self._batch_s.append(result.seconds)
+        self._note_skipped(result)
+        if not result.is_skipped:
+            self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
+        if step % self.run.log.every_steps == 0 or step == self.run.training.steps:
+            self._log(result, step)
+        reason = Reason.of(result.votes) if result.votes else Reason.NONE
+        if reason > Reason.SAVE and self._ends is None:
+            # No rank has read a batch behind this one, and those that were read are trained yet.
+            self._reason, self._ends = reason, step + READ_AHEAD
+            if reason is not Reason.TIME:
+                self._save()
+        elif self._is_due(step) or reason is Reason.SAVE:
+            self._save()
+
+    def _note_skipped(self, result: Result) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
+        self._num_skipped += result.is_skipped
+        most = self.run.training.most_skipped_in_a_row
+        if result.is_skipped:
+            self._warn(f"Step {result.batch + 1} is left out: its gradient is not finite.", result.batch + 1)
+        if self._skipped_in_a_row > most:
+            raise BiremeError(
+                f"The gradient was not finite in {self._skipped_in_a_row} steps in a row, up to step "
+                f"{result.batch + 1}, so the run stops. Lower training.learning_rate, clip more, or look at "
+                f"the data of these steps; training.most_skipped_in_a_row = {most} is how many may be."
+            )
+
+    def _log(self, result: Result, step: int) -> None:
+        seconds, samples, tokens = self._since
+        self._since = [0.0, 0.0, 0.0]
+        num_steps = max(1, round(samples / max(1, result.num_samples)))
+        self.tell(
+            "train",
+            step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=self.run.training.learning_rate * result.lr_factor,
+            tokens_per_s=tokens / seconds if tokens and seconds else None,
+            samples_per_s=samples / seconds if seconds else None,
+            seconds=seconds / num_steps,
+            num_skipped=self._num_skipped - self._told_skipped,
+            memory_bytes=self._rank_bytes(self.memory.peak_bytes()),
+        )
+        self._told_skipped = self._num_skipped
+
+    def _is_due(self, step: int) -> bool:
+        """Whether so many steps have passed that a checkpoint is due."""
+        every = self.run.checkpoint.every_steps
+        return bool(every) and step % every == 0 and step < self.run.training.steps
+
+    def _save(self) -> None:
+        self.stops.saved()
+        begin_s = perf_counter()
+        snapshot = self.pipeline.snapshot()
+        meta = replace(self.meta, next_batch=snapshot.num_trained)
+        self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
+        if not self.run.checkpoint.background:
+            self.writer.wait()
+
+    def _evaluate_if_due(self) -> None:
+        every = self.run.training.evaluate_every
+        if every and (self.step % every == 0 or self.step == self.run.training.steps):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        samples = self.data.evaluation
+        if samples is None:
+            return
+        size = self.run.training.batch_size
+        count = min(self.run.training.evaluation_batches, len(samples) // size) or 1
+        order = Order(len(samples), shuffled=False)
+        with Batches(samples, order, min(size, len(samples)), 0, count) as batches:
+            found = self.pipeline.evaluate(batches)
+        self._evaluated = found.loss
+        self.tell("evaluation", self.step, loss=found.loss, num_samples=found.num_samples)
+
+    def _outcome(self) -> Outcome:
+        seconds, samples, tokens = self._all
+        busy = None
+        if self.timeline is not None:
+            rank = self.pipeline.layout.pipeline_rank
+            busy = self.timeline.ranks[rank].busy_s / self.timeline.makespan_s
+        return Outcome(
+            steps=self.step,
+            reason=str(self._reason),
+            train_loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
+            eval_loss=self._evaluated,
+            batch_s=median(self._batch_s) if self._batch_s else None,
+            samples_per_s=samples / seconds if seconds else None,
+            tokens_per_s=tokens / seconds if seconds and tokens else None,
+            num_skipped=self._num_skipped,
+            checkpoint=self._newest,
+            own=RankOutcome(self.pipeline.layout.rank, self.memory.peak_bytes(), busy),
+            warnings=tuple(self._warnings),
+        )

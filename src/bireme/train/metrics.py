@@ -1,0 +1,89 @@
+"""What a run writes down while it goes: a line of JSON for everything that happens, and TensorBoard if asked.
+
+Lines are appended and flushed one by one, so that whoever reads them sees whole ones, but for the last one of
+a run that was killed.
+"""
+
+import json
+import math
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+from bireme.errors import BiremeError
+
+__all__ = ["Metrics", "read_metrics"]
+
+CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "samples_per_s")
+
+
+class Metrics:
+    """Appends to the log of a run, whose clock goes on where it stopped before; from any thread."""
+
+    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+        before = read_metrics(path) if path.exists() else []
+        self._offset_s = max((one["time_s"] for one in before), default=0.0)
+        self._begin_s = perf_counter()
+        self._lock = Lock()
+        self._file = path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard is not None:
+            self._board = _board(tensorboard)
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of this run, resumes counted on."""
+        return self._offset_s + perf_counter() - self._begin_s
+
+    def note(self, kind: str, step: int, **values: Any) -> None:
+        """One line. A number that is not finite becomes null."""
+        line = {"kind": kind, "step": step, "time_s": round(self.time_s, 4), **values}
+        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n"
+        with self._lock:
+            self._file.write(text)
+            self._file.flush()
+        if self._board is not None and kind in ("train", "evaluation"):
+            for name in CURVES:
+                if isinstance(values.get(name), float):
+                    self._board.add_scalar(f"{kind}/{name}", values[name], step)
+
+    def close(self) -> None:
+        """End the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log. A last one that is not whole is what a killed run leaves, and left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise BiremeError(f"{path} cannot be read: line {number} is no JSON.") from None
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise BiremeError(
+            "log.tensorboard is set, and TensorBoard is not installed: install it with pip install "
+            '"bireme[track]".'
+        ) from None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,117 @@
+"""The model of a run: where it comes from, its graphs, its loss, and the weights that it begins with."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bireme.errors import BiremeError
+from bireme.model.capture import Inputs, Loss
+from bireme.model.captures import Captures
+from bireme.model.graph import Graph
+from bireme.model.sources import Source, load_source
+from bireme.model.weight_folder import check_weights, load_weights
+from bireme.model.weights import materialise
+from bireme.train.run_file import RunFile
+
+__all__ = ["RunModel"]
+
+TARGETS = ("labels", "y", "target", "targets")
+"""What the input is called that a loss by name compares with."""
+
+NAMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": functional.cross_entropy,
+    "l1": functional.l1_loss,
+    "mse": functional.mse_loss,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """A run's model on the meta device, and how to capture it."""
+
+    run: RunFile
+    source: Source
+    training: Captures
+    evaluation: Captures
+
+    @classmethod
+    def of(cls, run: RunFile, batch: int) -> "RunModel":
+        """The model that a run names; `batch` is the size of its example inputs."""
+        source = load_source(run.model.source, batch=batch, length=run.data.length, dtype="float32")
+        loss = _loss(run.model.loss)
+        name = run.model.source
+        return cls(
+            run,
+            source,
+            Captures(source.model, source.example_inputs, loss=loss, training=True, name=name),
+            Captures(source.model, source.example_inputs, loss=loss, training=False, name=name),
+        )
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether its folder's weights are what it begins with."""
+        return self.source.folder is not None and not self.run.model.from_scratch
+
+    def check_weights(self, graph: Graph) -> None:
+        """Refuse a folder whose weights do not fit."""
+        if self.reads_weights and self.source.folder is not None:
+            check_weights(graph, self.source.folder, model=self.source.model)
+
+    def weights(self, graph: Graph) -> Callable[[Sequence[str]], dict[str, Tensor]]:
+        """Gives parameters and buffers by name: those of the folder, or new ones from the seed."""
+        seed = self.run.model.seed
+
+        def fresh(names: Sequence[str]) -> dict[str, Tensor]:
+            return materialise(self.source.model, names, seed=seed, dtype=torch.float32)
+
+        def read(names: Sequence[str]) -> dict[str, Tensor]:
+            assert self.source.folder is not None
+            found = load_weights(
+                graph, names, self.source.folder, dtype=torch.float32, model=self.source.model
+            )
+            return found | fresh([name for name in names if name not in found])
+
+        return read if self.reads_weights else fresh
+
+
+def _loss(text: str | None) -> Loss | None:
+    """The loss by its name, or a function of the user's."""
+    if text is None:
+        return None
+    if text in NAMED:
+        return _Named(text)
+    module, _, name = text.rpartition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise BiremeError(f"model.loss is {text}, which cannot be imported: {error}.") from None
+    if not callable(function):
+        raise BiremeError(f"model.loss is {text}, which is no function.")
+    return function  # type: ignore[no-any-return]  # what a user's module holds is not known
+
+
+class _Named:
+    """A loss of what the model returns and the one input that is what is wanted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, outputs: Any, inputs: Inputs) -> Tensor:
+        """The mean loss."""
+        given: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
+        target = next((given[name] for name in TARGETS if name in given), None)
+        if target is None:
+            raise BiremeError(
+                f"model.loss is {self.name}, which compares with an input named {' or '.join(TARGETS)}; the "
+                f"inputs are {', '.join(given)}. Rename it, or give a function of your own."
+            )
+        named: dict[str, Any] = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
+        found = named["logits"] if "logits" in named else next(iter(named.values()))
+        if self.name == "cross_entropy" and found.ndim > 2:
+            found, target = found.flatten(0, -2), target.flatten()
+        return NAMED[self.name](found, target)

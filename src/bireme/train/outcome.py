@@ -1,0 +1,35 @@
+"""What came of a run, as plain data: each rank's part, and all of it beside what was predicted."""
+
+from dataclasses import dataclass, field
+
+__all__ = ["Outcome", "RankOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What one rank measured. `busy_share` is None where no batches were recorded."""
+
+    rank: int
+    peak_bytes: int | None
+    busy_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank can tell at the end. What is not of the rank itself is the same on all.
+
+    `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
+    step of the newest one.
+    """
+
+    steps: int
+    reason: str
+    train_loss: float | None
+    eval_loss: float | None
+    batch_s: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    num_skipped: int
+    checkpoint: int | None
+    own: RankOutcome
+    warnings: tuple[str, ...] = field(default=())

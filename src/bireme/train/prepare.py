@@ -1,0 +1,198 @@
+"""What is done before any process starts: check, measure, plan, and write it into the folder of the run."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bireme.cluster.cluster_file import save_cluster
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.model.graph import Graph
+from bireme.model.graph_file import load_graph, save_graph
+from bireme.plan.forecast import Answer
+from bireme.plan.hashes import planned_units
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
+from bireme.plan.search.search import find_plan
+from bireme.plan.wishes import Wishes
+from bireme.profile.here import torch_device
+from bireme.profile.profile import Profile
+from bireme.profile.profile_file import load_profile, save_profile
+from bireme.profile.profiler import profile
+from bireme.schedule.rule import Rule
+from bireme.train.data.checks import vocabulary_of
+from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
+from bireme.train.folder import RunFolder
+from bireme.train.machines import Machines, machines_of
+from bireme.train.model import RunModel
+from bireme.train.run_file import RunFile, load_run_file, to_toml
+
+__all__ = ["Prepared", "data_of", "prepare", "prepared_again", "write_prepared"]
+
+LARGEST_MEASURED = 16
+"""Samples of the largest micro-batch that is measured unless one is asked for."""
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that is ready to start. `answer` and `profile` are None where the plan came from a file."""
+
+    run: RunFile
+    machines: Machines
+    graph: Graph
+    evaluation: Graph
+    plan: SavedPlan
+    answer: Answer | None
+    profile: Profile | None
+    data: RunData
+
+
+def prepare(run: RunFile, progress: Progress) -> Prepared:
+    """Make a run ready; every mistake that can be known before it starts is a `BiremeError`."""
+    progress(0.0, "loading the model")
+    machines = machines_of(run, num_cuda=torch.cuda.device_count(), num_cores=len(os.sched_getaffinity(0)))
+    sizes = _micro_batches(run)
+    model = RunModel.of(run, max(sizes))
+    data = data_of(run, model, progress)
+    progress(0.0, "capturing the model")
+    graph = model.training.graph(sizes[0])
+    evaluation = model.evaluation.graph(sizes[0])
+    model.check_weights(graph)
+    measured, answer = None, None
+    if run.plan.file is not None:
+        plan = load_plan(Path(run.plan.file))
+    else:
+        measured = _measured(run, model, machines, sizes, progress)
+        answer = _planned(run, measured, machines, progress)
+        plan = saved_plan(answer, planned_units(measured))
+    if run.plan.delay_warmup_steps and plan.plan.stages_per_rank not in (None, 1):
+        raise BiremeError(
+            "plan.delay_warmup_steps needs a schedule that has a flush twin on the same stages, such as 2bw."
+        )
+    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data)
+
+
+def prepared_again(run: RunFile, folder: RunFolder, progress: Progress) -> Prepared:
+    """A run that was begun, ready to go on: with its own plan, unless what that rests on was changed."""
+    before = load_run_file(folder.run_file)
+    if run == before or _rests_on(run) == _rests_on(before):
+        progress(0.0, "reading the run")
+        machines = machines_of(
+            run, num_cuda=torch.cuda.device_count(), num_cores=len(os.sched_getaffinity(0))
+        )
+        measured = load_profile(folder.profile) if folder.profile.is_file() else None
+        graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
+        data = data_of(run, RunModel.of(run, 1), progress)
+        found = Prepared(run, machines, graph, evaluation, load_plan(folder.plan), None, measured, data)
+    else:
+        found = prepare(run, progress)
+    write_prepared(found, folder)
+    return found
+
+
+def _rests_on(run: RunFile) -> tuple[object, ...]:
+    """What a plan is made from."""
+    return run.model, run.data.length, run.training.batch_size, run.training.optimizer, run.plan, run.cluster
+
+
+def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
+    """Write what the processes of a run read, and what people may want to look up."""
+    write_text_atomically(folder.run_file, to_toml(prepared.run))
+    write_plan(folder.plan, prepared.plan)
+    save_graph(prepared.graph, folder.graph)
+    save_graph(prepared.evaluation, folder.evaluation_graph)
+    save_cluster(prepared.machines.cluster, folder.cluster)
+    if prepared.profile is not None:
+        save_profile(prepared.profile, folder.profile)
+
+
+def data_of(run: RunFile, model: RunModel, progress: Progress | None = None) -> RunData:
+    """The samples of a run; the first time may take long, and later the cache has them."""
+    asked = run.data
+    request = DataRequest(
+        source=asked.source,
+        tokenizer=asked.tokenizer,
+        length=asked.length,
+        evaluation_fraction=asked.evaluation_fraction or 0.0,
+        evaluation_source=asked.evaluation_source,
+        text_column=asked.text_column,
+        pattern=asked.pattern,
+        dtype=asked.dtype,
+    )
+    source = model.source
+    folder = Path(source.text.partition(":")[2]) if source.text.startswith("hf:") else None
+    side = ModelSide(source.example_inputs, vocabulary_of(source.model), folder)
+    return prepare_data(request, side, run.training.batch_size, progress)
+
+
+def _micro_batches(run: RunFile) -> list[int]:
+    """The sizes of micro-batches that a plan of this run may have."""
+    batch, asked = run.training.batch_size, run.plan
+    if asked.micro_batch is not None:
+        return [asked.micro_batch]
+    if asked.microbatches is not None:
+        widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
+        sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
+        return sorted(sizes)[-4:] or [1]
+    most = min(LARGEST_MEASURED, batch)
+    return [size for power in range(most.bit_length()) if batch % (size := 1 << power) == 0]
+
+
+def _divides(width: int, run: RunFile) -> bool:
+    assert run.plan.microbatches is not None
+    return run.training.batch_size % (width * run.plan.microbatches) == 0
+
+
+def _measured(
+    run: RunFile, model: RunModel, machines: Machines, sizes: list[int], progress: Progress
+) -> Profile:
+    """What the model costs on a device of this machine, with as many threads as a process will have."""
+    before = torch.get_num_threads()
+    if machines.threads is not None:
+        torch.set_num_threads(machines.threads)
+    try:
+        return profile(
+            model.training.graph,
+            torch_device(machines.device),
+            sizes,
+            examples=model.source.example_inputs,
+            optimizer=run.training.optimizer,
+            halves=True,
+            progress=progress,
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:
+    asked = run.plan
+    penalties = {
+        Rule.SYNCHRONOUS: 1.0,
+        Rule.DELAYED: asked.penalties.delayed,
+        Rule.FRESH: asked.penalties.fresh,
+    }
+    if asked.objective == "throughput":
+        penalties = dict.fromkeys(penalties, 1.0)
+    wishes = Wishes(
+        batch_size=run.training.batch_size,
+        schedule=asked.schedule,
+        synchronous=asked.synchronous,
+        penalties=penalties,
+        depth=asked.depth,
+        width=asked.width,
+        micro_batch=asked.micro_batch,
+        recompute=Recompute(asked.recompute.replace("-", " ")),
+        lookahead=asked.lookahead,
+    )
+    if asked.depth is None and asked.width is None and run.cluster.source is None:
+        # On this machine alone a run shows the pipeline; who wants replicas says so.
+        wishes = replace(wishes, depth=min(machines.cluster.num_devices, len(measured.units)))
+    found = find_plan(measured, machines.cluster, wishes, progress=lambda done: progress(done, "planning"))
+    if not isinstance(found, Answer):
+        raise BiremeError(str(found))
+    return found

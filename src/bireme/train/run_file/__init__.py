@@ -1,0 +1,33 @@
+"""`run.toml`: what `bireme train` is to do, as a file that people write."""
+
+from bireme.train.run_file.reference import reference_markdown
+from bireme.train.run_file.run import RunFile, load_run_file
+from bireme.train.run_file.tables import (
+    LOSSES,
+    Checkpoints,
+    Data,
+    Log,
+    Machines,
+    Model,
+    Penalties,
+    Planning,
+    Training,
+)
+from bireme.train.run_file.text import commented_toml, to_toml
+
+__all__ = [
+    "LOSSES",
+    "Checkpoints",
+    "Data",
+    "Log",
+    "Machines",
+    "Model",
+    "Penalties",
+    "Planning",
+    "RunFile",
+    "Training",
+    "commented_toml",
+    "load_run_file",
+    "reference_markdown",
+    "to_toml",
+]

@@ -1,0 +1,158 @@
+"""What the keys of a run file must be to each other: each mistake one sentence, before any process starts.
+
+It may assume that every key is right by itself. It must not look at files, devices or models.
+"""
+
+from bireme.errors import BiremeError
+from bireme.schedule.catalogue import SCHEDULES
+from bireme.schedule.rule import Rule
+from bireme.train.run_file.tables import Machines, Planning, Tables, Training
+
+__all__ = ["check_together"]
+
+
+def check_together(tables: Tables) -> None:
+    """Refuse keys that contradict each other, and those that another key makes idle."""
+    _check_model_and_data(tables)
+    _check_optimizer(tables.training)
+    _check_rates(tables.training)
+    _check_plan_file(tables.plan)
+    _check_batch(tables.plan, tables.training.batch_size)
+    _check_delay(tables.plan, tables.training.steps)
+    _check_machines(tables.cluster, tables.plan)
+
+
+def _check_model_and_data(tables: Tables) -> None:
+    model, data = tables.model, tables.data
+    if model.loss is not None and model.source.startswith("gpt:"):
+        raise BiremeError(
+            f'model.loss is "{model.loss}", but the built-in GPT returns its loss itself. Leave it out.'
+        )
+    if data.evaluation_fraction is not None and data.evaluation_source is not None:
+        raise BiremeError(
+            f"data.evaluation_fraction is {data.evaluation_fraction:g} and data.evaluation_source is "
+            f'"{data.evaluation_source}": evaluation takes its data from one of them. Leave out the other.'
+        )
+    if data.evaluation_fraction is None and data.evaluation_source is None:
+        raise BiremeError(
+            "data.evaluation_fraction is None, and so is data.evaluation_source. Give one of them; a "
+            "fraction of 0 is no evaluation."
+        )
+
+
+def _check_optimizer(training: Training) -> None:
+    name = training.optimizer
+    if training.rest_learning_rate is not None and name != "muon":
+        raise BiremeError(
+            f"training.rest_learning_rate is {training.rest_learning_rate:g}, but training.optimizer is "
+            f'"{name}" and steps all parameters at training.learning_rate. Leave it out, or use "muon".'
+        )
+    if training.momentum is not None and name not in ("sgd", "muon"):
+        raise BiremeError(
+            f'training.momentum is {training.momentum:g}, but training.optimizer is "{name}", which has '
+            "training.betas in its place. Leave training.momentum out."
+        )
+
+
+def _check_rates(training: Training) -> None:
+    if training.warmup_steps is not None and training.warmup_fraction is not None:
+        raise BiremeError(
+            f"training.warmup_steps is {training.warmup_steps} and training.warmup_fraction is "
+            f"{training.warmup_fraction:g}: both say how long warm-up is. Leave out one of the two."
+        )
+    if training.warmup_steps is None and training.warmup_fraction is None:
+        raise BiremeError(
+            "training.warmup_fraction is None, and so is training.warmup_steps. Give one of them; 0 is no "
+            "warm-up."
+        )
+    if training.num_warmup_steps > training.steps:
+        raise BiremeError(
+            f"training.warmup_steps is {training.num_warmup_steps}, but training.steps is {training.steps}"
+            ": the learning rate would never reach its height. Make warm-up shorter, or train longer."
+        )
+    warm = training.num_warmup_steps / training.steps
+    if training.warmup_fraction is not None:
+        warm = training.warmup_fraction
+    # Shares that are one together in decimals may be a last bit more in binary.
+    if training.schedule == "wsd" and warm + training.decay_fraction > 1 + 1e-9:
+        raise BiremeError(
+            f"Warm-up takes {warm:g} of all steps and training.decay_fraction is "
+            f"{training.decay_fraction:g}: together they are more than 1. Make one of them shorter."
+        )
+
+
+def _check_plan_file(plan: Planning) -> None:
+    if plan.file is None:
+        return
+    usual = Planning()
+    for name in Planning.model_fields:
+        if name not in ("file", "delay_warmup_steps") and getattr(plan, name) != getattr(usual, name):
+            raise BiremeError(
+                f'plan.file is "{plan.file}", which is a whole plan, but plan.{name} asks for a new one. '
+                "Leave out one of the two."
+            )
+
+
+def _check_batch(plan: Planning, batch_size: int) -> None:
+    if plan.microbatches is not None and plan.micro_batch is not None:
+        raise BiremeError(
+            f"plan.microbatches is {plan.microbatches} and plan.micro_batch is {plan.micro_batch}: the "
+            "batch is cut by their number or by their size. Leave out one of the two."
+        )
+    width = plan.width or 1
+    if batch_size < width:
+        raise BiremeError(
+            f"training.batch_size is {batch_size}, but plan.width is {width}: every replica needs a "
+            "sample. Make the batch larger, or the width smaller."
+        )
+    name = "microbatches" if plan.micro_batch is None else "micro_batch"
+    share = plan.microbatches if plan.micro_batch is None else plan.micro_batch
+    if share is None or batch_size % (width * share) == 0:
+        return
+    divisor = f"plan.{name} = {share}"
+    if plan.width is not None:
+        divisor = f"plan.width = {width} times {divisor}"
+    raise BiremeError(
+        f"training.batch_size is {batch_size}, which {divisor} does not divide. Make the batch a multiple "
+        f"of {width * share}, such as {-(-batch_size // (width * share)) * width * share}."
+    )
+
+
+def _check_delay(plan: Planning, steps: int) -> None:
+    rule = Rule.SYNCHRONOUS if plan.schedule == "auto" else SCHEDULES[plan.schedule].rule
+    if plan.synchronous and rule is not Rule.SYNCHRONOUS:
+        raise BiremeError(
+            f'plan.synchronous forbids plan.schedule = "{plan.schedule}", whose update rule is {rule}. '
+            "Leave out one of the two."
+        )
+    if plan.delay_warmup_steps == 0:
+        return
+    asked = f"plan.delay_warmup_steps is {plan.delay_warmup_steps}"
+    if plan.synchronous:
+        raise BiremeError(
+            f"{asked}, but plan.synchronous forbids delayed updates at all. Leave out one of the two."
+        )
+    if plan.schedule != "auto" and rule is Rule.SYNCHRONOUS:
+        raise BiremeError(
+            f'{asked}, but plan.schedule is "{plan.schedule}", which delays no updates. Leave out one of '
+            "the two."
+        )
+    if plan.delay_warmup_steps > steps:
+        raise BiremeError(
+            f"{asked}, but training.steps is {steps}: updates would never be delayed. Make it shorter, or "
+            "set plan.synchronous."
+        )
+
+
+def _check_machines(cluster: Machines, plan: Planning) -> None:
+    if cluster.backend == "nccl" and cluster.device == "cpu":
+        raise BiremeError(
+            'cluster.backend is "nccl", which joins GPUs alone, but cluster.device is "cpu". Use "gloo" or '
+            '"auto".'
+        )
+    needed = (plan.depth or 1) * (plan.width or 1)
+    if cluster.workers is not None and needed > cluster.workers:
+        raise BiremeError(
+            f"plan.depth times plan.width is {needed}, but cluster.workers is {cluster.workers}: every "
+            f"device of the plan is a process. Set cluster.workers to {needed}, or plan for fewer devices."
+        )

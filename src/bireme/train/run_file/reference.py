@@ -1,0 +1,78 @@
+"""The reference of the run file, `docs/run-file.md`, made from the tables themselves."""
+
+from collections.abc import Iterator
+
+from bireme.train.run_file.keys import Key, tables_of_keys
+from bireme.train.run_file.text import toml_value
+
+__all__ = ["reference_markdown"]
+
+BEGINNING = """\
+# The run file
+
+<!-- Made by bireme.train.run_file.reference_markdown(), not by hand. -->
+
+`bireme train` does what a run file says. Without one it trains a small GPT on the sources of Python's
+standard library, byte by byte, which is what an empty file says too. `bireme init` writes a file with every
+key in it, commented out and explained.
+
+```
+bireme init run.toml
+bireme train run.toml
+bireme train run.toml --set training.steps=500 --set model.dtype=bfloat16
+```
+
+A file has what differs from the defaults, such as:
+
+```toml
+format = 1
+
+[model]
+source = "gpt:layers=8,width=256,heads=8,vocab=257,context=256"
+
+[data]
+source = "texts/"
+length = 256
+
+[training]
+steps = 2000
+learning_rate = 1e-3
+
+[plan]
+schedule = "2bw"
+depth = 2
+microbatches = 4
+```
+
+`--set table.key=value` sets one key, whatever the file says. The value is read as TOML has it and is a
+string where it is none; an empty one, as in `--set plan.depth=`, takes the key out, so that its default
+holds. The last setting of a key counts.
+
+A key that is not known is refused with the nearest right name, and so are keys that contradict each other:
+the run does not begin. Paths are relative to the folder that `bireme train` is called in.
+"""
+
+
+def reference_markdown() -> str:
+    """All of `docs/run-file.md`."""
+    lines = [BEGINNING]
+    for table in tables_of_keys():
+        lines += [f"## [{table.name}]", "", table.meaning, "", "| key | default | allowed | meaning |"]
+        lines += ["|---|---|---|---|", *map(_row, table.keys), *_more(table.name), ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _row(key: Key) -> str:
+    default = "not set" if key.default is None else f"`{toml_value(key.default)}`"
+    cells = (f"`{key.name}`", default, key.allowed, key.meaning)
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _more(table: str) -> Iterator[str]:
+    """Where to read on about a table."""
+    further = {
+        "plan": "[plan.md](plan.md) explains plans and wishes, [schedules.md](schedules.md) the schedules.",
+        "cluster": "[cluster.md](cluster.md) explains cluster files.",
+    }
+    if table in further:
+        yield from ("", further[table])

@@ -1,0 +1,376 @@
+"""The tables of a run file: every key with its type, its bounds, its default and what it means.
+
+An empty file is the demonstration, so every key has a default or may be left out. What concerns one key
+alone is checked here, what concerns several in `checks`. Nothing here may look at files, devices or models.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from bireme.plan.wishes import PENALTIES
+from bireme.schedule.rule import Rule
+
+__all__ = [
+    "LOSSES",
+    "Checkpoints",
+    "Data",
+    "Log",
+    "Machines",
+    "Model",
+    "Penalties",
+    "Planning",
+    "Tables",
+    "Training",
+]
+
+LOSSES = ("cross_entropy", "l1", "mse")
+"""The losses with a name, for models that have none of their own."""
+
+
+def _filled(value: str) -> str:
+    if not value.strip():
+        raise ValueError("more than nothing")
+    return value
+
+
+def _plain_name(value: str) -> str:
+    if value in (".", "..") or not value.isprintable() or any(letter in value for letter in "/\\"):
+        raise ValueError("a plain name, without slashes")
+    return value
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("two numbers, such as [0.9, 0.95]")
+    return tuple(value)
+
+
+def _loss(value: str) -> str:
+    module, colon, function = value.rpartition(":")
+    if value not in LOSSES and not (module and colon and function):
+        raise ValueError(f"{', '.join(LOSSES)}, or a function of your own as module:function")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_filled)]
+PlainName = Annotated[str, AfterValidator(_filled), AfterValidator(_plain_name)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Devices = Annotated[int, Field(ge=1, le=4096)]
+Samples = Annotated[int, Field(ge=1, le=10**9)]
+Steps = Annotated[int, Field(ge=1, le=10**9)]
+StepsOrNever = Annotated[int, Field(ge=0, le=10**9)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=1, lt=1e6, allow_inf_nan=False)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _must_be_a_table(cls, data: Any) -> Any:
+        if not isinstance(data, dict | cls):
+            raise ValueError("a table of keys")  # noqa: TRY004 (pydantic takes a ValueError alone)
+        return data
+
+
+def _giving_way(data: Any, key: str, other: str) -> Any:
+    """Without the default of `key` where `other`, which says it in another way, is given."""
+    if isinstance(data, dict) and data.get(other) is not None and key not in data:
+        return data | {key: None}
+    return data
+
+
+class Model(_Table):
+    """`[model]`."""
+
+    source: Text = Field(
+        default="gpt:layers=4,width=128,heads=4,vocab=257,context=128",
+        description="What to train: gpt:layers=…,width=… is built in, hf:FOLDER a transformers model, "
+        "python:module:function whatever your function makes",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Numbers to compute with; bfloat16 keeps float32 weights beside them"
+    )
+    seed: Seed = Field(default=0, description="Seed of new weights")
+    loss: Annotated[str, AfterValidator(_loss)] | None = Field(
+        default=None,
+        description=f"Loss of a model that returns none: {', '.join(LOSSES)}, or your own module:function",
+        examples=["cross_entropy"],
+    )
+    from_scratch: bool = Field(
+        default=False, description="Begin with new weights, even where the model's folder has some"
+    )
+    compile: bool = Field(
+        default=False, description="Let torch compile the stages: a slow start, then often faster steps"
+    )
+
+
+class Data(_Table):
+    """`[data]`."""
+
+    source: Text = Field(
+        default="stdlib",
+        description="What to learn: a text file or a folder of them, a folder of a saved dataset, a .npy "
+        "or .bin file of tokens, module:function or file.py:function of your own, or stdlib, the "
+        "sources of Python's standard library",
+    )
+    tokenizer: Text = Field(
+        default="bytes",
+        description="How text becomes tokens: bytes, the folder of a transformers tokenizer, or auto, "
+        "which is the model's folder if it has a tokenizer, else bytes",
+    )
+    length: Annotated[int, Field(ge=2, le=2**24)] = Field(default=128, description="Tokens of a sample")
+    evaluation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = Field(
+        default=0.05,
+        description="Share of the data, its end, that is kept apart for evaluation; 0 is no evaluation. It "
+        "gives way to evaluation_source",
+    )
+    evaluation_source: Text | None = Field(
+        default=None,
+        description="Data for evaluation alone, written as source is",
+        examples=["evaluation.txt"],
+    )
+    text_column: Text | None = Field(
+        default=None,
+        description="Column of a saved dataset with the text or the tokens; if not set input_ids, else "
+        "text, else the only one that holds text",
+        examples=["text"],
+    )
+    pattern: Text = Field(
+        default="*", description="Files to take of a folder and of folders within it, by name"
+    )
+    dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="Numbers in a .bin file")
+    num_workers: Annotated[int, Field(ge=0, le=256)] = Field(
+        default=0, description="Processes that load samples, for a slow dataset of your own; 0 is a thread"
+    )
+    prefetch: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=2, description="Batches to load ahead of time"
+    )
+    seed: Seed = Field(default=0, description="Seed of the order of samples")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_evaluation(cls, data: Any) -> Any:
+        return _giving_way(data, "evaluation_fraction", "evaluation_source")
+
+
+class Training(_Table):
+    """`[training]`."""
+
+    steps: Steps = Field(default=300, description="Batches to train on, a step of the optimiser each")
+    batch_size: Samples = Field(default=32, description="Samples of a step, over all devices")
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
+        default="adamw",
+        description="What steps; sgd has momentum, muon leaves what is no matrix inside a layer to adamw",
+    )
+    learning_rate: Rate = Field(default=3e-3, description="Highest rate that the schedule reaches")
+    rest_learning_rate: Rate | None = Field(
+        default=None,
+        description="With muon alone: the rate for what it leaves to adamw; learning_rate if not set",
+        examples=[1e-3],
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Decay of parameters with two and more axes; if not set 0.01 for adamw, 0.1 for muon, "
+        "else 0",
+        examples=[0.1],
+    )
+    betas: Annotated[tuple[Inertia, Inertia], BeforeValidator(_pair)] = Field(
+        default=(0.9, 0.95),
+        description="How much adam and adamw keep of earlier gradients, and of their squares",
+    )
+    momentum: Inertia | None = Field(
+        default=None,
+        description="Momentum of sgd, 0.9 if not set, or of muon, 0.95 if not set",
+        examples=[0.9],
+    )
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine",
+        description="The learning rate after warm-up; wsd (warm up, stay, decay) is constant until its "
+        "last part",
+    )
+    warmup_steps: StepsOrNever | None = Field(
+        default=None, description="Steps in which the learning rate rises from near 0", examples=[10]
+    )
+    warmup_fraction: Share | None = Field(
+        default=0.1, description="Warm-up as a share of all steps. It gives way to warmup_steps"
+    )
+    decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.2,
+        description="With wsd, the share of all steps, at the end, in which the learning rate falls",
+    )
+    final_fraction: Share = Field(
+        default=0.1,
+        description="Share of learning_rate that the last step has, unless the schedule is constant",
+    )
+    clip_norm: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = Field(
+        default=1.0, description="Largest norm of the whole gradient; 0 clips nothing"
+    )
+    evaluate_every: StepsOrNever = Field(
+        default=50, description="Steps between evaluations; with 0 there is one at the end alone"
+    )
+    evaluation_batches: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        default=8, description="Most batches of an evaluation"
+    )
+    seed: Seed = Field(default=0, description="Seed of dropout")
+    most_skipped_in_a_row: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        default=10,
+        description="Steps left out in a row, because the gradient is not finite, before the run stops",
+    )
+    time_limit_s: Seconds | None = Field(
+        default=None,
+        description="Seconds after which the run stops as if it had done all steps",
+        examples=[3600.0],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_warmup(cls, data: Any) -> Any:
+        return _giving_way(data, "warmup_fraction", "warmup_steps")
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """The steps of warm-up, whichever way they are given."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return round((self.warmup_fraction or 0.0) * self.steps)
+
+
+class Penalties(_Table):
+    """`[plan.penalties]`."""
+
+    delayed: Penalty = Field(default=PENALTIES[Rule.DELAYED], description="Steps of 2bw")
+    fresh: Penalty = Field(default=PENALTIES[Rule.FRESH], description="Steps of 2bw-fresh")
+
+
+class Planning(_Table):
+    """`[plan]`."""
+
+    schedule: Literal[
+        "auto",
+        "sequential",
+        "gpipe",
+        "1f1b",
+        "1f1b-sliced",
+        "2bw",
+        "2bw-fresh",
+        "interleaved",
+        "zb-h1",
+        "zbv",
+    ] = Field(default="auto", description="Schedule of the pipeline; auto is the best of all")
+    objective: Literal["time-to-loss", "throughput"] = Field(
+        default="time-to-loss",
+        description="What makes a plan best; throughput leaves penalties out of account",
+    )
+    depth: Devices | None = Field(default=None, description="Devices of a replica", examples=[2])
+    width: Devices | None = Field(default=None, description="Replicas of the pipeline", examples=[1])
+    microbatches: Samples | None = Field(
+        default=None, description="Micro-batches that a replica cuts its part of a batch into", examples=[4]
+    )
+    micro_batch: Samples | None = Field(
+        default=None, description="Samples of a micro-batch, in the place of microbatches", examples=[4]
+    )
+    recompute: Literal["never", "where-needed", "always"] = Field(
+        default="where-needed", description="Which stages run their forward again to save memory"
+    )
+    lookahead: bool = Field(
+        default=True, description="Let stages run further ahead than their schedule, to hide slow links"
+    )
+    file: Text | None = Field(
+        default=None,
+        description="A plan made before by bireme plan. Of this table only delay_warmup_steps goes with it",
+        examples=["plan.json"],
+    )
+    synchronous: bool = Field(default=False, description="Have no delayed updates")
+    delay_warmup_steps: StepsOrNever = Field(
+        default=0,
+        description="Steps without delayed updates at the beginning, before a schedule that delays them",
+    )
+    penalties: Penalties = Field(
+        default_factory=Penalties,
+        description="Steps that a rule of delayed updates takes for one of a synchronous run.",
+    )
+
+
+class Machines(_Table):
+    """`[cluster]`."""
+
+    source: Text | None = Field(
+        default=None,
+        description="A cluster file, or the name of a ready cluster; this machine if not set",
+        examples=["cluster.toml"],
+    )
+    workers: Devices | None = Field(
+        default=None,
+        description="Processes on this machine; if not set as many as it has GPUs, or two on a CPU",
+        examples=[2],
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute; auto is cuda where there is a GPU for every process"
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="What carries messages; auto is nccl between GPUs, else gloo"
+    )
+    threads_per_worker: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        default=None,
+        description="Threads of a process; they share the cores equally if not set",
+        examples=[1],
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = Field(
+        default=60.0, description="Seconds to wait for a process that says nothing before the run fails"
+    )
+
+
+class Checkpoints(_Table):
+    """`[checkpoint]`."""
+
+    folder: PlainName = Field(default="checkpoints", description="Name of their folder, within the run's")
+    every_steps: StepsOrNever = Field(
+        default=100, description="Steps between checkpoints; 0 does not count steps"
+    )
+    every_s: Seconds | None = Field(
+        default=None,
+        description="Seconds between checkpoints; with every_steps, whichever is first",
+        examples=[600.0],
+    )
+    keep: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        default=3, description="How many of the newest to keep; 0 keeps all"
+    )
+    background: bool = Field(default=True, description="Write while the training goes on")
+    at_end: bool = Field(default=True, description="Write one after the last step")
+
+
+class Log(_Table):
+    """`[log]`."""
+
+    folder: Text = Field(default="runs", description="Where the folders of runs go")
+    name: PlainName | None = Field(
+        default=None,
+        description="Name of this run's folder; made of the date and the model if not set",
+        examples=["first-run"],
+    )
+    every_steps: Steps = Field(default=10, description="Steps between lines of the log")
+    tensorboard: bool = Field(default=False, description="Write the curves for TensorBoard too")
+    trace: bool = Field(default=False, description="Record a few batches, for a picture of the pipeline")
+    sample_tokens: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        default=200, description="Tokens of text that the model writes at the end; 0 is none"
+    )
+    prompt: str = Field(default="def ", description="How that text begins")
+
+
+class Tables(_Table):
+    """All tables, each key checked by itself alone."""
+
+    format: Literal[1] = Field(default=1, description="Version of this format")
+    model: Model = Field(default_factory=Model, description="What is trained.")
+    data: Data = Field(default_factory=Data, description="What it learns from.")
+    training: Training = Field(default_factory=Training, description="How it learns.")
+    plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
+    cluster: Machines = Field(default_factory=Machines, description="Where it runs.")
+    checkpoint: Checkpoints = Field(default_factory=Checkpoints, description="What a run goes on from.")
+    log: Log = Field(default_factory=Log, description="What a run leaves to look at.")

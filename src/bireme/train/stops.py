@@ -1,0 +1,82 @@
+"""When a run is to stop or to save: signals to any rank and the clock of rank 0, agreed on by all ranks.
+
+A signal only sets a flag here. With every batch each rank says what it wants; the sum comes back with the
+batch's result, the same on all ranks, so that all do it behind the same batch.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from time import monotonic
+from types import FrameType
+
+__all__ = ["Reason", "Stops"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Reason(IntEnum):
+    """What a rank wants, as the number that is added up over ranks: whichever is largest counts.
+
+    Rank 0 alone asks for a checkpoint or says that the time is over.
+    """
+
+    NONE = 0
+    SAVE = 1
+    TIME = 2
+    SIGNAL = 4
+    INTERRUPT = 1 << 15
+
+    @classmethod
+    def of(cls, votes: float) -> "Reason":
+        """The weightiest reason in the sum of all ranks' votes, which are fewer than 8,192 ranks'."""
+        return next(one for one in reversed(cls) if votes >= one)
+
+    def __str__(self) -> str:
+        return {Reason.TIME: "time limit", Reason.SIGNAL: "signal", Reason.INTERRUPT: "interrupted"}.get(
+            self, "finished"
+        )
+
+
+class Stops:
+    """What this rank has to say. On other ranks than 0 there are no limits of time."""
+
+    def __init__(self, time_limit_s: float | None = None, save_every_s: float | None = None) -> None:
+        self._ends_s = None if time_limit_s is None else monotonic() + time_limit_s
+        self._save_every_s = save_every_s
+        self._saved_s = monotonic()
+        self._reason = Reason.NONE
+
+    def saved(self) -> None:
+        """A checkpoint was taken."""
+        self._saved_s = monotonic()
+
+    def vote(self) -> float:
+        """This rank's number for the batch that ends."""
+        if self._reason is not Reason.NONE:
+            return float(self._reason)
+        now = monotonic()
+        if self._ends_s is not None and now > self._ends_s:
+            return float(Reason.TIME)
+        if self._save_every_s is not None and now > self._saved_s + self._save_every_s:
+            return float(Reason.SAVE)
+        return 0.0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the signals for as long as this lasts. A second interrupt is an ordinary one."""
+        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._reason is Reason.INTERRUPT:
+                raise KeyboardInterrupt
+            self._reason = Reason.INTERRUPT
+        elif self._reason is not Reason.INTERRUPT:
+            self._reason = Reason.SIGNAL

@@ -1,0 +1,112 @@
+"""What a run comes to, measured beside predicted: the document that it ends with."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bireme.files import write_text_atomically
+from bireme.train.folder import RunFolder
+from bireme.train.outcome import Outcome
+from bireme.train.prepare import Prepared
+from bireme.train.worker import first_of
+
+__all__ = ["StageSummary", "Summary", "summary_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """One stage. `units` are its first and last; of several replicas the largest figures count."""
+
+    units: tuple[int, int]
+    device: str
+    predicted_peak_bytes: float | None
+    measured_peak_bytes: int | None
+    busy_share: float | None
+    predicted_busy_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The whole of a run."""
+
+    steps: int
+    train_loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    predicted_batch_s: float | None
+    measured_batch_s: float | None
+    stages: tuple[StageSummary, ...]
+    run_dir: str
+    schedule: str
+    model: str
+    reason: str
+    num_skipped: int
+    checkpoint: int | None
+    sample: str
+    warnings: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """In the words of JSON."""
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        """Into a file: whole, or not at all."""
+        write_text_atomically(path, json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n")
+
+
+def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], sample: str) -> Summary:
+    """The summary of a run from what its ranks tell."""
+    own = first_of(outcomes)
+    saved = prepared.plan
+    forecast = saved.forecast
+    return Summary(
+        steps=own.steps,
+        train_loss=own.train_loss,
+        eval_loss=own.eval_loss,
+        tokens_per_s=own.tokens_per_s,
+        samples_per_s=own.samples_per_s,
+        predicted_batch_s=None if forecast is None else forecast.batch_s,
+        measured_batch_s=own.batch_s,
+        stages=_stages(prepared, outcomes),
+        run_dir=str(folder.path),
+        schedule=saved.plan.schedule,
+        model=prepared.run.model.source,
+        reason=own.reason,
+        num_skipped=own.num_skipped,
+        checkpoint=own.checkpoint,
+        sample=sample,
+        warnings=own.warnings,
+    )
+
+
+def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, ...]:
+    plan, forecast = prepared.plan.plan, prepared.plan.forecast
+    program = plan.program(1)
+    bounds = (0, *plan.cuts, _num_units(prepared))
+    found = []
+    for stage, rank in enumerate(program.rank_of_stage):
+        of_rank = [one.own for one in outcomes if one.own.rank % program.num_ranks == rank]
+        peaks = [one.peak_bytes for one in of_rank if one.peak_bytes is not None]
+        shares = [one.busy_share for one in of_rank if one.busy_share is not None]
+        promised = None if forecast is None else forecast.stages[stage]
+        found.append(
+            StageSummary(
+                units=(bounds[stage], bounds[stage + 1] - 1),
+                device=", ".join(plan.devices[rank]) if plan.devices else "",
+                predicted_peak_bytes=None if promised is None else promised.peak_bytes,
+                measured_peak_bytes=max(peaks, default=None),
+                busy_share=max(shares, default=None),
+                predicted_busy_share=None
+                if promised is None or forecast is None
+                else promised.busy_s / forecast.batch_s,
+            )
+        )
+    return tuple(found)
+
+
+def _num_units(prepared: Prepared) -> int:
+    from bireme.model.units import units_of
+
+    return len(units_of(prepared.graph))

@@ -1,0 +1,191 @@
+"""What every process of a run does: make its part of the pipeline, take up a checkpoint, run the loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bireme.model.graph_file import graph_hash, load_graph
+from bireme.plan.plan_file import load_plan
+from bireme.report.page.recorded import write_recorded
+from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.world import World
+from bireme.train.checkpoint.checkpoint import open_checkpoint
+from bireme.train.checkpoint.manifest import CheckpointMeta
+from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.folder import RunFolder
+from bireme.train.loop import Loop
+from bireme.train.memory_used import MemoryUsed
+from bireme.train.metrics import Metrics
+from bireme.train.model import RunModel
+from bireme.train.outcome import Outcome
+from bireme.train.prepare import data_of
+from bireme.train.rates import rate_factor
+from bireme.train.run_file import RunFile, load_run_file
+from bireme.train.screen import Screen
+
+__all__ = ["Start", "train_rank"]
+
+LEAST_KEPT = 2
+"""The newest checkpoint may turn out to be damaged when it is needed."""
+
+ALL = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Which run, from which checkpoint if any, and what the processes are told beside what its folder says.
+
+    `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log.
+    """
+
+    folder: Path
+    checkpoint: Path | None
+    threads: int | None
+    is_shown: bool
+    words: dict[str, Any]
+
+
+def train_rank(world: World, start: Start) -> Outcome:
+    """Train as one rank of a world, until the end or until all are asked to stop."""
+    if start.threads is not None:
+        torch.set_num_threads(start.threads)
+    folder = RunFolder.of(start.folder)
+    run = load_run_file(folder.run_file)
+    memory = MemoryUsed(world.device)
+    model = RunModel.of(run, run.plan.micro_batch or 1)
+    data = data_of(run, model)
+    pipeline = _pipeline(run, folder, world, model)
+    log = _Log(world, folder, run, start) if world.rank == 0 else None
+    checkpoint = None if start.checkpoint is None else open_checkpoint(start.checkpoint)
+    if checkpoint is not None:
+        pipeline.restore(checkpoint.snapshot())
+    loop: Loop | None = None
+    writer = CheckpointWriter(
+        folder.checkpoints(run),
+        world.rank,
+        world.size,
+        world.store,
+        keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
+        on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
+        resumed_from=checkpoint,
+    )
+    with writer:
+        loop = Loop(
+            run,
+            pipeline,
+            data,
+            writer,
+            _meta(run, pipeline),
+            tell=_silent if log is None else log.tell,
+            memory=memory,
+            rank_bytes=_Shared(world),
+        )
+        if log is not None:
+            log.begin(pipeline.num_trained)
+        outcome = loop.go()
+    if log is not None:
+        log.end(outcome)
+        if loop.timeline is not None:
+            write_recorded(loop.timeline, folder.measured_timeline)
+    pipeline.close()
+    return outcome
+
+
+def _pipeline(run: RunFile, folder: RunFolder, world: World, model: RunModel) -> Pipeline:
+    graph = load_graph(folder.graph)
+    return Pipeline(
+        graph,
+        load_plan(folder.plan),
+        world,
+        weights=model.weights(graph),
+        optimizer=_optimizer(run),
+        evaluation=load_graph(folder.evaluation_graph),
+        clip_norm=run.training.clip_norm or None,
+        lr=rate_factor(run.training),
+        seed=run.training.seed,
+        device=world.device,
+        bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
+        compile=run.model.compile,
+    )
+
+
+def _optimizer(run: RunFile) -> OptimizerFactory:
+    asked = run.training
+    return named_optimizer(
+        asked.optimizer,
+        lr=asked.learning_rate,
+        weight_decay=asked.weight_decay,
+        betas=asked.betas,
+        momentum=asked.momentum,
+        rest_lr=asked.rest_learning_rate,
+    )
+
+
+def _meta(run: RunFile, pipeline: Pipeline) -> CheckpointMeta:
+    plan = pipeline.plan
+    return CheckpointMeta(
+        next_batch=0,
+        seed=run.data.seed,
+        schedule=plan.schedule,
+        num_stages=plan.num_stages,
+        width=plan.width,
+        graph_hash=graph_hash(pipeline.graph),
+    )
+
+
+def _silent(_kind: str, _step: int, **_values: Any) -> None:
+    """Ranks other than 0 write no log."""
+
+
+class _Shared:
+    """Tells the others how much memory this rank has had, and rank 0 what the others last told."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, own: int | None) -> list[int | None]:
+        """The bytes of every rank, as far as known; of the others only on rank 0."""
+        world = self._world
+        world.store.set(f"memory/{world.rank}", str(own or 0))
+        if world.rank:
+            return []
+        keys = [f"memory/{rank}" for rank in range(world.size)]
+        return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
+
+
+class _Log:
+    """What rank 0 writes down and says."""
+
+    def __init__(self, world: World, folder: RunFolder, run: RunFile, start: Start) -> None:
+        board = folder.path / "tensorboard" if run.log.tensorboard else None
+        self._metrics = Metrics(folder.metrics, tensorboard=board)
+        self._words = start.words
+        self._screen = Screen(run.training.steps) if start.is_shown else None
+
+    @property
+    def tell(self) -> Callable[..., None]:
+        """For the loop."""
+        return self._tell
+
+    def begin(self, step: int) -> None:
+        """The run begins, or goes on."""
+        self._tell("start", step, **self._words)
+
+    def end(self, outcome: Outcome) -> None:
+        """The run is over, for now."""
+        self._tell("stop", outcome.steps, reason=outcome.reason)
+        self._metrics.close()
+
+    def _tell(self, kind: str, step: int, **values: Any) -> None:
+        self._metrics.note(kind, step, **values)
+        if self._screen is not None:
+            self._screen.show(kind, step, values)
+
+
+def first_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """That of rank 0, which has what all share."""
+    return next(outcome for outcome in outcomes if outcome.own.rank == 0)

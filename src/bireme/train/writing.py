@@ -1,0 +1,53 @@
+"""A sample of what a trained language model writes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bireme.model.sources import load_source
+from bireme.train.data.tokenizer import Tokenizer
+from bireme.train.export import WEIGHTS
+from bireme.train.run_file import RunFile
+
+__all__ = ["written"]
+
+TEMPERATURE = 0.8
+
+LARGEST_BYTES = 8 * 2**30
+"""Of a model that is loaded whole only to write a sample."""
+
+
+def written(run: RunFile, folder: Path, tokenizer: Tokenizer | None) -> str:
+    """What the model in a folder writes behind the run's prompt; nothing where it does not write text."""
+    path = folder / WEIGHTS
+    if tokenizer is None or not run.log.sample_tokens or not path.is_file():
+        return ""
+    if path.stat().st_size > LARGEST_BYTES:
+        return ""
+    model: Any = load_source(run.model.source, length=run.data.length, device="cpu", training=False).model
+    model.load_state_dict(load_file(str(path)), strict=False)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
+    ids = _continued(model, first, run.log.sample_tokens, run.data.length, tokenizer)
+    return tokenizer.decode(ids)
+
+
+@torch.no_grad()
+def _continued(model: Any, first: list[int], count: int, context: int, tokenizer: Tokenizer) -> list[int]:
+    """Token by token, each drawn from what the model expects behind the last `context` of them."""
+    generator = torch.Generator().manual_seed(0)
+    ids = list(first)
+    for _ in range(count):
+        outputs = model(input_ids=torch.tensor([ids[-context:]]))
+        logits: Tensor = outputs["logits"][0, -1].float()
+        logits[tokenizer.num_tokens :] = -torch.inf
+        shares = torch.softmax(logits / TEMPERATURE, dim=-1)
+        chosen = int(torch.multinomial(shares, 1, generator=generator))
+        if chosen == tokenizer.end_of_text:
+            break
+        ids.append(chosen)
+    return ids

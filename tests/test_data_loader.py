@@ -1,0 +1,127 @@
+"""Batches depend on their numbers alone: not on what is made ahead, nor on where a run was interrupted."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bireme.errors import BiremeError
+from bireme.train.data.loader import Batches
+from bireme.train.data.order import Order
+from bireme.train.data.own import OwnSamples
+from bireme.train.data.samples import Batch, PackedSamples, packed
+from bireme.train.data.tokens import Tokens
+
+SAMPLES = packed(Tokens("corpus", np.arange(84, dtype=np.uint16)), 4)
+
+
+def seen(batches: Iterator[Batch] | Batches) -> list[list[int]]:
+    """The first token of each sample, batch by batch."""
+    return [batch["input_ids"][:, 0].tolist() for batch in batches]
+
+
+def batches(first: int = 0, count: int | None = 9, **ways: int) -> Batches:
+    return Batches(SAMPLES, Order(len(SAMPLES), 3), 4, first, count, prefetch=ways.get("prefetch", 2))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 9), st.integers(0, 4))
+def test_a_resumed_run_has_the_batches_of_an_uninterrupted_one(done: int, prefetch: int) -> None:
+    whole = seen(batches(prefetch=0))
+    begun = batches(count=done, prefetch=prefetch)
+    assert seen(begun) + seen(batches(begun.state(), 9 - done, prefetch=prefetch)) == whole
+
+
+def test_a_batch_has_the_samples_of_its_places_in_the_order() -> None:
+    order = Order(len(SAMPLES), 3)
+    for number, firsts in enumerate(seen(batches())):
+        assert firsts == [4 * int(sample) for sample in order.numbers(4 * number, 4)]
+
+
+def test_the_state_is_the_number_of_the_next_batch_however_many_are_ready() -> None:
+    loader = batches(first=5, prefetch=4)
+    assert loader.state() == 5
+    running = iter(loader)
+    next(running)
+    assert loader.state() == 6
+
+
+def test_iterating_again_goes_on_where_the_last_time_was_left() -> None:
+    loader = batches()
+    first = [next(iter(loader)), next(iter(loader))]
+    assert seen(iter(first)) + seen(loader) == seen(batches())
+
+
+def test_batches_without_end_go_on_over_the_epochs() -> None:
+    with batches(count=None) as loader:
+        running = iter(loader)
+        assert len([next(running) for _ in range(30)]) == 30
+
+
+def test_no_thread_is_left_when_nobody_reads_on() -> None:
+    loader = batches(count=None)
+    running = iter(loader)
+    next(running)
+    assert "bireme data" in [thread.name for thread in threading.enumerate()]
+    del running
+    assert "bireme data" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_no_more_is_made_ahead_than_was_asked() -> None:
+    made: list[int] = []
+    caught_up = threading.Event()
+
+    class Counting(PackedSamples):
+        def take(self, numbers: Sequence[int]) -> Batch:
+            made.append(1)
+            if len(made) == 4:
+                caught_up.set()
+            return PackedSamples.take(self, numbers)
+
+    counting = Counting(SAMPLES.tokens, 4, 0, 84)
+    with Batches(counting, Order(len(counting)), 4, prefetch=2) as loader:
+        running = iter(loader)
+        next(running)
+        assert caught_up.wait(10)
+        assert not threading.Event().wait(0.05)
+        assert len(made) == 4  # one given, two ready, one in hand
+
+
+def test_an_error_comes_where_its_batch_was_due_and_names_the_sample() -> None:
+    samples = OwnSamples("data", [{"x": number} if number != 7 else None for number in range(12)])
+    for prefetch in (0, 3):
+        loader = Batches(samples, Order(12, shuffled=False), 2, num_batches=6, prefetch=prefetch)
+        running = iter(loader)
+        for _ in range(3):
+            next(running)
+        with pytest.raises(BiremeError, match="Sample 7 of data is nothing"):
+            next(running)
+        assert loader.state() == 3
+
+
+def test_only_the_named_tensors_are_given_of_as_many_samples() -> None:
+    loader = Batches(SAMPLES, Order(len(SAMPLES)), 4, num_batches=1, names=("labels",))
+    [batch] = loader
+    assert list(batch) == ["labels"]
+    assert len(batch["labels"]) == 4
+    with pytest.raises(BiremeError, match="hold input_ids, labels, and not pixels"):
+        list(Batches(SAMPLES, Order(len(SAMPLES)), 4, num_batches=1, names=("pixels",)))
+
+
+def test_a_batch_may_be_larger_than_an_epoch() -> None:
+    samples = OwnSamples("data", {"x": torch.arange(3)})
+    [batch] = Batches(samples, Order(3, 1), 8, num_batches=1)
+    assert sorted(batch["x"][:3].tolist()) == [0, 1, 2]
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    order = Order(len(SAMPLES))
+    for size, first, prefetch in ((0, 0, 2), (2, -1, 2), (2, 0, -1)):
+        with pytest.raises(BiremeError, match="must be at least"):
+            Batches(SAMPLES, order, size, first, prefetch=prefetch)
+    with pytest.raises(BiremeError, match="order is for 5 samples"):
+        Batches(SAMPLES, Order(5), 2)

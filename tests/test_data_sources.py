@@ -1,0 +1,239 @@
+"""Sources: what a run can take its data from, and what it says where there is none."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bireme.errors import BiremeError
+from bireme.train.data import text_files
+from bireme.train.data.own import OwnSamples, is_own
+from bireme.train.data.source import open_source
+from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
+from bireme.train.data.tokens import Tokens, load_tokens
+
+
+def texts_of(source: TextFiles) -> list[str]:
+    """The text of each document."""
+    found = [""]
+    for passage in source.passages(lambda name: None):
+        found[-1] += passage.text
+        if passage.ends_document:
+            found.append("")
+    return found[:-1]
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def names_of(source: TextFiles) -> list[str]:
+    return [file.path.name for file in source.files]
+
+
+def test_a_folder_is_read_sorted_and_all_the_way_down(tmp_path: Path) -> None:
+    write(tmp_path, {"b.txt": "2", "a/z.txt": "1", "c/d/e.txt": "3", "c/d/f.md": "4"})
+    assert texts_of(text_folder(tmp_path)) == ["1", "2", "3", "4"]
+
+
+def test_a_pattern_is_for_names_and_with_a_slash_for_paths(tmp_path: Path) -> None:
+    write(tmp_path, {"b.txt": "", "a/z.txt": "", "a/z.md": "", "c/d/e.txt": ""})
+    assert names_of(text_folder(tmp_path, "*.txt")) == ["z.txt", "b.txt", "e.txt"]
+    assert names_of(text_folder(tmp_path, "**/*.txt")) == ["z.txt", "b.txt", "e.txt"]
+    assert names_of(text_folder(tmp_path, "a/*")) == ["z.md", "z.txt"]
+
+
+def test_hidden_files_and_folders_are_skipped_and_counted(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "", ".b.txt": "", ".git/c.txt": ""})
+    source = text_folder(tmp_path)
+    assert names_of(source) == ["a.txt"]
+    assert len(source.skipped) == 2
+
+
+def test_a_link_to_nothing_is_skipped_and_one_in_a_circle_ends(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": ""})
+    (tmp_path / "nowhere.txt").symlink_to(tmp_path / "gone.txt")
+    (tmp_path / "circle").symlink_to(tmp_path)
+    source = text_folder(tmp_path)
+    assert names_of(source) == ["a.txt"]
+    assert source.skipped == (str(tmp_path / "nowhere.txt"),)
+
+
+def test_a_file_in_a_folder_that_is_no_text_is_skipped_while_reading(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "text"})
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xfd")
+    (tmp_path / "c.txt").write_bytes(b"a\0b")
+    (tmp_path / "d.txt").write_bytes("\ufeffmarked".encode())
+    skipped: list[str] = []
+    texts = [passage.text for passage in text_folder(tmp_path).passages(skipped.append)]
+    assert texts == ["text", "marked"]
+    assert [Path(name).name for name in skipped] == ["b.txt", "c.txt"]
+
+
+def test_a_file_that_was_named_must_be_text(tmp_path: Path) -> None:
+    path = tmp_path / "b.txt"
+    path.write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(BiremeError, match=r"b.txt cannot be read as UTF-8"):
+        texts_of(one_file(path))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 7, 64])
+def test_a_long_file_comes_in_passages_that_make_up_its_text(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "PIECE_BYTES", piece)
+    text = "Größe: 12 €\n\nzweite Zeile, lang\n" * 5 + "ohnezwischenraumundende𝄞" * 3
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    passages = list(one_file(path).passages(lambda name: None))
+    assert "".join(passage.text for passage in passages) == text
+    assert sum(passage.size for passage in passages) == path.stat().st_size
+    assert [passage.ends_document for passage in passages] == [False] * (len(passages) - 1) + [True]
+
+
+def test_passages_end_with_a_line_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 16)
+    path = tmp_path / "a.txt"
+    path.write_text("one line\nanother line\nlast")
+    passages = [passage.text for passage in one_file(path).passages(lambda name: None)]
+    assert passages == ["one line\n", "another line\nlast"]
+
+
+def test_bad_bytes_far_into_a_file_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 4)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"abcdef\xffg")
+    assert texts_of(one_file(path)) == ["abcdef\ufffdg"]
+
+
+def test_the_standard_library_is_always_the_same_and_has_no_tests() -> None:
+    source = python_sources()
+    assert source == python_sources()
+    assert 1_000_000 < source.size <= 20_000_000
+    assert not {"test", "tests", "site-packages"} & {
+        part for file in source.files for part in file.path.parts[-3:]
+    }
+    assert names_of(source) != sorted(names_of(source))
+
+
+def test_the_standard_library_is_capped() -> None:
+    source = python_sources(most_bytes=300_000)
+    assert 200_000 < source.size <= 300_000
+
+
+def test_a_changed_file_gives_another_identity(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = one_file(path).identity
+    assert before == one_file(path).identity
+    os.utime(path, ns=(1, 1))
+    assert before != one_file(path).identity
+
+
+def test_arrays_of_ids_are_mapped(tmp_path: Path) -> None:
+    ids = np.arange(100, dtype=np.uint16)
+    np.save(tmp_path / "a.npy", ids)
+    ids.tofile(tmp_path / "b.bin")
+    ids.astype(np.uint32).tofile(tmp_path / "c.bin")
+    for tokens in (
+        open_source(str(tmp_path / "a.npy")),
+        open_source(str(tmp_path / "b.bin")),
+        open_source(str(tmp_path / "c.bin"), dtype="uint32"),
+    ):
+        assert isinstance(tokens, Tokens)
+        assert isinstance(tokens.ids, np.memmap)
+        assert tokens.ids.tolist() == list(range(100))
+        assert tokens.largest_id() == 99
+
+
+def test_the_largest_id_of_a_long_array_is_found_in_its_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bireme.train.data.tokens.CHECKED_AT_ONCE", 10)
+    monkeypatch.setattr("bireme.train.data.tokens.MOST_CHECKED", 20)
+    assert Tokens("", np.arange(95, dtype=np.uint16)).largest_id() == 94
+
+
+@pytest.mark.parametrize(
+    ("array", "wrong"),
+    [
+        (np.zeros(4, np.float32), "float32"),
+        (np.zeros((2, 2), np.int64), r"shape \[2, 2\]"),
+        (np.zeros(0, np.int64), "no tokens"),
+        (np.array([3, -1]), "negative"),
+    ],
+)
+def test_an_array_that_is_no_row_of_ids_is_refused(array: NDArray[Any], wrong: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(BiremeError, match=wrong):
+        load_tokens(tmp_path / "a.npy")
+
+
+def test_a_bin_file_of_another_type_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"123456")
+    with pytest.raises(BiremeError, match="no whole number of uint32"):
+        load_tokens(path, "uint32")
+    with pytest.raises(BiremeError, match="Did you mean 'uint16'"):
+        load_tokens(path, "int16")
+    path.write_bytes(b"")
+    with pytest.raises(BiremeError, match="no tokens"):
+        load_tokens(path)
+    (tmp_path / "a.npy").write_bytes(b"junk")
+    with pytest.raises(BiremeError, match="cannot be read"):
+        load_tokens(tmp_path / "a.npy")
+
+
+def test_a_source_is_what_it_looks_like(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "text", "own.py": "def samples():\n    return [{'x': 1.0}]\n"})
+    assert isinstance(open_source("stdlib"), TextFiles)
+    assert isinstance(open_source(str(tmp_path)), TextFiles)
+    assert isinstance(open_source(str(tmp_path / "a.txt")), TextFiles)
+    assert isinstance(open_source(f"{tmp_path}/own.py:samples"), OwnSamples)
+    assert isinstance(open_source(f"{tmp_path}/own.py"), TextFiles)
+
+
+def test_functions_are_told_from_files(tmp_path: Path) -> None:
+    assert is_own("package.module:function")
+    assert is_own("python:package.module:function")
+    assert is_own("some folder/file.py:function")
+    assert not is_own("stdlib")
+    assert not is_own("C:\\texts")
+    odd = tmp_path / "odd.py:name"
+    odd.write_text("")
+    assert not is_own(str(odd))
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BiremeError, match=r"no file or folder 'missing.txt'.*stdlib"):
+        open_source("missing.txt")
+    with pytest.raises(BiremeError, match="no files that match"):
+        text_folder(tmp_path)
+    with pytest.raises(BiremeError, match="no folder"):
+        text_folder(tmp_path / "missing")
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "", "b.txt": "", "c/d.txt": ""})
+    (tmp_path / "b.txt").chmod(0)
+    (tmp_path / "c").chmod(0)
+    try:
+        source = text_folder(tmp_path)
+    finally:
+        (tmp_path / "c").chmod(0o700)
+    assert names_of(source) == ["a.txt"]
+    assert len(source.skipped) == 2
+
+
+def test_a_file_that_goes_away_before_it_is_read_is_an_error_and_not_left_out(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "one", "b.txt": "two"})
+    source = text_folder(tmp_path)
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(BiremeError, match=r"b\.txt could not be read"):
+        texts_of(source)
