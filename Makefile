@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 train: setup
-	@echo "make train: not built yet. What is, from schedules to plans and the engine, stands in README.md."; exit 1
+	$(BIN)/bireme train
 
 test: setup
 	$(BIN)/python -m pytest -n 2
@@ -45,6 +45,7 @@ bench: setup
 	$(BIN)/python benchmarks/partition.py
 	$(BIN)/python -m benchmarks.search
 	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python -m benchmarks.placement
 	$(BIN)/python benchmarks/engine.py
 
 clean:

@@ -95,8 +95,8 @@ class Reducer:
         `gradients` has an entry for every template, None where the parameter got no gradient. `loss_sum` is
         this rank's part of the batch's loss; all ranks' parts are added, as are their `votes`. Neither may
         be written to before `finish`, but through the reducer. `stamp` tells batches apart: where it is not
-        the same on all ranks,
-        `finish` raises a `BiremeError` on all of them. Raises what went wrong in a batch before.
+        the same on all ranks, `finish` raises a `BiremeError` on all of them. Raises what went wrong in a
+        batch before.
         """
         self._check_usable(batch)
         self._check(gradients)
