@@ -8,18 +8,19 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
-from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.search.search import find_plan, forecast_of, timeline_of
 from bireme.plan.summary import Kind
 from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
-from tests.planning import small_clusters, small_profiles
+from tests.planning import profile_of, small_clusters, small_profiles
 
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
 
@@ -163,3 +164,14 @@ def test_so_it_is_with_three_devices(
 @given(small_profiles(most_units=4), small_clusters(most_devices=2), st.sampled_from([2, 4]))
 def test_so_it_is_with_all_schedules_at_once(profile: Profile, cluster: Cluster, batch_size: int) -> None:
     check(profile, cluster, Wishes(batch_size))
+
+
+def test_a_plan_can_be_seen_as_it_will_run() -> None:
+    profile = profile_of([0.01, 0.02, 0.015, 0.01], [0.02, 0.04, 0.03, 0.02], sizes=(1, 2))
+    cluster = Cluster((Server("one", (Device("cpu", "cpu", 2**34),) * 2),))
+    wishes = Wishes(batch_size=8, depth=2, schedule="2bw")
+    answer = find_plan(profile, cluster, wishes)
+    assert isinstance(answer, Answer)
+    timeline = timeline_of(answer.best.plan, profile, cluster, wishes, num_batches=12)
+    assert timeline.program.num_batches == 12
+    assert timeline.steady_batch_s == pytest.approx(answer.best.forecast.batch_s, rel=0.01)

@@ -161,6 +161,11 @@ class Judge:
             stages=tuple(self._stages(draft, program, of_replica)),
         )
 
+    def timeline(self, draft: Draft, program: Program) -> Timeline:
+        """What the slowest replica of a draft does in the window of a program of its plan."""
+        replica = self._slowest_first(draft, self.floor(draft))[0]
+        return self._simulate(draft, program, replica, self._traffic(draft, program.rank_of_stage))
+
     def _slowest_first(self, draft: Draft, floor: Floor) -> list[int]:
         """The replicas, those with the busiest device first."""
         busiest_s = [

@@ -23,8 +23,9 @@ from bireme.plan.search.misfit import nearest_misfit
 from bireme.plan.search.shapes import Outlines
 from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
+from bireme.timeline.timeline import Timeline
 
-__all__ = ["Progress", "find_plan", "forecast_of"]
+__all__ = ["Progress", "find_plan", "forecast_of", "timeline_of"]
 
 Progress = Callable[[float], None]
 """Told now and then which share of the work is done."""
@@ -66,6 +67,14 @@ def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes) 
     """
     draft = draft_of(plan, cluster)
     return Judge(Ground(profile, cluster, wishes)).forecast(draft)
+
+
+def timeline_of(
+    plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes, *, num_batches: int
+) -> Timeline:
+    """The first batches under such a plan, by the simulator: of the slowest replica."""
+    judge = Judge(Ground(profile, cluster, wishes))
+    return judge.timeline(draft_of(plan, cluster), plan.program(num_batches))
 
 
 def _no_shape(ground: Ground, refusal: str) -> str:
