@@ -18,7 +18,9 @@ from bireme.runtime.launch import launch
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import export_checkpoint
 from bireme.train.folder import RunFolder
+from bireme.train.loop import RECORDED
 from bireme.train.outcome import Outcome
+from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared
 from bireme.train.summary import Summary, summary_of
 from bireme.train.worker import Start, first_of, train_rank
@@ -45,6 +47,7 @@ def start(
 ) -> Finished:
     """Run the processes of a prepared run to their end, then write what came of it."""
     plan = prepared.plan.plan
+    write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     words = _words(prepared)
     begin = Start(
         folder.path,

@@ -27,7 +27,7 @@ from bireme.train.rates import rate_factor
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 
-__all__ = ["Loop", "Tell"]
+__all__ = ["RECORDED", "Loop", "Tell"]
 
 RECORDED = 6
 """Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
@@ -227,7 +227,8 @@ class Loop:
             return
         size = self.run.training.batch_size
         count = min(self.run.training.evaluation_batches, len(samples) // size) or 1
-        order = Order(len(samples), shuffled=False)
+        # The same samples every time, from everywhere in the data.
+        order = Order(len(samples), self.run.data.seed)
         with Batches(samples, order, min(size, len(samples)), 0, count) as batches:
             found = self.pipeline.evaluate(batches)
         self._evaluated = found.loss

@@ -1,46 +1,83 @@
-"""How much memory a process has had in use, as the system or the device's allocator counts it."""
+"""How much memory a process takes for its work, as the C library or the device's allocator counts it.
 
-from pathlib import Path
+On a CPU tensors come from the C library's heap, which can tell how much of it is in use. That is looked at
+many times a second; what lives for less may be missed.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 import torch
 
 __all__ = ["MemoryUsed"]
 
-STATUS = Path("/proc/self/status")
+PERIOD_S = 0.002
 
 
 class MemoryUsed:
-    """Counts what is used beyond what was in use when this was made."""
+    """Counts what is in use beyond what was when the block began."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type != "cuda":
-            _wake_up()
-        self._before = 0 if device.type == "cuda" else _resident("VmRSS")
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        self._heap = None if device.type == "cuda" else _heap_in_use()
+        self._before = 0
+        self._peak = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="bireme-memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = int(torch.cuda.memory_allocated(self._device))
+        elif self._heap is not None:
+            self._before = self._heap()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def peak_bytes(self) -> int | None:
         """The most there has been so far; None where nobody counts it."""
         if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        peak = _resident("VmHWM")
-        return None if peak is None or self._before is None else max(0, peak - self._before)
+            return int(torch.cuda.max_memory_allocated(self._device)) - self._before
+        return None if self._heap is None else max(0, self._peak - self._before)
+
+    def _look(self) -> None:
+        assert self._heap is not None
+        while not self._is_over.wait(PERIOD_S):
+            self._peak = max(self._peak, self._heap())
 
 
-def _wake_up() -> None:
-    """Let torch load what it loads at its first backward, which is no part of what a model takes."""
-    tokens = torch.randn(2, 8, 64, requires_grad=True)
-    heads = (tokens @ torch.randn(64, 64)).view(2, 8, 4, 16).transpose(1, 2)
-    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    torch.autograd.grad(torch.nn.functional.layer_norm(attended, (16,)).exp().sum(), tokens)
+class _Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` tells."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
 
 
-def _resident(what: str) -> int | None:
-    """A line of the process's status, in bytes."""
-    if not STATUS.exists():
+def _heap_in_use() -> Callable[[], int] | None:
+    """Tells the bytes in use of the C library's heap; None where it cannot."""
+    try:
+        tell = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):  # another C library, or a glibc older than 2.33
         return None
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(f"{what}:"):
-            return int(line.split()[1]) * 1024
-    return None
+    tell.restype = _Mallinfo
+
+    def in_use() -> int:
+        found = tell()
+        return int(found.uordblks) + int(found.hblkhd)
+
+    return in_use

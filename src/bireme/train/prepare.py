@@ -30,7 +30,7 @@ from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 
-__all__ = ["Prepared", "data_of", "prepare", "prepared_again", "write_prepared"]
+__all__ = ["Prepared", "data_of", "prepare", "prepared_again", "wishes_of", "write_prepared"]
 
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
@@ -169,7 +169,8 @@ def _measured(
         torch.set_num_threads(before)
 
 
-def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:
+def wishes_of(run: RunFile) -> Wishes:
+    """What a run file asks of a plan."""
     asked = run.plan
     penalties = {
         Rule.SYNCHRONOUS: 1.0,
@@ -178,7 +179,7 @@ def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Prog
     }
     if asked.objective == "throughput":
         penalties = dict.fromkeys(penalties, 1.0)
-    wishes = Wishes(
+    return Wishes(
         batch_size=run.training.batch_size,
         schedule=asked.schedule,
         synchronous=asked.synchronous,
@@ -189,7 +190,11 @@ def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Prog
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
     )
-    if asked.depth is None and asked.width is None and run.cluster.source is None:
+
+
+def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:
+    wishes = wishes_of(run)
+    if run.plan.depth is None and run.plan.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
         wishes = replace(wishes, depth=min(machines.cluster.num_devices, len(measured.units)))
     found = find_plan(measured, machines.cluster, wishes, progress=lambda done: progress(done, "planning"))

@@ -16,6 +16,7 @@ from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.loop import Loop
 from bireme.train.memory_used import MemoryUsed
@@ -55,9 +56,21 @@ def train_rank(world: World, start: Start) -> Outcome:
         torch.set_num_threads(start.threads)
     folder = RunFolder.of(start.folder)
     run = load_run_file(folder.run_file)
-    memory = MemoryUsed(world.device)
     model = RunModel.of(run, run.plan.micro_batch or 1)
     data = data_of(run, model)
+    with MemoryUsed(world.device) as memory:
+        return _trained(world, start, folder, run, model, data, memory)
+
+
+def _trained(
+    world: World,
+    start: Start,
+    folder: RunFolder,
+    run: RunFile,
+    model: RunModel,
+    data: RunData,
+    memory: MemoryUsed,
+) -> Outcome:
     pipeline = _pipeline(run, folder, world, model)
     log = _Log(world, folder, run, start) if world.rank == 0 else None
     checkpoint = None if start.checkpoint is None else open_checkpoint(start.checkpoint)

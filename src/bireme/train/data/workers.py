@@ -33,7 +33,7 @@ LOOK_S = 0.2
 GRACE_S = 1.0
 """So long may a worker go on with what it is at before it is killed."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
