@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
@@ -26,6 +27,9 @@ __all__ = ["TIME_LIMIT_S", "solve"]
 
 TIME_LIMIT_S = 60.0
 """How long a search goes on, unless somebody says; the dynamic program asked for by name has no limit."""
+
+FOR_THE_START = 0.25
+"""Of the time limit, for the contiguous split that other placements begin with."""
 
 FOR_LATENCY = (Method.AUTO, Method.MILP, Method.ANNEAL)
 
@@ -88,16 +92,18 @@ class _Solving:
         stop_at = self.stop_at if is_limited else math.inf
         return Contiguous(self.workload, self.objective, self.request.seed, stop_at, MOST_IDEALS, self.say)
 
-    def _anywhere(self) -> Anywhere:
-        try:
-            split = self._contiguous().best_of_lines()
-        except BiremeError:  # some that are not contiguous may fit
-            split = None
+    def _anywhere(self, *, is_thorough: bool = False) -> Anywhere:
+        """Placements of any kind, from a contiguous one; a thorough search begins with the best of those."""
+        split = None
+        contiguous = replace(self._contiguous(), stop_at=self.began + FOR_THE_START * self.limit_s)
+        with suppress(BiremeError):  # some that are not contiguous may fit
+            split = contiguous.best() if is_thorough else None
+            split = split or contiguous.best_of_lines()
         return Anywhere(self.workload, self.objective, split, self.request.seed, self.stop_at, self.say)
 
     def _automatic(self) -> Placement:
         if not self.is_contiguous:
-            anywhere = self._anywhere()
+            anywhere = self._anywhere(is_thorough=True)
             return self._of(Method.AUTO, anywhere.items, anywhere.best())
         contiguous = self._contiguous()
         split = contiguous.best()
