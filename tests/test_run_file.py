@@ -285,7 +285,7 @@ def test_keys_that_contradict_each_other_get_one_sentence(sets: list[str], expec
         ["data.evaluation_source=x"],
         ["model.source=hf:folder", "model.loss=mse"],
         ["plan.file=p.json", "plan.delay_warmup_steps=20"],
-        ["plan.file=p.json", "plan.schedule=auto", "plan.penalties.fresh=1.05"],
+        ["plan.file=p.json", "plan.schedule=auto", "plan.penalties.fresh=1.1"],
         ["plan.width=2", "plan.microbatches=16"],
         ["plan.schedule=2bw-fresh", "plan.delay_warmup_steps=300"],
         ["cluster.workers=4", "plan.depth=2", "plan.width=2"],
