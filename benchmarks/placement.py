@@ -54,7 +54,8 @@ def branches(num_branches: int, length: int, *, devices: int, moving: float = 1.
 
 def num_pairs(num_branches: int, length: int) -> int:
     """How many pairs of ideals lie in each other, each with itself too."""
-    return ((length + 1) * (length + 2) // 2) ** num_branches
+    found: int = ((length + 1) * (length + 2) // 2) ** num_branches
+    return found
 
 
 def ideals_case(shape: tuple[int, int, int]) -> list[str]:

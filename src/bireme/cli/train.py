@@ -1,6 +1,9 @@
 """`bireme train`: from a model and data to a trained model, over the devices at hand."""
 
+import os
+from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,11 +12,15 @@ import typer
 from bireme.cli.options import Json, print_json
 
 if TYPE_CHECKING:
+    from bireme.train.checkpoint.checkpoint import Checkpoint
     from bireme.train.folder import RunFolder
     from bireme.train.launching import Finished
     from bireme.train.prepare import Prepared
 
-__all__ = ["show_finished", "show_prepared", "train"]
+__all__ = ["run_to_end", "show_finished", "show_prepared", "train"]
+
+INTERRUPTED_STATUS = 130
+"""What shells have for a command that ended of Ctrl-C."""
 
 
 def train(
@@ -35,20 +42,49 @@ def train(
 
     [dim]bireme train run.toml --set training.steps=500[/dim]
     """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _train_with_others(run_file, set_ or (), as_json=as_json)
+        return
     from bireme.train.run_file import load_run_file
 
     run = load_run_file(run_file, set_ or ())
     from bireme.report.progress import progress_bar
     from bireme.train.folder import RunFolder
-    from bireme.train.launching import start
     from bireme.train.prepare import prepare, write_prepared
 
     with progress_bar("preparing") as progress:
         prepared = prepare(run, progress)
     folder = RunFolder.new(run, datetime.now())
     write_prepared(prepared, folder)
+    run_to_end(prepared, folder, None, as_json=as_json)
+
+
+def run_to_end(
+    prepared: "Prepared", folder: "RunFolder", checkpoint: "Checkpoint | None", *, as_json: bool
+) -> None:
+    """Show what is planned, run it, and show what came of it."""
+    from bireme.runtime.failures import RankFailed
+    from bireme.train.launching import start
+
     show_prepared(prepared, folder, as_json=as_json)
-    show_finished(start(prepared, folder, None, is_shown=True), as_json=as_json)
+    try:
+        finished = start(prepared, folder, checkpoint, is_shown=True)
+    except KeyboardInterrupt:
+        typer.echo(f"bireme: interrupted, without a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
+        raise typer.Exit(INTERRUPTED_STATUS) from None
+    except RankFailed as error:
+        typer.echo(f"bireme: {error}\n{_how_to_go_on(folder.path)}", err=True)
+        raise typer.Exit(1) from None
+    show_finished(finished, as_json=as_json)
+
+
+def _train_with_others(run_file: Path | None, sets: Sequence[str], *, as_json: bool) -> None:
+    """Be one of the processes that torchrun has started."""
+    from bireme.train.joining import join
+
+    finished = join(run_file, sets, partial(show_prepared, as_json=as_json))
+    if finished is not None:
+        show_finished(finished, as_json=as_json)
 
 
 def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
@@ -72,9 +108,18 @@ def show_finished(finished: "Finished", *, as_json: bool) -> None:
     """What came of it."""
     if as_json:
         print_json(finished.summary.document())
+        if finished.is_stopped:
+            how = _how_to_go_on(finished.summary.run_dir)
+            typer.echo(f"bireme: stopped ({finished.reason}). {how}", err=True)
         return
     from rich.console import Console
 
     from bireme.report.train_table import print_summary
 
     print_summary(finished.summary.document(), Console(), is_stopped=finished.is_stopped)
+
+
+def _how_to_go_on(folder: "Path | str") -> str:
+    import shlex
+
+    return f"Go on with: bireme resume {shlex.quote(str(folder))}"

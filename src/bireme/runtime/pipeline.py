@@ -236,15 +236,20 @@ class Pipeline:
         }
         return {name: tensor.detach().clone() for name, tensor in (self.parameters() | buffers).items()}
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, all_held: bool = False) -> Snapshot:
         """Copies of what this rank answers for behind the last batch whose result it has taken.
 
         To be called while `train` goes on, right when it gives a result, or when nothing is under way: then
-        all ranks' snapshots behind the same batch belong together. One rank answers for each tensor.
+        all ranks' snapshots behind the same batch belong together. One rank answers for each tensor; with
+        `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline.
         """
         owners, layout = self.layout.owners, self.layout
         is_owner = layout.replica == 0
-        own = {name for name, rank in owners.items() if is_owner and rank == layout.pipeline_rank}
+        own = {
+            name
+            for name, rank in owners.items()
+            if all_held or (is_owner and rank == layout.pipeline_rank)
+        }
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)

@@ -18,7 +18,7 @@ from bireme.model.sources import load_source
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.run_file import RunFile
 
-__all__ = ["export_checkpoint", "newest_weights"]
+__all__ = ["export_checkpoint", "exported_step", "newest_weights"]
 
 WEIGHTS = "model.safetensors"
 ABOUT = "bireme.json"
@@ -36,6 +36,14 @@ def newest_weights(graph: Graph, checkpoint: Checkpoint) -> dict[str, Tensor]:
             if state.persistent and key in saved:
                 found[state.name] = saved[key].to(getattr(torch, state.dtype)).contiguous()
     return found
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step of the checkpoint whose model is in a folder; None where there is none."""
+    try:
+        return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path) -> None:

@@ -90,6 +90,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def starts(self) -> Path:
+        """How often it was started again from the same checkpoint."""
+        return self.path / "starts.json"
+
+    @property
     def predicted_timeline(self) -> Path:
         """A few batches as the simulator sees them."""
         return self.path / "timeline-predicted.json"

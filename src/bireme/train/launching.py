@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ from bireme.train.summary import Summary, summary_of
 from bireme.train.worker import Start, first_of, train_rank
 from bireme.train.writing import written
 
-__all__ = ["Finished", "start"]
+__all__ = ["DONE", "Finished", "finish", "first_words", "start"]
+
+DONE = ("finished", "time limit")
+"""The reasons to stop that leave a trained model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class Finished:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was asked to stop before it had done all steps."""
-        return self.reason != "finished"
+        """Whether it was asked to stop before it had done all steps, or all that its time allowed."""
+        return self.reason not in DONE
 
 
 def start(
@@ -48,13 +52,14 @@ def start(
     """Run the processes of a prepared run to their end, then write what came of it."""
     plan = prepared.plan.plan
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
-    words = _words(prepared)
+    words = first_words(prepared)
     begin = Start(
         folder.path,
         None if checkpoint is None else checkpoint.folder,
         prepared.machines.threads,
         is_shown,
         words,
+        () if checkpoint is None else checkpoint.passed_over,
     )
     with _signals_passed_on():
         outcomes = launch(
@@ -73,7 +78,7 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
     own = first_of(outcomes)
     sample = ""
     newest = newest_good(folder.checkpoints(prepared.run))
-    if own.reason == "finished" and newest is not None:
+    if own.reason in DONE and newest is not None:
         export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
         sample = written(prepared.run, folder.model, prepared.data.tokenizer)
     summary = summary_of(prepared, folder, outcomes, sample)
@@ -81,7 +86,7 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
     return Finished(summary, own.reason)
 
 
-def _words(prepared: Prepared) -> dict[str, Any]:
+def first_words(prepared: Prepared) -> dict[str, Any]:
     """What the log of a run begins with."""
     import torch
 
@@ -101,8 +106,15 @@ def _words(prepared: Prepared) -> dict[str, Any]:
 
 @contextmanager
 def _signals_passed_on() -> Iterator[None]:
-    """Pass signals to the ranks as a wish to stop. The second interrupt ends everything."""
+    """Pass signals to the ranks as a wish to stop. The second interrupt ends everything.
+
+    Processes that are started inside hold such wishes back until they can take them, for this thread holds
+    them back and they inherit that; another one is there to take them here.
+    """
     interrupts = 0
+    over = threading.Event()
+    taker = threading.Thread(target=over.wait, name="bireme signals", daemon=True)
+    taker.start()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
@@ -110,16 +122,24 @@ def _signals_passed_on() -> Iterator[None]:
             interrupts += 1
             if interrupts > 1:
                 raise KeyboardInterrupt
+        children = multiprocessing.active_children()
+        if not children:  # there is nothing to save yet, or any more
+            signal.signal(number, before[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+            return
         print("bireme: stopping behind this step, and saving …", file=sys.stderr, flush=True)  # noqa: T201 (for people)
-        for child in multiprocessing.active_children():
+        for child in children:
             if child.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGUSR1)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, pass_on) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        over.set()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -6,7 +6,7 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.pipeline import READ_AHEAD, Pipeline, Result
+from bireme.schedule.rule import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
@@ -27,7 +28,7 @@ from bireme.train.rates import rate_factor
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 
-__all__ = ["RECORDED", "Loop", "Tell"]
+__all__ = ["RECORDED", "Later", "Loop", "Tell"]
 
 RECORDED = 6
 """Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
@@ -39,8 +40,16 @@ Tell = Callable[..., None]
 """Is told what happens: its kind, the step, and values by name. Does nothing but on rank 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What takes over behind `step` batches: `make` makes its pipeline, with any weights."""
+
+    step: int
+    make: Callable[[], Pipeline]
+
+
 class Loop:
-    """The steps of a run, from where its pipeline stands."""
+    """The steps of a run, from where its pipeline stands; `later` is for those behind its own."""
 
     def __init__(
         self,
@@ -53,13 +62,15 @@ class Loop:
         tell: Tell,
         memory: MemoryUsed,
         rank_bytes: Callable[[int | None], list[int | None]],
+        stops: Stops,
+        later: Later | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
-        is_first_rank = pipeline.layout.rank == 0
-        self.stops = Stops(run.training.time_limit_s, run.checkpoint.every_s) if is_first_rank else Stops()
+        self.stops = stops
         self.timeline: Timeline | None = None
         self._rank_bytes = rank_bytes
+        self._later = later
         self._rate = rate_factor(run.training)
         self._reason = Reason.NONE
         self._ends: int | None = None
@@ -69,9 +80,10 @@ class Loop:
         self._since = [0.0, 0.0, 0.0]  # seconds, samples, tokens since the last line
         self._all = [0.0, 0.0, 0.0]
         self._evaluated: float | None = None
+        self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
-        self._is_first = True
+        self._to_record = True
 
     @property
     def step(self) -> int:
@@ -80,14 +92,19 @@ class Loop:
 
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
-        with self.stops.listening():
-            while self._ends is None and self.step < self.run.training.steps:
-                self._train_until(self._window_end())
-                if self._ends is None:
-                    self._evaluate_if_due()
-        if self._evaluated is None and self._ends is None:
+        steps = self.run.training.steps
+        while self._ends is None and self.step < steps:
+            if self._later is not None and self.step >= self._later.step:
+                self._hand_over(self._later)
+            self._train_until(self._window_end())
+            if self._ends is None:
+                self._evaluate_if_due()
+        if self.step >= steps:
+            self._reason = Reason.NONE  # who asked to stop has come too late
+        is_done = self._reason in (Reason.NONE, Reason.TIME)
+        if is_done and self._evaluated_at != self.step:
             self._evaluate()
-        if self.run.checkpoint.at_end or self._ends is not None:
+        if self.run.checkpoint.at_end if is_done else not self._minds_windows:
             self._save()
         self.writer.wait()
         if self.timeline is None and self.pipeline.recording is not None:
@@ -112,18 +129,50 @@ class Loop:
         self._warnings.append(text)
         self.tell("warning", self.step if step is None else step, text=text)
 
+    def _hand_over(self, later: Later) -> None:
+        """Go on with the other pipeline from where this one is, which is drained."""
+        snapshot = self.pipeline.snapshot(all_held=True)
+        self.pipeline.close()
+        del self.pipeline  # so that there need never be room for two
+        self.pipeline, self._later = later.make(), None
+        self.pipeline.restore(snapshot)
+        self.meta = replace(self.meta, schedule=self.pipeline.plan.schedule)
+
     def _window_end(self) -> int:
-        """The step at which the pipeline is drained next: for an evaluation, or behind what is recorded."""
+        """The step at which the pipeline is drained next: for an evaluation, behind what is recorded, or for
+        the other pipeline.
+        """
         every, steps = self.run.training.evaluate_every, self.run.training.steps
         end = steps if not every else min(steps, (self.step // every + 1) * every)
-        return min(end, self.step + RECORDED) if self._records else end
+        if self._later is not None:
+            end = min(end, self._later.step)
+        return min(end, self._recorded_end) if self._records else end
+
+    @property
+    def _minds_windows(self) -> bool:
+        """Whether what is learned depends on where the pipeline is drained, as it does with trial versions.
+
+        A run that was stopped then goes on from a moment when it was full, and drains where one does that
+        never stopped.
+        """
+        return self.pipeline.plan.program(1).rule is Rule.FRESH
+
+    @property
+    def _recorded_end(self) -> int:
+        begin = self.run.plan.delay_warmup_steps if self._minds_windows else self.step
+        return begin + RECORDED
 
     @property
     def _records(self) -> bool:
-        return self._is_first and self.run.training.steps - self.step > RECORDED
+        """Whether the next window is recorded: an early one of the schedule that stays, if it is not the
+        last.
+        """
+        is_early = self.step < self._recorded_end < self.run.training.steps
+        return self._to_record and self._later is None and is_early
 
     def _train_until(self, end: int) -> None:
-        records, self._is_first = self._records, False
+        records = self._records
+        self._to_record = self._to_record and not records
         results = self.pipeline.train(self._batches(end), record=records, votes=self.stops.vote)
         for number, result in enumerate(results):
             self._note(result, is_first=number == 0)
@@ -167,7 +216,7 @@ class Loop:
             # No rank has read a batch behind this one, and those that were read are trained yet.
             self._reason, self._ends = reason, step + READ_AHEAD
             if reason is not Reason.TIME:
-                self._save()
+                self._save()  # now, for nobody knows how long there is
         elif self._is_due(step) or reason is Reason.SAVE:
             self._save()
 
@@ -178,6 +227,7 @@ class Loop:
         if result.is_skipped:
             self._warn(f"Step {result.batch + 1} is left out: its gradient is not finite.", result.batch + 1)
         if self._skipped_in_a_row > most:
+            self.tell("stop", result.batch + 1, reason="not finite")
             raise BiremeError(
                 f"The gradient was not finite in {self._skipped_in_a_row} steps in a row, up to step "
                 f"{result.batch + 1}, so the run stops. Lower training.learning_rate, clip more, or look at "
@@ -231,7 +281,7 @@ class Loop:
         order = Order(len(samples), self.run.data.seed)
         with Batches(samples, order, min(size, len(samples)), 0, count) as batches:
             found = self.pipeline.evaluate(batches)
-        self._evaluated = found.loss
+        self._evaluated, self._evaluated_at = found.loss, self.step
         self.tell("evaluation", self.step, loss=found.loss, num_samples=found.num_samples)
 
     def _outcome(self) -> Outcome:

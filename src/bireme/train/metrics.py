@@ -1,11 +1,13 @@
 """What a run writes down while it goes: a line of JSON for everything that happens, and TensorBoard if asked.
 
-Lines are appended and flushed one by one, so that whoever reads them sees whole ones, but for the last one of
-a run that was killed.
+Lines are appended one by one, so that whoever reads them sees whole ones, but for the last one of a run that
+was killed. A disk that takes none does not end a run: its lines wait until it does.
 """
 
 import json
 import math
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -26,7 +28,12 @@ class Metrics:
         self._offset_s = max((one["time_s"] for one in before), default=0.0)
         self._begin_s = perf_counter()
         self._lock = Lock()
-        self._file = path.open("a", encoding="utf-8")
+        self._file = FileIO(path, "ab")
+        self._waiting = b""
+        self.failure: str | None = None
+        """Why lines could not be written, since the last one that was."""
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            _cut_half_line(path)
         self._board: Any = None
         if tensorboard is not None:
             self._board = _board(tensorboard)
@@ -41,8 +48,8 @@ class Metrics:
         line = {"kind": kind, "step": step, "time_s": round(self.time_s, 4), **values}
         text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n"
         with self._lock:
-            self._file.write(text)
-            self._file.flush()
+            self._waiting += text.encode()
+            self._write()
         if self._board is not None and kind in ("train", "evaluation"):
             for name in CURVES:
                 if isinstance(values.get(name), float):
@@ -50,9 +57,18 @@ class Metrics:
 
     def close(self) -> None:
         """End the files."""
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
         if self._board is not None:
             self._board.close()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self.failure = None
+        except OSError as error:
+            self.failure = str(error.strerror or error)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -66,6 +82,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise BiremeError(f"{path} cannot be read: line {number} is no JSON.") from None
     return found
+
+
+def _cut_half_line(path: Path) -> None:
+    """Take away what a killed run has left of its last line, for the next would go on in it."""
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _plain(value: Any) -> Any:

@@ -12,8 +12,9 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
+from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
-from bireme.plan.hashes import planned_units
+from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.search.search import find_plan
@@ -23,9 +24,11 @@ from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.schedule.rule import Rule
+from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.data.checks import vocabulary_of
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
 from bireme.train.folder import RunFolder
+from bireme.train.going_on import check_goes_on
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile, load_run_file, to_toml
@@ -65,20 +68,20 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     model.check_weights(graph)
     measured, answer = None, None
     if run.plan.file is not None:
-        plan = load_plan(Path(run.plan.file))
+        plan = _of_file(Path(run.plan.file), graph)
     else:
         measured = _measured(run, model, machines, sizes, progress)
         answer = _planned(run, measured, machines, progress)
         plan = saved_plan(answer, planned_units(measured))
-    if run.plan.delay_warmup_steps and plan.plan.stages_per_rank not in (None, 1):
-        raise BiremeError(
-            "plan.delay_warmup_steps needs a schedule that has a flush twin on the same stages, such as 2bw."
-        )
     return Prepared(run, machines, graph, evaluation, plan, answer, measured, data)
 
 
-def prepared_again(run: RunFile, folder: RunFolder, progress: Progress) -> Prepared:
-    """A run that was begun, ready to go on: with its own plan, unless what that rests on was changed."""
+def prepared_again(
+    run: RunFile, folder: RunFolder, progress: Progress, checkpoint: Checkpoint | None = None
+) -> Prepared:
+    """A run that was begun, ready to go on from a checkpoint: with its own plan, unless what that rests on
+    was changed.
+    """
     before = load_run_file(folder.run_file)
     if run == before or _rests_on(run) == _rests_on(before):
         progress(0.0, "reading the run")
@@ -91,6 +94,8 @@ def prepared_again(run: RunFile, folder: RunFolder, progress: Progress) -> Prepa
         found = Prepared(run, machines, graph, evaluation, load_plan(folder.plan), None, measured, data)
     else:
         found = prepare(run, progress)
+    if checkpoint is not None:
+        check_goes_on(checkpoint, run, found.graph, found.data)
     write_prepared(found, folder)
     return found
 
@@ -128,6 +133,16 @@ def data_of(run: RunFile, model: RunModel, progress: Progress | None = None) -> 
     folder = Path(source.text.partition(":")[2]) if source.text.startswith("hf:") else None
     side = ModelSide(source.example_inputs, vocabulary_of(source.model), folder)
     return prepare_data(request, side, run.training.batch_size, progress)
+
+
+def _of_file(path: Path, graph: Graph) -> SavedPlan:
+    """A plan that somebody made, which must be one for this model."""
+    found, units = load_plan(path), units_of(graph)
+    if found.origin is not None:
+        check_plan_fits(found.origin, graph, found.units)
+    for stage in range(found.plan.num_stages):
+        found.plan.units_of(stage, len(units))
+    return found
 
 
 def _micro_batches(run: RunFile) -> list[int]:

@@ -40,7 +40,7 @@ class Reason(IntEnum):
 
 
 class Stops:
-    """What this rank has to say. On other ranks than 0 there are no limits of time."""
+    """What this rank has to say. On other ranks than 0 there are no limits of time, which count from here."""
 
     def __init__(self, time_limit_s: float | None = None, save_every_s: float | None = None) -> None:
         self._ends_s = None if time_limit_s is None else monotonic() + time_limit_s
@@ -65,13 +65,18 @@ class Stops:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals for as long as this lasts. A second interrupt is an ordinary one."""
+        """Take the signals for as long as this lasts, also those that were held back until now.
+
+        A second interrupt is an ordinary one. Behind it, a wish to stop that comes too late does no harm.
+        """
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                is_late = number == signal.SIGUSR1 and handler is signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if is_late else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -1,24 +1,27 @@
 """What every process of a run does: make its part of the pipeline, take up a checkpoint, run the loop."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bireme.errors import BiremeError
 from bireme.model.graph_file import graph_hash, load_graph
-from bireme.plan.plan_file import load_plan
+from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
-from bireme.train.checkpoint.checkpoint import open_checkpoint
+from bireme.train.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
-from bireme.train.loop import Loop
+from bireme.train.going_on import data_position
+from bireme.train.loop import Later, Loop
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.metrics import Metrics
 from bireme.train.model import RunModel
@@ -27,6 +30,8 @@ from bireme.train.prepare import data_of
 from bireme.train.rates import rate_factor
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.screen import Screen
+from bireme.train.stops import Stops
+from bireme.train.warmup import flush_twin
 
 __all__ = ["Start", "train_rank"]
 
@@ -40,7 +45,8 @@ ALL = 10**9
 class Start:
     """Which run, from which checkpoint if any, and what the processes are told beside what its folder says.
 
-    `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log.
+    `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
+    damaged checkpoints behind the one to go on from.
     """
 
     folder: Path
@@ -48,6 +54,7 @@ class Start:
     threads: int | None
     is_shown: bool
     words: dict[str, Any]
+    passed_over: tuple[Path, ...] = ()
 
 
 def train_rank(world: World, start: Start) -> Outcome:
@@ -56,24 +63,35 @@ def train_rank(world: World, start: Start) -> Outcome:
         torch.set_num_threads(start.threads)
     folder = RunFolder.of(start.folder)
     run = load_run_file(folder.run_file)
-    model = RunModel.of(run, run.plan.micro_batch or 1)
-    data = data_of(run, model)
-    with MemoryUsed(world.device) as memory:
-        return _trained(world, start, folder, run, model, data, memory)
+    # From here on, so that who is told to stop while it makes its model does not just die.
+    with (stops := _stops(run, world)).listening():
+        model = RunModel.of(run, run.plan.micro_batch or 1)
+        data = data_of(run, model)
+        with MemoryUsed(world.device) as memory:
+            return _trained(_Part(world, start, folder, run, model, data), memory, stops)
 
 
-def _trained(
-    world: World,
-    start: Start,
-    folder: RunFolder,
-    run: RunFile,
-    model: RunModel,
-    data: RunData,
-    memory: MemoryUsed,
-) -> Outcome:
-    pipeline = _pipeline(run, folder, world, model)
-    log = _Log(world, folder, run, start) if world.rank == 0 else None
-    checkpoint = None if start.checkpoint is None else open_checkpoint(start.checkpoint)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a rank has before it has a pipeline."""
+
+    world: World
+    start: Start
+    folder: RunFolder
+    run: RunFile
+    model: RunModel
+    data: RunData
+
+
+def _stops(run: RunFile, world: World) -> Stops:
+    return Stops() if world.rank else Stops(run.training.time_limit_s, run.checkpoint.every_s)
+
+
+def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
+    world, folder, run = part.world, part.folder, part.run
+    checkpoint = _checkpoint(part.start)
+    pipeline, later = _pipelines(part, 0 if checkpoint is None else checkpoint.manifest.step)
+    log = _Log(world, folder, run, part.start) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
     loop: Loop | None = None
@@ -90,33 +108,54 @@ def _trained(
         loop = Loop(
             run,
             pipeline,
-            data,
+            part.data,
             writer,
-            _meta(run, pipeline),
+            _meta(part, pipeline),
             tell=_silent if log is None else log.tell,
             memory=memory,
             rank_bytes=_Shared(world),
+            stops=stops,
+            later=later,
         )
+        del pipeline  # the loop may have another one later, and no room for two
         if log is not None:
-            log.begin(pipeline.num_trained)
+            log.begin(loop.step)
         outcome = loop.go()
     if log is not None:
-        log.end(outcome)
         if loop.timeline is not None:
-            write_recorded(loop.timeline, folder.measured_timeline)
-    pipeline.close()
+            with suppress(BiremeError):  # a full disk takes a picture, not the run
+                write_recorded(loop.timeline, folder.measured_timeline)
+        log.end(outcome)
+    loop.pipeline.close()
     return outcome
 
 
-def _pipeline(run: RunFile, folder: RunFolder, world: World, model: RunModel) -> Pipeline:
-    graph = load_graph(folder.graph)
+def _checkpoint(start: Start) -> Checkpoint | None:
+    """What the run goes on from, which was found whole before any process started."""
+    if start.checkpoint is None:
+        return None
+    return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over)
+
+
+def _pipelines(part: _Part, step: int) -> tuple[Pipeline, Later | None]:
+    """The pipeline for the steps behind `step`, and the one that takes over from it if there is one."""
+    saved = load_plan(part.folder.plan)
+    warmup = part.run.plan.delay_warmup_steps
+    twin = flush_twin(saved.plan) if step < warmup else None
+    if twin is None:
+        return _pipeline(part, saved), None
+    return _pipeline(part, replace(saved, plan=twin)), Later(warmup, lambda: _pipeline(part, saved))
+
+
+def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
+    run, world, graph = part.run, part.world, load_graph(part.folder.graph)
     return Pipeline(
         graph,
-        load_plan(folder.plan),
+        plan,
         world,
-        weights=model.weights(graph),
+        weights=part.model.weights(graph),
         optimizer=_optimizer(run),
-        evaluation=load_graph(folder.evaluation_graph),
+        evaluation=load_graph(part.folder.evaluation_graph),
         clip_norm=run.training.clip_norm or None,
         lr=rate_factor(run.training),
         seed=run.training.seed,
@@ -138,15 +177,16 @@ def _optimizer(run: RunFile) -> OptimizerFactory:
     )
 
 
-def _meta(run: RunFile, pipeline: Pipeline) -> CheckpointMeta:
+def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     plan = pipeline.plan
     return CheckpointMeta(
         next_batch=0,
-        seed=run.data.seed,
+        seed=part.run.data.seed,
         schedule=plan.schedule,
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),
+        extra=data_position(part.run, part.data),
     )
 
 
@@ -194,9 +234,15 @@ class _Log:
         self._metrics.close()
 
     def _tell(self, kind: str, step: int, **values: Any) -> None:
+        before = self._metrics.failure
         self._metrics.note(kind, step, **values)
-        if self._screen is not None:
-            self._screen.show(kind, step, values)
+        if self._screen is None:
+            return
+        self._screen.show(kind, step, values)
+        failure = self._metrics.failure
+        if failure is not None and failure != before:
+            text = f"The log takes no lines ({failure}); they wait, and the run goes on."
+            self._screen.show("warning", step, {"text": text})
 
 
 def first_of(outcomes: Sequence[Outcome]) -> Outcome:

@@ -1,0 +1,62 @@
+"""Train over the workers of a Ray cluster: python ray_train.py RUN.toml NAME STORAGE [NUM_WORKERS]
+
+Ray Train places the workers and starts them again if one is lost; each runs `bireme train` as a process of
+its own, for a run wants the main thread. The run goes on in the folder of its name in STORAGE, which all
+machines share.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from ray import train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+
+def main() -> None:
+    """Start a worker for each GPU that is asked for, or on CPUs where there are none."""
+    run_file, name, storage = sys.argv[1:4]
+    num_workers = int(sys.argv[4]) if len(sys.argv) > 4 else 2
+    trainer = TorchTrainer(
+        run_rank,
+        train_loop_config={"run": str(Path(run_file).resolve()), "name": name, "storage": storage},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=bool(os.environ.get("USE_GPU"))),
+        run_config=RunConfig(name=name, storage_path=storage, failure_config=FailureConfig(max_failures=3)),
+    )
+    trainer.fit()
+
+
+def run_rank(config: dict[str, Any]) -> None:
+    """On each worker: be the rank that Ray says, at a meeting point that the first one finds."""
+    context = train.get_context()
+    meeting: list[str] = ["", ""]
+    if dist.get_rank() == 0:
+        with socket.create_server(("", 0)) as free:
+            meeting = [socket.gethostbyname(socket.gethostname()), str(free.getsockname()[1])]
+    dist.broadcast_object_list(meeting, src=0)
+    environment = {
+        **os.environ,
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "GROUP_RANK": str(context.get_node_rank()),
+        "MASTER_ADDR": meeting[0],
+        "MASTER_PORT": meeting[1],
+        # With these the process ends with this worker, and knows that it may be started again.
+        "TORCHELASTIC_RUN_ID": config["name"],
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }
+    settings = ["--set", f"log.name={config['name']}", "--set", f"log.folder={config['storage']}/runs"]
+    subprocess.run(
+        [sys.executable, "-m", "bireme", "train", config["run"], *settings], env=environment, check=True
+    )
+
+
+if __name__ == "__main__":
+    main()

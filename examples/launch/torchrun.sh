@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Train over several machines with torchrun. Call it on every machine, with the same words but for the number
+# of the machine, which is 0 on the one whose address is named:
+#
+#     ./torchrun.sh RUN.toml ADDRESS NUM_MACHINES MACHINE [--set TABLE.KEY=VALUE ...]
+#
+# PROCESSES (2 unless it is set) is how many processes a machine has: one for each GPU, or as many as a CPU is
+# cut into. Started again with the same words, the run goes on. log.folder must be a folder that all share.
+set -euo pipefail
+
+if [ "$#" -lt 4 ]; then
+    echo "usage: $0 RUN.toml ADDRESS NUM_MACHINES MACHINE [--set TABLE.KEY=VALUE ...]" >&2
+    exit 2
+fi
+run=$1 address=$2 machines=$3 machine=$4
+shift 4
+name=$(basename "$run" .toml)
+
+exec torchrun \
+    --nnodes "$machines" \
+    --node-rank "$machine" \
+    --nproc-per-node "${PROCESSES:-2}" \
+    --master-addr "$address" \
+    --master-port "${PORT:-29500}" \
+    --max-restarts 3 \
+    --no-python bireme train "$run" --set "log.name=$name" "$@"

@@ -1,0 +1,8 @@
+"""`python -m bireme`, which is what launchers such as torchrun start: the same as the command `bireme`."""
+
+from bireme.cli.main import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""`bireme train` where something like torchrun has started the processes: each of them joins the run.
+
+Rank 0 prepares, tells the others, and at the end writes down what came of it. All talk goes through the
+run's store. Every process may be anywhere and may have been started again: nothing but the environment, the
+run file and the folder of the run is relied on.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_text import cluster_text
+from bireme.cluster.machine import host_name
+from bireme.errors import BiremeError
+from bireme.runtime.board import Board
+from bireme.runtime.failures import RankFailed
+from bireme.runtime.stores import PrefixStore, Store
+from bireme.runtime.world import Backend, World
+from bireme.train.brake import NoProgressError
+from bireme.train.folder import RunFolder
+from bireme.train.gathered import Member, nodes_of, server_here
+from bireme.train.launching import DONE, Finished, finish
+from bireme.train.leading import Led, lead
+from bireme.train.model import RunModel
+from bireme.train.muster import Environment, Talk, muster, until
+from bireme.train.network_card import let_gloo_use_the_way_to
+from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.prepare import Prepared, data_of
+from bireme.train.run_file import load_run_file
+from bireme.train.worker import Start, train_rank
+
+__all__ = ["join"]
+
+USER_ERROR, NO_PROGRESS = 2, 3
+"""The statuses that a run ends with which cannot begin, and which was begun often enough."""
+
+FAILED_FIRST_S = 1.0
+"""A rank that ends because of another one ends so much later, for launchers blame the first."""
+
+SEEN_S = 30.0
+"""How long a file may take to be seen on another machine: shared folders are late."""
+
+PARTING_S = 30.0
+
+Show = Callable[[Prepared, RunFolder], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan."""
+
+    folder: str
+    digest: str
+    checkpoint: str | None
+    passed_over: list[str]
+    places: list[int]
+    backend: Backend
+    threads: int | None
+    timeout_s: float
+    words: dict[str, Any]
+
+
+def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | None:
+    """Take part in the run that the environment places this process in, to its end.
+
+    Rank 0 has the result, and `show` is called there once the run is ready. On other ranks, and where the
+    run had done all its steps before, it is None. A mistake that shows before the run begins is said by rank
+    0, and ends all processes with status 2.
+    """
+    environment = Environment.of(os.environ)
+    let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
+    store = muster(environment)
+    joined = _Joined(environment, store)
+    try:
+        return joined.go(run_file, sets, show)
+    except RankFailed as failure:
+        _tell(f"rank {joined.place} ends. {failure if failure.rank == joined.place else failure.line}")
+        time.sleep(FAILED_FIRST_S)
+        raise SystemExit(1) from None
+
+
+class _Joined:
+    """This process in the run, as one of those that have mustered.
+
+    `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
+    """
+
+    def __init__(self, environment: Environment, store: Store) -> None:
+        self.place = environment.rank
+        self._environment = environment
+        self._store = store
+        self._talk = Talk(store)
+
+    def go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | None:
+        """Prepare together, train, part."""
+        rank, size = self._environment.rank, self._environment.size
+        with World(PrefixStore("prepare", self._store), rank=rank, size=size):
+            nodes = nodes_of(self._members())
+            led = None
+            if rank == 0:
+                led = self._lead(run_file, sets, nodes, show)
+            else:
+                self._follow(nodes)
+            status, told = self._talk.hear("status"), self._talk.hear("orders")
+            if status:
+                # A launcher that sees the first of them end would end the others by a signal.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if status:
+            raise SystemExit(status)
+        if told is None:
+            return None
+        orders = _Orders(**told)
+        num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
+        self._train(orders, num_local)
+        if led is None:
+            self._talk.count_in("parted")
+            return None
+        outcomes = [_outcome(self._talk.hear(f"outcome/{place}")) for place in range(len(orders.places))]
+        self._talk.count_in("parted")
+        # The store may be in this process, and the others need it until they have said good-bye.
+        until(lambda: self._talk.counted("parted") == size, PARTING_S)
+        return finish(led.prepared, led.folder, outcomes)
+
+    def _members(self) -> list[Member]:
+        own = self._environment
+        has_cuda = own.local_rank < torch.cuda.device_count()
+        member = Member(own.rank, own.node or host_name(), host_name(), has_cuda)
+        self._talk.say(f"member/{own.rank}", asdict(member))
+        return [Member(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
+
+    def _lead(
+        self, run_file: Path | None, sets: Sequence[str], nodes: dict[str, list[Member]], show: Show
+    ) -> Led | None:
+        """Rank 0's part of preparing. A mistake of anybody is said here, once, and then to the others."""
+        talk, led, status = self._talk, None, 0
+        try:
+            asked = load_run_file(run_file, sets)
+            led = lead(self._environment, asked, nodes, self._servers(nodes), _tell)
+            if led is not None:
+                orders = _orders(led)
+                talk.say("orders", asdict(orders))
+                self._take(orders, nodes)
+                self._hear_complaints()
+        except BiremeError as error:
+            _tell(str(error))
+            status = NO_PROGRESS if isinstance(error, NoProgressError) else USER_ERROR
+        for name in ("device", "orders"):
+            if not talk.is_said(name):
+                talk.say(name, None)
+        if led is not None and not status:
+            show(led.prepared, led.folder)
+        talk.say("status", status)
+        return None if status else led
+
+    def _hear_complaints(self) -> None:
+        """Wait until all are ready; what the first of those who are not says is the run's mistake."""
+        told = [self._talk.hear(f"ready/{rank}") for rank in range(self._environment.size)]
+        for complaint in filter(None, told):
+            raise BiremeError(complaint)
+
+    def _servers(self, nodes: dict[str, list[Member]]) -> Callable[[str], list[str]]:
+        """Asks all machines for their devices of a kind, and gives their texts in the order of nodes."""
+
+        def ask(device: str) -> list[str]:
+            self._talk.say("device", device)
+            self._say_server(device, nodes)
+            told = [self._talk.hear(f"server/{members[0].rank}") for members in nodes.values()]
+            for one in told:
+                if one["error"]:
+                    raise BiremeError(one["error"])
+            return [one["text"] for one in told]
+
+        return ask
+
+    def _say_server(self, device: str, nodes: dict[str, list[Member]]) -> None:
+        """The first rank of a machine tells what the machine has."""
+        rank = self._environment.rank
+        own = next((members for members in nodes.values() if members[0].rank == rank), None)
+        if own is None:
+            return
+        try:
+            found = {"text": cluster_text(Cluster((server_here(device, len(own)),))), "error": ""}
+        except BiremeError as error:
+            found = {"text": "", "error": f"On {own[0].host}: {error}"}
+        self._talk.say(f"server/{rank}", found)
+
+    def _follow(self, nodes: dict[str, list[Member]]) -> None:
+        """The part of every other rank in preparing."""
+        device = self._talk.hear("device")
+        if device is None:
+            return
+        self._say_server(device, nodes)
+        told = self._talk.hear("orders")
+        if told is not None:
+            self._take(_Orders(**told), nodes)
+
+    def _take(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
+        """See to it that this process can do what it is told, and say so, or what is wrong."""
+        try:
+            self._check(orders, nodes)
+            complaint = ""
+        except BiremeError as error:
+            complaint = f"On {host_name()}: {error}"
+        self._talk.say(f"ready/{self._environment.rank}", complaint)
+
+    def _check(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
+        folder = RunFolder(Path(orders.folder))
+        if not until(lambda: _digest(folder) == orders.digest, SEEN_S):
+            raise BiremeError(
+                f"{folder.path}, the folder of the run, does not hold here what rank 0 has written into it. "
+                "All machines need the same folder: set log.folder to one that they share."
+            )
+        firsts = [members[0].rank for members in nodes.values()]
+        if self._environment.rank in firsts[1:]:
+            # Rank 0 has made the data ready on its own machine; here the first one does.
+            run = load_run_file(folder.run_file)
+            data_of(run, RunModel.of(run, 1))
+
+    def _train(self, orders: _Orders, num_local: int) -> None:
+        """Train in the place that this process has, or wait until the others have."""
+        rank, size = self._environment.rank, len(orders.places)
+        store = PrefixStore("train", self._store)
+        if rank not in orders.places:
+            self._wait_for(size, Board(store, size))
+            return
+        threads = orders.threads
+        if threads is None and orders.backend == "gloo":
+            threads = max(1, len(os.sched_getaffinity(0)) // num_local)
+        place = self.place = orders.places.index(rank)
+        checkpoint = None if orders.checkpoint is None else Path(orders.checkpoint)
+        with World(
+            store,
+            rank=place,
+            size=size,
+            local_rank=self._environment.local_rank,
+            timeout_s=orders.timeout_s,
+            backend=orders.backend,
+        ) as world:
+            passed_over = tuple(map(Path, orders.passed_over))
+            start = Start(Path(orders.folder), checkpoint, threads, place == 0, orders.words, passed_over)
+            outcome = train_rank(world, start)
+            if outcome.reason not in DONE:
+                # All is saved. Who asked for the end asks more than once, and may kill who has not ended.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._talk.say(f"outcome/{place}", asdict(outcome))
+
+    def _wait_for(self, size: int, board: Board) -> None:
+        """Wait for the end of a run that has no place for this process."""
+
+        def is_over() -> bool:
+            return all(self._talk.is_said(f"outcome/{place}") for place in range(size))
+
+        until(lambda: is_over() or board.cause() is not None)
+        cause = board.cause()
+        if cause is not None:
+            raise cause.to_others()
+
+
+def _orders(led: Led) -> _Orders:
+    return _Orders(
+        folder=str(led.folder.path),
+        digest=_digest(led.folder),
+        checkpoint=None if led.checkpoint is None else str(led.checkpoint.folder),
+        passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
+        places=led.places,
+        backend="nccl" if led.prepared.machines.backend == "nccl" else "gloo",
+        threads=led.threads,
+        timeout_s=led.prepared.run.cluster.timeout_s,
+        words=led.words,
+    )
+
+
+def _digest(folder: RunFolder) -> str:
+    """What tells whether two machines see the same folder; nothing where they see none."""
+    try:
+        return hashlib.sha256(folder.run_file.read_bytes() + folder.plan.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _outcome(told: dict[str, Any]) -> Outcome:
+    own = RankOutcome(**told["own"])
+    return replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
+
+
+def _tell(sentence: str) -> None:
+    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)

@@ -1,0 +1,217 @@
+"""What rank 0 does alone before a run that other processes join: devices, plan, folder, checkpoint.
+
+A run that torchrun has started again finds its folder by its name and goes on in it. Its plan stays as it
+was if the devices did, and is made anew if there are others.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.report.progress import progress_bar
+from bireme.train.brake import NoProgressError, check_progress, note_start
+from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
+from bireme.train.export import exported_step
+from bireme.train.folder import RunFolder
+from bireme.train.gathered import Member, cluster_of, places_in, ranks_on
+from bireme.train.going_on import check_goes_on
+from bireme.train.launching import first_words
+from bireme.train.loop import RECORDED
+from bireme.train.muster import Environment
+from bireme.train.predicted import write_predicted
+from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
+from bireme.train.run_file import RunFile
+
+__all__ = ["Led", "lead"]
+
+Nodes = Mapping[str, Sequence[Member]]
+
+
+@dataclass(frozen=True, slots=True)
+class Led:
+    """A run that is ready for all to join.
+
+    `places[p]` is the rank that takes place p of the plan; `threads` are those of each process that were
+    asked for; `words` are the first of the log.
+    """
+
+    prepared: Prepared
+    folder: RunFolder
+    checkpoint: Checkpoint | None
+    places: list[int]
+    threads: int | None
+    words: dict[str, Any]
+
+
+def lead(
+    environment: Environment,
+    asked: RunFile,
+    nodes: Nodes,
+    ask_servers: Callable[[str], list[str]],
+    tell: Callable[[str], None],
+) -> Led | None:
+    """Make a run ready, new or begun before; None if it has done all its steps.
+
+    `ask_servers` has every machine say its devices of a kind, `tell` is for sentences to people.
+    """
+    named = _named(asked, environment)
+    begun = _begun(named, environment)
+    checkpoint = None if begun is None else newest_good(begun.checkpoints(named), on_bad=tell)
+    if begun is not None:
+        at = 0 if checkpoint is None else checkpoint.manifest.step
+        if at >= named.training.steps and exported_step(begun.model) == at:
+            tell(f"{begun.path} has done its {named.training.steps} steps. To train on, ask for more.")
+            return None
+        _check_progress(begun, at)
+        tell(f"{begun.path} goes on behind step {at} of {named.training.steps}.")
+    device = _device(named, nodes)
+    cluster = _cluster(named, nodes, device, ask_servers(device), tell)
+    settled = _settled(named, nodes, device, cluster)
+    if begun is not None and _is_for(begun, settled, cluster):
+        folder = begun
+        with progress_bar("preparing") as progress:
+            again = _with_source(settled, cluster, begun.cluster)
+            prepared = prepared_again(again, begun, progress, checkpoint)
+    else:
+        prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint)
+    if begun is not None:
+        note_start(begun, at)
+    ranks = ranks_on(prepared.machines.cluster, nodes)
+    places = places_in(prepared.plan.plan, prepared.machines.cluster, ranks)
+    idle = ", ".join(str(rank) for rank in sorted(set(ranks) - set(places)))
+    if idle:
+        tell(f"The plan needs {len(places)} of {len(ranks)} processes, and has no work for rank {idle}.")
+    write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
+    threads = asked.cluster.threads_per_worker
+    return Led(prepared, folder, checkpoint, places, threads, first_words(prepared))
+
+
+def _check_progress(begun: RunFolder, step: int) -> None:
+    try:
+        check_progress(begun, step)
+    except NoProgressError as error:
+        raise NoProgressError(
+            f"{error} Where a launcher starts the run, remove {begun.starts} in the place of that."
+        ) from None
+
+
+def _named(run: RunFile, environment: Environment) -> RunFile:
+    """The run under a name that a restart finds again."""
+    name = run.log.name or environment.job
+    if name is None and environment.may_restart:
+        raise BiremeError(
+            "The launcher may start this run again, which then has to find its folder: give the run a name "
+            "with --set log.name=NAME, or give torchrun an --rdzv-id."
+        )
+    return run.model_copy(update={"log": run.log.model_copy(update={"name": name})})
+
+
+def _device(run: RunFile, nodes: Nodes) -> str:
+    """Where all compute: on GPUs if each process has one."""
+    asked, members = run.cluster, [one for node in nodes.values() for one in node]
+    lacking = next((one for one in members if not one.has_cuda), None)
+    if lacking is None:
+        return "cpu" if asked.device == "cpu" or asked.backend == "gloo" else "cuda"
+    for key, value, needed in (("device", asked.device, "cuda"), ("backend", asked.backend, "nccl")):
+        if value == needed:
+            raise BiremeError(
+                f"cluster.{key} is {value}, but rank {lacking.rank} on {lacking.host} has no CUDA device of "
+                f"its own. Start fewer processes there, or set cluster.{key} to auto."
+            )
+    return "cpu"
+
+
+def _cluster(
+    run: RunFile, nodes: Nodes, device: str, texts: Sequence[str], tell: Callable[[str], None]
+) -> Cluster | None:
+    """The devices that were asked for or gathered; None where it is the cores of one machine."""
+    num_ranks = sum(map(len, nodes.values()))
+    if run.cluster.source is not None:
+        cluster = load_cluster(run.cluster.source)
+        if cluster.num_devices != num_ranks:
+            raise BiremeError(
+                f"cluster.source is {run.cluster.source}, which has {cluster.num_devices} devices, and "
+                f"{num_ranks} processes were started. Start one for each device."
+            )
+        return cluster
+    if len(nodes) == 1 and device == "cpu":
+        return None
+    servers = list[Server]()
+    with TemporaryDirectory() as scratch:
+        for text in texts:
+            path = Path(scratch) / "server.toml"
+            write_text_atomically(path, text)
+            servers += read_cluster(path).servers
+    if len(servers) == 1:
+        return Cluster(tuple(servers))
+    cluster, note = cluster_of(servers)
+    tell(note)
+    return cluster
+
+
+def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -> RunFile:
+    """The run with its devices as they are. Where nobody says otherwise it is one pipeline of all."""
+    asked, num_ranks = run.cluster, sum(map(len, nodes.values()))
+    if cluster is None:
+        settled = asked.model_copy(update={"device": device, "workers": num_ranks})
+        return run.model_copy(update={"cluster": settled})
+    threads = asked.threads_per_worker
+    if threads is None and device == "cpu":
+        threads = max(1, len(os.sched_getaffinity(0)) // len(next(iter(nodes.values()))))
+    backend = "nccl" if device == "cuda" else "gloo"
+    changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
+    plan = run.plan
+    if asked.source is None and plan.file is None and plan.depth is None and plan.width is None:
+        # What joins the machines is not known, and a pipeline needs least of it.
+        plan = plan.model_copy(update={"depth": num_ranks})
+    return run.model_copy(update={"cluster": asked.model_copy(update=changed), "plan": plan})
+
+
+def _begun(run: RunFile, environment: Environment) -> RunFolder | None:
+    """The folder of this run if it was begun before, however little of it there is."""
+    if run.log.name is None:
+        return None
+    folder = RunFolder((Path(run.log.folder) / run.log.name).resolve())
+    is_own = environment.is_restart or folder.run_file.is_file()
+    return folder if folder.path.is_dir() and is_own else None
+
+
+def _prepared_anew(
+    run: RunFile, cluster: Cluster | None, begun: RunFolder | None, checkpoint: Checkpoint | None
+) -> tuple[Prepared, RunFolder]:
+    """The run with a new plan, and its folder with all that the other processes read."""
+    with progress_bar("preparing") as progress, TemporaryDirectory() as scratch:
+        path = Path(scratch) / "cluster.toml"
+        if cluster is not None:
+            save_cluster(cluster, path)
+        prepared = prepare(_with_source(run, cluster, path), progress)
+    if checkpoint is not None:
+        check_goes_on(checkpoint, run, prepared.graph, prepared.data)
+    folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
+    prepared = replace(prepared, run=_with_source(run, cluster, folder.cluster))
+    write_prepared(prepared, folder)
+    return prepared, folder
+
+
+def _is_for(begun: RunFolder, run: RunFile, cluster: Cluster | None) -> bool:
+    """Whether a run was begun on the devices that there are now. Its cluster is what is written last."""
+    parts = (begun.run_file, begun.plan, begun.graph, begun.evaluation_graph, begun.cluster)
+    if not all(path.is_file() for path in parts):
+        return False
+    before = read_cluster(begun.cluster)
+    return before.num_devices == run.cluster.workers if cluster is None else before == cluster
+
+
+def _with_source(run: RunFile, cluster: Cluster | None, path: Path) -> RunFile:
+    """The run on a gathered cluster, which lies there."""
+    if cluster is None or run.cluster.source is not None:
+        return run
+    return run.model_copy(update={"cluster": run.cluster.model_copy(update={"source": str(path)})})

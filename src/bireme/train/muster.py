@@ -1,0 +1,185 @@
+"""Finding together: processes that something like torchrun has started learn who takes part, and talk.
+
+All that is assumed is the environment that such a launcher sets and the store it names. Ranks may be on
+other machines after a restart, and there may be more or fewer of them; what an earlier start left in the
+store must not be taken for news.
+"""
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from bireme.errors import BiremeError
+from bireme.runtime.lifeline import die_with_parent
+from bireme.runtime.stores import PrefixStore, Store, open_store
+
+__all__ = ["Environment", "Talk", "muster", "until"]
+
+FIND_S = 300.0
+"""How long the processes have to find together: a machine may have to start first."""
+
+LOOK_S = 0.05
+
+NO_ID = "none"
+"""What torchrun calls a run that nobody gave an id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the launcher tells this process. `node` and `job` are None where it does not say.
+
+    `job` is the same for all restarts of a run. `may_restart` is whether the launcher starts the processes
+    anew if one fails, and `is_restart` whether it has done so.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node: str | None
+    job: str | None
+    may_restart: bool
+    is_restart: bool
+
+    @classmethod
+    def of(cls, variables: Mapping[str, str]) -> "Environment":
+        """What these variables say. Those that every launcher sets must be there."""
+        rank, size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+        if rank >= size:
+            raise BiremeError(
+                f"The environment says RANK = {rank} and WORLD_SIZE = {size}: ranks count from 0, so the "
+                f"last is {size - 1}. Set both as the launcher does, or neither."
+            )
+        name = variables.get("TORCHELASTIC_RUN_ID", NO_ID)
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank,
+            node=variables.get("GROUP_RANK"),
+            job=None if name == NO_ID else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or None,
+            may_restart=variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
+            is_restart=variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+        )
+
+
+def muster(environment: Environment) -> Store:
+    """A part of the launcher's store that the processes alive now share with each other alone.
+
+    Returns once all have come. From then on this process ends when its agent does, if it has one.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+    address, port = _variable(os.environ, "MASTER_ADDR"), _number(os.environ, "MASTER_PORT")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank = environment.rank
+    try:
+        store = open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=FIND_S)
+        lookup = PrefixStore("bireme-muster", store)
+        word = _call_all(lookup, environment.size) if rank == 0 else _answer(lookup, rank)
+    except dist.DistError as error:
+        raise BiremeError(
+            f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
+            f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and rank 0 (or "
+            "torchrun's first agent) must be reachable there."
+        ) from error
+    return PrefixStore(f"bireme-{word}", store)
+
+
+class Talk:
+    """Things that ranks tell each other by name, each name once. To hear waits until it was said."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("talk", store)
+
+    def say(self, name: str, what: Any) -> None:
+        """Tell all. It goes through JSON."""
+        self._store.set(name, json.dumps(what))
+
+    def is_said(self, name: str) -> bool:
+        """Whether somebody has said that."""
+        return bool(self._store.check([name]))
+
+    def hear(self, name: str) -> Any:
+        """What was said; whoever waits here relies on the watch to be freed if that never happens."""
+        until(lambda: self.is_said(name))
+        return json.loads(self._store.get(name))
+
+    def count_in(self, name: str) -> int:
+        """Be one more who has done something, and learn how many have."""
+        return int(self._store.add(name, 1))
+
+    def counted(self, name: str) -> int:
+        """How many have."""
+        return int(self._store.add(name, 0))
+
+
+def until(predicate: Callable[[], bool], limit_s: float | None = None) -> bool:
+    """Wait until that is so, or for so long. Returns whether it is so."""
+    end_s = None if limit_s is None else time.monotonic() + limit_s
+    while not predicate():
+        if end_s is not None and time.monotonic() > end_s:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def _call_all(store: Store, size: int) -> str:
+    """Rank 0's part: give a word to every process that answers to it.
+
+    A number of restarts cannot be that word: every machine's agent counts its own. A process of an earlier
+    start has left its name here, but it does not answer any more; who does is alive.
+    """
+    word = secrets.token_hex(8)
+    missing, end_s = set(range(1, size)), time.monotonic() + FIND_S
+    told: dict[int, str] = {}
+    while missing:
+        for rank in sorted(missing):
+            key = f"here/{rank}"
+            if store.check([key]):
+                name = store.get(key).decode()
+                if told.get(rank) != name:
+                    told[rank] = name
+                    store.set(f"word/{name}", word)
+                if store.check([f"heard/{word}/{name}"]):
+                    missing.discard(rank)
+        if missing and time.monotonic() > end_s:
+            ranks = ", ".join(map(str, sorted(missing)[:8]))
+            raise BiremeError(
+                f"Of {size} processes these have not come within {FIND_S:g} s: {ranks}. Start as many as "
+                "WORLD_SIZE says, and let them reach each other."
+            )
+        time.sleep(LOOK_S if missing else 0.0)
+    return word
+
+
+def _answer(store: Store, rank: int) -> str:
+    name = secrets.token_hex(8)
+    store.set(f"here/{rank}", name)
+    if not until(lambda: store.check([f"word/{name}"]), FIND_S):
+        raise BiremeError(f"Rank {rank} waited {FIND_S:g} s for rank 0, which has not come.")
+    word = store.get(f"word/{name}").decode()
+    store.set(f"heard/{word}/{name}", "")
+    return word
+
+
+def _variable(variables: Mapping[str, str], name: str) -> str:
+    value = variables.get(name, "")
+    if not value:
+        raise BiremeError(
+            f"The environment has RANK and WORLD_SIZE, as under torchrun, but {name} is not set. Start with "
+            "torchrun, or take the first two out of the environment to train on this machine alone."
+        )
+    return value
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    value = _variable(variables, name)
+    if not value.isdecimal():
+        raise BiremeError(f"The environment variable {name} must be a whole number, but it is {value!r}.")
+    return int(value)

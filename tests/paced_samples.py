@@ -1,0 +1,66 @@
+"""Datasets for whole runs: tokens that come as slowly as a test asks, and numbers of which some are none."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["PACE", "broken", "broken_for_ever", "paced", "regression"]
+
+PACE = "BIREME_TEST_PACE_S"
+"""Names the variable with the seconds that a sample takes; none if it is not set."""
+
+NUM_SAMPLES, LENGTH, VOCABULARY = 400, 32, 257
+
+
+class Paced:
+    """Rows of tokens that count up in steps of their own."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        time.sleep(float(os.environ.get(PACE, "0")))
+        ids = (torch.arange(LENGTH) * (number % 7 + 1) + number) % VOCABULARY
+        return {"input_ids": ids, "labels": ids}
+
+
+def paced() -> Paced:
+    return Paced()
+
+
+class Network(nn.Module):
+    """A few layers that fit numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"loss": functional.mse_loss(x.sum(1, keepdim=True), y)}
+
+
+def regression() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Network(), {"x": torch.zeros(2, 4), "y": torch.zeros(2, 1)}
+
+
+def broken() -> dict[str, Tensor]:
+    """One sample in sixty-four is no number."""
+    return _numbers(torch.tensor([5]))
+
+
+def broken_for_ever() -> dict[str, Tensor]:
+    """None is a number."""
+    return _numbers(torch.arange(64))
+
+
+def _numbers(bad: Tensor) -> dict[str, Tensor]:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True)
+    x[bad] = torch.nan
+    return {"x": x, "y": y}
