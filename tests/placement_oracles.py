@@ -128,7 +128,7 @@ def value_by_hand(workload: Workload, devices: Sequence[int], objective: Objecti
         on_accelerator = device < workload.num_accelerators
         loads[device][node.is_backward] += node.accelerator_time if on_accelerator else node.cpu_time
         elsewhere = {device_of[e.target] for e in workload.edges if e.source == node.id} - {device}
-        cost = next((e.cost for e in workload.edges if e.source == node.id), 0.0)
+        cost = max((e.cost for e in workload.edges if e.source == node.id), default=0.0)
         for payer in (elsewhere | {device}) if elsewhere else ():
             if payer < workload.num_accelerators:
                 loads[payer][node.is_backward] += cost

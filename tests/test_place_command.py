@@ -172,6 +172,17 @@ def test_a_false_claim_is_a_problem(capsys: Capture) -> None:
     assert problem.startswith("The file claims ")
 
 
+def test_a_false_load_is_a_problem(capsys: Capture) -> None:
+    place(capsys, "branches.json --method greedy -o found.json")
+    plain = json.loads(Path("found.json").read_text())
+    plain["loads"]["acc0"] += 1
+    Path("found.json").write_text(json.dumps(plain))
+    result = place(capsys, "--check found.json branches.json --json")
+    assert result.status == 2
+    (problem,) = result.document["problems"]
+    assert problem.startswith("The file claims a load of ")
+
+
 def test_what_is_not_contiguous_is_valid_only_where_any_placement_is(capsys: Capture, folder: Path) -> None:
     chain = Workload(tuple(Node(n, 1, 2) for n in range(3)), (), 2, 0, 1.0)
     edges = ({"sourceId": 0, "destId": 1, "cost": 1}, {"sourceId": 1, "destId": 2, "cost": 1})

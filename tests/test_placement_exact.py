@@ -2,16 +2,18 @@
 
 import dataclasses
 import math
+import warnings
 from itertools import combinations, pairwise
 from random import Random
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bireme.errors import BiremeError
 from bireme.plan.placement.bounds import counted_bound
-from bireme.plan.placement.contiguous.chain import cut_chain
+from bireme.plan.placement.contiguous.chain import NoSplitFoundError, cut_chain
 from bireme.plan.placement.contiguous.dynamic import DynamicProgram
 from bireme.plan.placement.contiguous.ideals import lattice_of
 from bireme.plan.placement.contiguous.linearised import cut_lines
@@ -306,6 +308,92 @@ def test_a_time_limit_keeps_the_best_split_and_says_what_is_proven() -> None:
     assert counted_bound(items, Objective.THROUGHPUT) == found.lower_bound < found.value
 
 
+def test_times_may_have_any_unit_however_small() -> None:
+    # Times below a microsecond were once taken for none, and a wrong optimum was called proven.
+    nodes = (Node(0, 4e-7, 4e-7), Node(1, 4e-7, 4e-7))
+    assert best(Workload(nodes, (Edge(0, 1, 0.0),), 2, 0, 1e9)) == 4e-7
+
+
+def test_edges_that_cost_almost_the_same_are_paid_as_the_checker_pays_them() -> None:
+    # One of a node's edges said 0 and was left out of its net, though the other's cost is due on both.
+    nodes = (Node(0, 0.01, 1.0), Node(1, 0.3, 1.0), Node(2, 0.01, 1.0))
+    workload = Workload(nodes, (Edge(0, 2, 9e-7), Edge(0, 1, 0.0)), 3, 0, 1e9)
+    assert items_of(workload, contiguous=True).pins.row(0) == [0, 1, 2]
+    assert best(workload) == pytest.approx(0.3000009)
+    with pytest.raises(BiremeError, match="their costs must be equal"):
+        Workload(nodes, (Edge(0, 2, 1.1e-6), Edge(0, 1, 0.0)), 3, 0, 1e9)
+
+
+def test_whole_bytes_are_counted_to_the_last_one() -> None:
+    nodes = tuple(Node(number, 1.0, 1.0, size_bytes=1_000_000_001) for number in range(4))
+    workload = Workload(nodes, (), 2, 0, 2e9)
+    assert best(workload) == math.inf
+    assert best(dataclasses.replace(workload, accelerator_bytes=2_000_000_002)) == 2.0
+
+
+def test_bytes_that_are_not_whole_have_room_for_rounding() -> None:
+    nodes = tuple(Node(number, 1.0, 1.0, size_bytes=0.1) for number in range(6))
+    assert best(Workload(nodes, (), 2, 0, 0.3)) == 3.0
+
+
+def test_operators_without_time_and_neighbours_add_no_ideals() -> None:
+    apart = tuple(Node(number, 0.0, 0.0) for number in range(3, 40))
+    workload = line([1.0, 2.0, 3.0], [0.1, 0.1], accelerators=2)
+    split = Contiguous(
+        dataclasses.replace(workload, nodes=(*workload.nodes, *apart)), Objective.TRAINING
+    ).best()
+    assert split is not None
+    assert split.num_ideals == 4
+
+
+def test_isolated_weights_are_merged_only_where_no_placement_is_lost() -> None:
+    weights = tuple(Node(number, 0.0, 0.0, size_bytes=2) for number in range(1, 5))
+    nodes = (Node(0, 1.0, 9.0, size_bytes=1), *weights)
+    roomy, tight = Workload(nodes, (), 3, 0, 9.0), Workload(nodes, (), 3, 0, 4.0)
+    for weightless in Weightless:
+        assert len(items_of(roomy, contiguous=True, weightless=weightless)) == 2
+        assert len(items_of(tight, contiguous=True, weightless=weightless)) == 5
+    assert best(roomy) == best(tight) == 1.0
+
+
+def test_a_cpu_that_takes_no_time_is_worth_any_number_of_accelerators() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert best(Workload((Node(0, 1.0, 0.0), Node(1, 2.0, 5.0)), (), 1, 1, 1e9)) == 2.0
+
+
+def test_the_items_of_every_ideal_are_weighed() -> None:
+    workload = random_workload(Random(4), most_nodes=8)
+    items = items_of(workload, contiguous=True)
+    lattice = lattice_of(items, 1000)
+    assert lattice is not None
+    weight = np.arange(1.0, len(items) + 1)
+    by_hand = [sum(weight[item] for item in lattice.between(ideal, 0)) for ideal in range(len(lattice))]
+    assert lattice.sums(weight).tolist() == by_hand
+
+
+def test_a_list_of_ideals_ends_when_the_time_does() -> None:
+    items = items_of(line([1.0] * 50, [0.1] * 49, accelerators=2), contiguous=True)
+    assert lattice_of(items, 1000, lambda: True) is None
+    assert len(lattice_of(items, 1000) or ()) == 51
+
+
+def test_without_time_nothing_is_said_to_be_impossible() -> None:
+    nodes = tuple(Node(number, 1.0, 1.0, size_bytes=size) for number, size in enumerate((6, 6, 6, 4, 4, 4)))
+    edges = (Edge(0, 1, 0.0), Edge(1, 2, 0.0), Edge(2, 3, 0.0), Edge(3, 4, 0.0), Edge(4, 5, 0.0))
+    late = Contiguous(Workload(nodes, edges, 3, 0, 10.0), Objective.THROUGHPUT, stop_at=0.0)
+    with pytest.raises(NoSplitFoundError, match="and there may be one"):
+        late.best_of_lines()
+
+
+def test_a_line_that_fills_the_memory_is_tried() -> None:
+    sizes = [7, 3] * 20
+    Random(1).shuffle(sizes)
+    nodes = tuple(Node(number, 1.0, 1.0, size_bytes=size) for number, size in enumerate(sizes))
+    items = items_of(Workload(nodes, (), 20, 0, 10.0), contiguous=True)
+    assert cut_lines(items, Objective.THROUGHPUT, is_over=lambda: True).value == 2.0
+
+
 def test_what_fits_on_no_devices_together_is_refused() -> None:
     nodes = tuple(Node(number, 1.0, 1.0, size_bytes=6) for number in range(3))
     workload = Workload(nodes, (), 2, 0, 10)
@@ -322,6 +410,7 @@ def test_what_fits_on_no_devices_together_is_refused() -> None:
         ({"edges": (Edge(0, 1, -1.0),)}, "costs -1"),
         ({"nodes": (Node(0, 1.0, 1.0), Node(0, 1.0, 1.0)), "edges": ()}, "Two nodes have the id 0"),
         ({"nodes": (Node(0, math.nan, 1.0),), "edges": ()}, "time on an accelerator of node 0 is nan"),
+        ({"nodes": (Node(0, 1e308, 1.0),), "edges": ()}, "of node 0 is 1e.308; it must be 1e.100 at most"),
         ({"nodes": (), "edges": ()}, "no nodes"),
         ({"num_cpus": 0, "accelerator_bytes": 0.5}, "no device for node 1 .* 1 bytes"),
         ({"num_cpus": 0, "num_accelerators": 0}, "no device"),

@@ -1,6 +1,7 @@
 """Workloads and splits as files: what is written is read, what is wrong is one sentence that says where."""
 
 import json
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -261,7 +262,7 @@ def test_the_published_shape_says_the_same_when_read_again(path: Path) -> None:
             assigned(n1="gpu1"),
             "Node 1 is placed on 'gpu1', and there is no such device. There are acc0 to acc1 and cpu0.",
         ),
-        (assigned(n01="acc0"), "Node 1 is placed twice. Leave out one of the two."),
+        (assigned(n01="acc0"), "The workload has no node '01', which the split places."),
         ({"0": "acc0", "1": "acc0", "3": "acc0"}, "The split does not place node 2."),
         ({"fpgas": devices([0, 1, 9])}, "The workload has no node 9, which the split places."),
         ({"fpgas": devices([0, 1], [1])}, "Node 1 is placed twice. Leave out one of the two."),
@@ -292,3 +293,32 @@ def test_a_backward_node_without_a_forward_one_cannot_be_inferred(path: Path) ->
         BiremeError, match="No node of its colour is placed, so its device cannot be inferred"
     ):
         load_split(path, lone)
+
+
+def test_pieces_are_numbered_on_each_device_without_gaps(path: Path) -> None:
+    pieces = {"0": 10**12, "1": 5, "2": 7, "3": 3}
+    path.write_text(json.dumps({"assignment": assigned(), "pieces": pieces}))
+    split = read_split(path, TRAINING)
+    by_device = {(device, piece) for device, piece in zip(split.devices, split.pieces, strict=True)}
+    assert max(split.pieces) < len(by_device)
+
+
+def test_an_id_of_nineteen_digits_is_read_as_it_was_written(path: Path) -> None:
+    workload = Workload((Node(1234567890123456789, 1.0, 1.0),), (), 1, 0, 1e9)
+    path.write_text('{"1234567890123456789": "acc0"}')
+    assert load_split(path, workload) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("claim", "sentence"),
+    [
+        ({"objective": "trough"}, "The split is for 'trough', and there is no such objective."),
+        ({"loads": {"acc0": 1.0}}, "`loads` must have a number for each device."),
+    ],
+)
+def test_a_claim_that_cannot_be_understood_is_refused(
+    path: Path, claim: dict[str, object], sentence: str
+) -> None:
+    path.write_text(json.dumps({"assignment": assigned()} | claim))
+    with pytest.raises(BiremeError, match=re.escape(sentence)):
+        read_split(path, TRAINING)

@@ -124,7 +124,7 @@ def test_annealing_packs_where_the_greedy_cut_does_not_fit() -> None:
     nodes = tuple(Node(i, 1.0, 1.0, size_bytes=size) for i, size in enumerate((3, 2, 3, 2, 2)))
     workload = Workload(nodes, (), 2, 0, accelerator_bytes=6)
     items = items_of(workload, contiguous=False)
-    with pytest.raises(BiremeError, match="No placement fits"):
+    with pytest.raises(BiremeError, match="No split that fits was found in the order tried"):
         greedy(items, Objective.THROUGHPUT)
     assert annealed(items, Objective.THROUGHPUT).value == 3
 

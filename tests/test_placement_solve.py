@@ -1,16 +1,20 @@
 """From a request to a placement: every method on random workloads, against going through all placements."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from bireme.errors import BiremeError
 from bireme.plan.placement.check import check
+from bireme.plan.placement.contiguous.chain import NoSplitFoundError
+from bireme.plan.placement.contiguous.search import Contiguous
 from bireme.plan.placement.placement import Placement
 from bireme.plan.placement.request import Method, Request
 from bireme.plan.placement.solve import solve
 from bireme.plan.placement.workload import Edge, Node, Objective, Workload
+from bireme.report.placement_table import advice_on
 from tests.placement_oracles import best_by_force, random_workload
 
 OF_ALL = tuple(method for method in Method if method is not Method.EXPERT)
@@ -69,6 +73,20 @@ def test_a_graph_of_too_many_ideals_is_cut_as_a_line_and_says_so(monkeypatch: py
         solve(apart, Request(method=Method.DP))
 
 
+def test_who_cut_a_line_for_too_many_ideals_is_not_sent_to_the_dynamic_program() -> None:
+    found = Placement(Objective.TRAINING, "dpl", True, (0,), 2.0, 1.0, (2.0,))
+    assert "--method dp " in (advice_on(found) or "")
+    assert "--method dp " not in (advice_on(replace(found, has_too_many_ideals=True)) or "")
+
+
+def test_a_graph_too_large_for_the_integer_program_is_refused_in_time() -> None:
+    nodes = tuple(Node(number, 1.0, 1.0) for number in range(5_001))
+    edges = tuple(Edge(number, number + 1, 0.1) for number in range(5_000))
+    request = Request(method=Method.MILP, time_limit_s=0.1)
+    with pytest.raises(BiremeError, match="takes 5,000 at most"):
+        solve(Workload(nodes, edges, 1, 0, 1e9), request)
+
+
 def test_an_experts_split_is_taken_as_it_is() -> None:
     nodes = tuple(Node(number, 1.0, 9.0) for number in range(4))
     workload = Workload(nodes, tuple(Edge(n, n + 1, 0.5) for n in range(3)), 2, 0, 1e9)
@@ -93,3 +111,31 @@ def test_latency_is_placed_by_those_who_can() -> None:
     workload = Workload(tuple(Node(number, 1.0, 9.0) for number in range(3)), (), 2, 1, 1e9)
     with pytest.raises(BiremeError, match="does not place for latency"):
         solve(workload, Request(Objective.LATENCY, Method.GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("objective", "contiguous"), [(Objective.LATENCY, True), (Objective.THROUGHPUT, False)]
+)
+def test_a_huge_time_may_say_cannot(objective: Objective, contiguous: bool) -> None:
+    nodes = tuple(Node(n, 1e20 if n == 1 else 1.0, 3.0, supported=n != 1) for n in range(4))
+    workload = Workload(nodes, tuple(Edge(n, n + 1, 0.1) for n in range(3)), 2, 1, 1e9)
+    placement = solve(workload, Request(objective=objective, contiguous=contiguous, time_limit_s=2.0))
+    assert placement.value < 10
+    assert placement.gap < 1e-6
+
+
+def test_what_no_line_fits_an_integer_program_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(contiguous: Contiguous) -> None:
+        raise NoSplitFoundError("No line fits.")
+
+    monkeypatch.setattr(Contiguous, "best", nothing)
+    nodes = tuple(Node(number, 1.0, 1.0, size_bytes=size) for number, size in enumerate((6, 6, 4, 4)))
+    placement = solve(Workload(nodes, (), 2, 0, 10.0), Request())
+    assert (placement.method, placement.value) == (Method.MILP, 2.0)
+    assert "No cut of a line was found" in placement.notes[0]
+
+
+def test_an_expert_s_pieces_are_taken_as_they_are() -> None:
+    workload = Workload((Node(0, 1.0, 9.0), Node(1, 1.0, 9.0)), (), 1, 0, 1e9)
+    request = Request(Objective.LATENCY, Method.EXPERT, num_pieces=2, expert=(0, 0), expert_pieces=(0, 1))
+    assert solve(workload, request).pieces == (0, 1)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ from bireme.cli.options import print_json
 from bireme.errors import BiremeError
 from bireme.plan.placement.check import Verdict, check
 from bireme.plan.placement.request import Method, Request
-from bireme.plan.placement.workload import Objective, Workload
+from bireme.plan.placement.workload import Objective, Workload, device_names
 
 if TYPE_CHECKING:
     from bireme.cli.place_model import OfModel
     from bireme.plan.placement.placement import Placement
+    from bireme.plan.placement.split_file import Split
     from bireme.plan.placement.workload_file import ReadWorkload
 
 __all__ = ["Files", "PlaceRun", "check_split"]
@@ -54,32 +56,33 @@ class PlaceRun:
         self.workload = read.workload
         self.warnings = read.warnings
         _warn(self.warnings)
+        split = None if expert is None else self._expert(expert, objective, contiguous, num_pieces)
         self.request = Request(
             objective=objective or _usual_objective(self.workload),
             method=method,
             contiguous=contiguous,
             num_pieces=num_pieces,
-            expert=None if expert is None else self._expert(expert, objective, contiguous, num_pieces),
+            expert=None if split is None else split.devices,
+            expert_pieces=() if split is None else split.pieces,
         )
 
-    def _expert(
-        self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int
-    ) -> tuple[int, ...]:
-        """The devices of an expert's split, which must keep the rules as any other."""
-        from bireme.plan.placement.split_file import load_split
+    def _expert(self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int) -> "Split":
+        """An expert's split, which must keep the rules as any other."""
+        from bireme.plan.placement.split_file import read_split
 
-        devices = load_split(path, self.workload)
+        split = read_split(path, self.workload)
         verdict = check(
             self.workload,
-            devices,
+            split.devices,
             objective or _usual_objective(self.workload),
             contiguous=contiguous,
             num_pieces=num_pieces,
+            pieces=split.pieces or None,
         )
         if not verdict.valid:
             hint = " --any allows that." if contiguous and not verdict.contiguous else ""
             raise BiremeError(f"{path} breaks a rule. {verdict.problems[0]}{hint}")
-        return devices
+        return split
 
     def search(self, time_limit_s: float | None, seed: int) -> None:
         """Find a placement and check it; one that does not hold is a bug."""
@@ -169,6 +172,9 @@ def check_split(
     if claimed is not None and not math.isclose(claimed, verdict.value, rel_tol=SAME):
         wrong = f"The file claims {claimed:.9g} for {aim}, and the placement comes to {verdict.value:.9g}."
         verdict = replace(verdict, problems=(*verdict.problems, wrong))
+    if split.objective in (None, aim):
+        wrong_loads = _wrong_loads(workload, split, verdict)
+        verdict = replace(verdict, problems=(*verdict.problems, *wrong_loads))
     if as_json:
         from bireme.report.placement_document import verdict_document
 
@@ -178,8 +184,16 @@ def check_split(
 
         from bireme.report.placement_table import print_verdict
 
-        print_verdict(workload, split.devices, split.pieces, aim, verdict, Console())
+        pieces = split.pieces if aim is Objective.LATENCY else ()
+        print_verdict(workload, split.devices, pieces, aim, verdict, Console())
     return verdict.valid
+
+
+def _wrong_loads(workload: Workload, split: "Split", verdict: Verdict) -> Iterator[str]:
+    """A sentence for each device whose load is not what the file claims."""
+    for name, claimed, load in zip(device_names(workload), split.loads, verdict.loads, strict=False):
+        if not math.isclose(claimed, load, rel_tol=SAME, abs_tol=NOTHING):
+            yield f"The file claims a load of {claimed:.9g} for {name}, and it comes to {load:.9g}."
 
 
 def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> Verdict:

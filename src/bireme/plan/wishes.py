@@ -14,9 +14,9 @@ PENALTIES = {Rule.SYNCHRONOUS: 1.0, Rule.DELAYED: 2.15, Rule.FRESH: 1.1}
 
 Measured with AdamW on small GPTs in 300 steps (docs/convergence.md); a fresh rule takes 1.08 where a batch
 has twice as many micro-batches as the pipeline has stages, 1.14 where it has as many. Early steps suffer
-most: in 1,200 steps it was 1.03. A GPT of 355M that was trained for 300,000 steps with a delay of one reached the
-perplexity of a synchronous run of 20 % fewer (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
-Training", ICML 2021, section 5).
+most: in 1,200 steps it was 1.03. A GPT of 355M that was trained for 300,000 steps with a delay of one
+reached the perplexity of a synchronous run of 20 % fewer (Narayanan et al., "Memory-Efficient
+Pipeline-Parallel DNN Training", ICML 2021, section 5).
 """
 
 

@@ -52,7 +52,8 @@ def advice_on(placement: Placement) -> str | None:
         words.append("a longer --time-limit")
     if placement.method not in ("auto", "milp"):
         words.append("--method milp (it proves a bound)")
-    if placement.contiguous and placement.method != "dp" and placement.objective is not Objective.LATENCY:
+    is_dp_left = placement.method != "dp" and not placement.has_too_many_ideals
+    if placement.contiguous and is_dp_left and placement.objective is not Objective.LATENCY:
         words.append("--method dp (exact, for graphs of few ideals)")
     if placement.objective is Objective.LATENCY:
         words.append("more --pieces")

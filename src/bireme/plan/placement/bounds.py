@@ -6,7 +6,6 @@ and holds for every objective but latency.
 
 import numpy as np
 
-from bireme.plan.placement.found import SLACK
 from bireme.plan.placement.items import Floats, Items
 from bireme.plan.placement.workload import Objective
 
@@ -42,7 +41,7 @@ def each_maximum(numbers: Floats, objective: Objective) -> Floats:
 
 def runs_on_accelerator(items: Items) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which items an accelerator can run and hold, alone."""
-    fitting = items.supported & (items.size <= items.accelerator_bytes * (1 + SLACK))
+    fitting = items.supported & (items.size <= items.room)
     return fitting & (items.num_accelerators > 0)
 
 

@@ -14,8 +14,8 @@ from bireme.plan.placement.workload import Edge, Objective, Workload, device_nam
 
 __all__ = ["Verdict", "Work", "check", "pieces_of", "work_of"]
 
-SLACK = 1e-9
-"""Relative room for the rounding of sums, where bytes are compared."""
+SLACK = 2e-12
+"""Relative room for the rounding of sums of bytes that are not whole; more than what searches allow."""
 
 MOST_NODES = 8
 """Of a path that a sentence shows."""
@@ -116,7 +116,9 @@ def work_of(workload: Workload, devices: Sequence[int], pieces: Sequence[int] = 
         source, target = place_of[edge.source], place_of[edge.target]
         if runs[source] != runs[target]:
             elsewhere[source].add(runs[target])
-    costs = workload.costs
+    costs: dict[int, float] = defaultdict(float)
+    for edge in workload.edges:
+        costs[edge.source] = max(costs[edge.source], edge.cost)
     for node, run, others in zip(workload.nodes, runs, elsewhere, strict=True):
         on_accelerator = run[0] < workload.num_accelerators
         work = works[run[0]]
@@ -217,10 +219,12 @@ def _too_large(placed: _Placed) -> Iterator[str]:
     for node, device in zip(placed.workload.nodes, placed.devices, strict=True):
         sizes[device] += node.size_bytes
     limit = placed.workload.accelerator_bytes
+    whole = all(node.size_bytes == int(node.size_bytes) for node in placed.workload.nodes)
+    is_exact = whole and sum(sizes) < 2**53
     for device in range(placed.workload.num_accelerators):
-        if sizes[device] > limit * (1 + SLACK):
+        if sizes[device] > limit * (1 if is_exact else 1 + SLACK):
             name = placed.names[device]
-            yield f"The nodes on {name} take {sizes[device]:.9g} bytes, and it has {limit:.9g}."
+            yield f"The nodes on {name} take {sizes[device]:.15g} bytes, and it has {limit:.15g}."
 
 
 def _torn_colours(placed: _Placed, objective: Objective) -> Iterator[str]:

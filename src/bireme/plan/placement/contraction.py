@@ -7,6 +7,7 @@ mirrored edges of its backward edges.
 
 Where any placement will do, only the colours and the operators without time hold; classes in a circle need
 not share a device.
+Operators with neither time nor neighbours may go anywhere, so they are merged in both.
 """
 
 from collections import defaultdict
@@ -16,13 +17,15 @@ from enum import Enum
 
 import numpy as np
 
-from bireme.plan.placement.items import Items, Ragged
+from bireme.plan.placement.items import Items, Ragged, room
 from bireme.plan.placement.workload import Node, Workload
 
 __all__ = ["Weightless", "circles", "items_of", "walk_in_depth"]
 
-NO_TIME = 1e-6
-"""A time below which an operator is held to take none."""
+
+NO_TIME, OF_ALL = 1e-6, 1e-9
+"""A time below both, the second as a share of all times together, is held to be none. The first is that of
+the published programs; the second keeps it right in any unit."""
 
 
 class Weightless(Enum):
@@ -43,8 +46,9 @@ def items_of(workload: Workload, *, contiguous: bool, weightless: Weightless = W
     """The items of a workload."""
     groups = _Groups(workload, contiguous=contiguous)
     if contiguous:
-        groups.mergecircles()
+        groups.merge_circles()
     groups.merge_weightless(weightless)
+    groups.merge_isolated()
     return groups.items()
 
 
@@ -59,8 +63,8 @@ class _Group:
     supported: bool
 
     @property
-    def takes_time(self) -> bool:
-        return max(*self.accelerator_time, *self.cpu_time) >= NO_TIME
+    def longest_time(self) -> float:
+        return max(*self.accelerator_time, *self.cpu_time)
 
     def absorb(self, other: "_Group", *, size: float) -> None:
         self.places += other.places
@@ -79,6 +83,9 @@ class _Groups:
         self.places = {node.id: place for place, node in enumerate(workload.nodes)}
         self.group_of: list[int] = [0] * len(workload.nodes)
         self.groups: dict[int, _Group] = {}
+        # Of times that mean "cannot" none is counted: the smaller of the two is what a node must take.
+        together = sum(min(node.accelerator_time, node.cpu_time) for node in workload.nodes)
+        self.no_time = min(NO_TIME, OF_ALL * together)
         orphans = set()
         for number, nodes in enumerate(workload.classes()):
             self.groups[number] = self._group(nodes)
@@ -87,6 +94,9 @@ class _Groups:
             if all(node.is_backward for node in nodes):
                 orphans.add(number)
         self.order = self._order(orphans) if contiguous else []
+
+    def _takes_time(self, group: _Group) -> bool:
+        return group.longest_time > self.no_time
 
     def _group(self, nodes: Sequence[Node]) -> _Group:
         accelerator_time, cpu_time = [0.0, 0.0], [0.0, 0.0]
@@ -125,7 +135,7 @@ class _Groups:
             self.group_of[place] = into
         self.groups[into].absorb(self.groups.pop(other), size=size)
 
-    def mergecircles(self) -> None:
+    def merge_circles(self) -> None:
         """Make one group of those that follow each other in a circle."""
         for circle in circles(self._followers()):
             first, *others = sorted(circle)
@@ -134,18 +144,12 @@ class _Groups:
 
     def merge_weightless(self, weightless: Weightless) -> None:
         """Merge groups without time into their only neighbour, until none is left."""
-        neighbours: dict[int, set[int]] = defaultdict(set)
-        ends = [(self.places[edge.source], self.places[edge.target]) for edge in self.workload.edges]
-        for source, target in (*self.order, *ends):
-            one, other = self.group_of[source], self.group_of[target]
-            if one != other:
-                neighbours[one].add(other)
-                neighbours[other].add(one)
+        neighbours = self._neighbours()
         todo = [number for number in self.groups if len(neighbours[number]) == 1]
         while todo:
             number = todo.pop()
             group = self.groups.get(number)
-            if group is None or len(neighbours[number]) != 1 or group.takes_time:
+            if group is None or len(neighbours[number]) != 1 or self._takes_time(group):
                 continue
             if group.size and weightless is Weightless.STAY:
                 continue
@@ -155,6 +159,38 @@ class _Groups:
             self._merge(into, number, size=0.0 if weightless is Weightless.VANISH else group.size)
             neighbours[into].discard(number)
             todo.append(into)
+
+    def merge_isolated(self) -> None:
+        """Merge groups that have neither time nor a neighbour, where no placement is lost by it.
+
+        They may go anywhere. Those without a size join any group. Those with one join each other where a CPU
+        can take them all, for nothing, or an accelerator can hold all there is.
+        """
+        nodes, neighbours = self.workload.nodes, self._neighbours()
+        alone = [n for n, group in self.groups.items() if not neighbours[n] and not self._takes_time(group)]
+        # Sizes of nodes, as groups may have forgotten theirs: all ways to merge must come to the same groups.
+        size_of = {n: sum(nodes[place].size_bytes for place in self.groups[n].places) for n in alone}
+        light = {n: None for n in alone if not size_of[n] and self.groups[n].supported}
+        heavy = [n for n in alone if n not in light]
+        total = sum(node.size_bytes for node in nodes)
+        if self.workload.num_cpus or total <= self.workload.accelerator_bytes:
+            self._merge_all(heavy)
+        host = next((n for n in self.groups if n not in light), None)
+        self._merge_all([*light] if host is None else [host, *light])
+
+    def _merge_all(self, numbers: list[int]) -> None:
+        for number in numbers[1:]:
+            self._merge(numbers[0], number, size=self.groups[number].size)
+
+    def _neighbours(self) -> dict[int, set[int]]:
+        neighbours: dict[int, set[int]] = defaultdict(set)
+        ends = [(self.places[edge.source], self.places[edge.target]) for edge in self.workload.edges]
+        for source, target in (*self.order, *ends):
+            one, other = self.group_of[source], self.group_of[target]
+            if one != other:
+                neighbours[one].add(other)
+                neighbours[other].add(one)
+        return neighbours
 
     def items(self) -> Items:
         """The groups as items, numbered in the order of a walk in depth."""
@@ -172,12 +208,18 @@ class _Groups:
             for pin in pinned:
                 nets[pin].append(net)
         groups = [self.groups[group] for group in walk]
+        size = np.array([group.size for group in groups], np.float64)
+        supported = np.array([group.supported for group in groups], np.bool_)
+        is_barred = ~supported | (size > room(size, self.workload.accelerator_bytes))
+        accelerator_time = np.array([group.accelerator_time for group in groups]).reshape(-1, 2)
+        # Some write a huge time to say "cannot", which would drown all others in a sum.
+        accelerator_time[is_barred] = 0.0
         return Items(
             members=tuple(tuple(sorted(group.places)) for group in groups),
-            accelerator_time=np.array([group.accelerator_time for group in groups]).reshape(-1, 2),
+            accelerator_time=accelerator_time,
             cpu_time=np.array([group.cpu_time for group in groups]).reshape(-1, 2),
-            size=np.array([group.size for group in groups], np.float64),
-            supported=np.array([group.supported for group in groups], np.bool_),
+            size=size,
+            supported=supported,
             before=Ragged.of(before),
             after=Ragged.of(after),
             pins=Ragged.of([list(row) for row in pins]),
@@ -191,13 +233,13 @@ class _Groups:
     def _nets(self, number_of: dict[int, int]) -> tuple[list[tuple[int, ...]], list[list[float]]]:
         """The pins of each net and what it costs; outputs with the same pins are one net."""
         pins: dict[int, set[int]] = {}
+        of_node = self.workload.costs
         for edge in self.workload.edges:
-            if edge.cost > 0:
+            if of_node[edge.source] > 0:
                 own = number_of[self.group_of[self.places[edge.source]]]
                 other = number_of[self.group_of[self.places[edge.target]]]
                 pins.setdefault(edge.source, {own}).add(other)
         costs: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        of_node = self.workload.costs
         for source, row in pins.items():
             if len(row) > 1:
                 is_backward = self.workload.nodes[self.places[source]].is_backward

@@ -11,7 +11,7 @@ from bireme.plan.placement.workload import Objective
 __all__ = ["Found", "fits", "loads_of", "value_of"]
 
 SLACK = 1e-9
-"""Relative room for the rounding of sums, where bytes are compared."""
+"""Relative: values that differ by less are the same, added up in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +53,4 @@ def fits(items: Items, where: Sequence[int]) -> bool:
             if not items.supported[item]:
                 return False
             sizes[device] += items.size[item]
-    return bool((sizes <= items.accelerator_bytes * (1 + SLACK)).all())
+    return bool((sizes <= items.room).all())

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "Integers", "Items", "Ragged"]
+__all__ = ["Floats", "Integers", "Items", "Ragged", "room"]
+
+BYTES_SLACK = 1e-12
+"""Relative room for the rounding of sums of bytes, where these are not whole numbers."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int32]
@@ -45,7 +48,8 @@ class Items:
     """Items numbered in a topological order: whatever must be before an item has a lower number.
 
     Times and costs have two columns: 0 is forward work, 1 is backward work. `size` is what an item takes on
-    an accelerator, `supported` whether one can run it. `before` are an item's direct predecessors, `after`
+    an accelerator, `supported` whether one can run it; where none can run or hold it, its time on one is 0.
+    `before` are an item's direct predecessors, `after`
     its direct successors, through forward nodes and through what stands for them; where any placement will
     do, both are without meaning and empty. `pins` are the items of each net and `nets` the nets of each item.
     `members[i]` are the places of its nodes in the workload.
@@ -74,3 +78,17 @@ class Items:
     def num_devices(self) -> int:
         """Of both kinds."""
         return self.num_accelerators + self.num_cpus
+
+    @property
+    def room(self) -> float:
+        """The bytes that an accelerator may be given."""
+        return room(self.size, self.accelerator_bytes)
+
+
+def room(size: Floats, accelerator_bytes: float) -> float:
+    """The bytes that an accelerator may be given of these sizes: a hair more than it has, for rounding.
+
+    Sums of whole numbers are exact, so there it is what it has.
+    """
+    is_exact = size.sum() < 2**53 and bool((size == np.floor(size)).all())
+    return accelerator_bytes if is_exact else accelerator_bytes * (1 + BYTES_SLACK)

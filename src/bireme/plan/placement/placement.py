@@ -13,7 +13,8 @@ class Placement:
 
     `value` is what the objective comes to, `loads` the load of each device (for latency, when it is done).
     `lower_bound` is proven: no placement of the kind asked for is below it. `pieces[i]` tells, for latency,
-    which run of its accelerator node `i` belongs to. `num_ideals` is known where they were counted.
+    which run of its accelerator node `i` belongs to. `num_ideals` is known where they were counted,
+    `has_too_many_ideals` set where the dynamic program gave up on them.
     """
 
     objective: Objective
@@ -25,6 +26,7 @@ class Placement:
     loads: tuple[float, ...]
     pieces: tuple[int, ...] = ()
     num_ideals: int | None = None
+    has_too_many_ideals: bool = False
     notes: tuple[str, ...] = ()
 
     @property

@@ -30,7 +30,8 @@ class Request:
 
     `contiguous` asks for devices that can stand in a line, each with one connected stretch of it. Latency has
     a rule of its own: up to `num_pieces` connected stretches on each accelerator. `expert` are the devices of
-    the nodes as somebody has chosen them. `seed` is that of the methods that draw.
+    the nodes as somebody has chosen them, and `expert_pieces` their pieces for latency, if any. `seed` is
+    that of the methods that draw.
     """
 
     objective: Objective = Objective.THROUGHPUT
@@ -40,6 +41,7 @@ class Request:
     seed: int = 0
     num_pieces: int = 1
     expert: tuple[int, ...] | None = None
+    expert_pieces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.time_limit_s is not None and not self.time_limit_s > 0:

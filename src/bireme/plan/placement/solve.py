@@ -11,6 +11,7 @@ from bireme.plan.placement.anywhere.search import HAS_SOLVER, Anywhere
 from bireme.plan.placement.baselines.simple import greedy, local_search, pipedream, single
 from bireme.plan.placement.bounds import counted_bound
 from bireme.plan.placement.check import check
+from bireme.plan.placement.contiguous.chain import NoSplitFoundError
 from bireme.plan.placement.contiguous.search import MOST_IDEALS, Contiguous, Split, carried_over
 from bireme.plan.placement.contraction import Weightless, items_of
 from bireme.plan.placement.found import Found, loads_of
@@ -30,6 +31,12 @@ TIME_LIMIT_S = 60.0
 
 FOR_THE_START = 0.25
 """Of the time limit, for the contiguous split that other placements begin with."""
+
+LEAST_S = 0.1
+"""What an integer program is given even if the time is over."""
+
+MOST_ITEMS_IN_PROGRAM = 5_000
+"""Whose order is closed as a square of so many rows."""
 
 FOR_LATENCY = (Method.AUTO, Method.MILP, Method.ANNEAL)
 
@@ -56,6 +63,7 @@ class _Solving:
         self.began = monotonic()
         self.limit_s = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
         self.is_contiguous = request.contiguous and request.method not in ANYWHERE
+        self.has_too_many_ideals = False
         self.notes: list[str] = []
 
     @property
@@ -99,28 +107,41 @@ class _Solving:
         with suppress(BiremeError):  # some that are not contiguous may fit
             split = contiguous.best() if is_thorough else None
             split = split or contiguous.best_of_lines()
-        return Anywhere(self.workload, self.objective, split, self.request.seed, self.stop_at, self.say)
+        return Anywhere(
+            self.workload, self.objective, split, self.request.seed, self.stop_at, self.say, self.notes.append
+        )
 
     def _automatic(self) -> Placement:
         if not self.is_contiguous:
             anywhere = self._anywhere(is_thorough=True)
             return self._of(Method.AUTO, anywhere.items, anywhere.best())
         contiguous = self._contiguous()
-        split = contiguous.best()
-        if split is not None:
-            return self._of_split(Method.DP, split)
-        self.notes.append(
-            f"There are more than {MOST_IDEALS:,} ideals, so the graph was cut as a line, in many orders."
-        )
-        return self._of_split(Method.DPL, contiguous.best_of_lines())
+        try:
+            split = contiguous.best()
+            if split is not None:
+                return self._of_split(Method.DP, split)
+            self.has_too_many_ideals = True
+            self.notes.append(
+                f"There are more than {contiguous.most_ideals_here:,} ideals, or more than could be listed "
+                "in time, so the graph was cut as a line, in many orders."
+            )
+            return self._of_split(Method.DPL, contiguous.best_of_lines())
+        except NoSplitFoundError:
+            if not HAS_SOLVER:
+                raise
+            self.notes.append(
+                "No cut of a line was found that fits, so an integer program looked for a split."
+            )
+            return self._integer_contiguous(None)
 
     def _dynamic(self) -> Placement:
         contiguous = self._contiguous(is_limited=self.request.time_limit_s is not None)
         split = contiguous.best()
         if split is None:
             raise BiremeError(
-                f"The graph has more than {MOST_IDEALS:,} ideals, too many for the dynamic program. Take "
-                "--method dpl, or leave the method out."
+                f"The graph has more than {contiguous.most_ideals_here:,} ideals, or more than could be "
+                "listed in time, too many for the dynamic program. Take --method dpl, or leave out the "
+                "method."
             )
         return self._of_split(Method.DP, split)
 
@@ -129,10 +150,17 @@ class _Solving:
         if not self.is_contiguous:
             found = anywhere.solved(anywhere.start(), self.stop_at - monotonic())
             return self._of(Method.MILP, anywhere.items, found)
+        return self._integer_contiguous(anywhere.split)
+
+    def _integer_contiguous(self, split: Split | None) -> Placement:
         items = items_of(self.workload, contiguous=True, weightless=Weightless.STAY)
-        split = anywhere.split
+        if len(items) > MOST_ITEMS_IN_PROGRAM:
+            raise BiremeError(
+                f"The graph has {len(items):,} pieces, and the integer program for contiguous splits takes "
+                f"{MOST_ITEMS_IN_PROGRAM:,} at most. Take --method dpl, or leave the method out."
+            )
         start = None if split is None else carried_over(split, items, self.objective).where
-        left = max(0.1, self.stop_at - monotonic())
+        left = max(LEAST_S, self.stop_at - monotonic())
         found = solve_contiguous(items, self.objective, time_limit_s=left, start=start)
         return self._of(Method.MILP, items, found)
 
@@ -174,23 +202,26 @@ class _Solving:
             found.lower_bound,
             tuple(loads_of(items, found.where).sum(axis=1).tolist()),
             num_ideals=num_ideals,
+            has_too_many_ideals=self.has_too_many_ideals,
             notes=tuple(self.notes),
         )
 
     def _given(self, devices: Sequence[int]) -> Placement:
         """What somebody else's split comes to."""
+        is_latency = self.objective is Objective.LATENCY
         verdict = check(
             self.workload,
             devices,
             self.objective,
             num_pieces=self.request.num_pieces,
             contiguous=self.request.contiguous,
+            pieces=self.request.expert_pieces or None,
         )
         if not verdict.valid:
             raise BiremeError(verdict.problems[0])
         bound = (
             latency_lower_bound(self.workload)
-            if self.objective is Objective.LATENCY
+            if is_latency
             else self._bounded(Found((), verdict.value, 0.0)).lower_bound
         )
         return Placement(
@@ -201,7 +232,7 @@ class _Solving:
             verdict.value,
             min(bound, verdict.value),
             verdict.loads,
-            pieces=pieces_of(self.workload, devices) if self.objective is Objective.LATENCY else (),
+            pieces=self.request.expert_pieces or pieces_of(self.workload, devices) if is_latency else (),
         )
 
     def _latency(self) -> Placement:
@@ -224,12 +255,17 @@ class _Solving:
                 raise
         if not is_alone and (found is None or found.lower_bound < found.value):
             self.say("integer program")
-            found = solve_latency(
-                self.workload,
-                num_pieces=self.request.num_pieces,
-                time_limit_s=max(0.1, self.stop_at - monotonic()),
-                start=found,
-            )
+            try:
+                found = solve_latency(
+                    self.workload,
+                    num_pieces=self.request.num_pieces,
+                    time_limit_s=max(LEAST_S, self.stop_at - monotonic()),
+                    start=found,
+                )
+            except BiremeError as error:
+                if found is None:
+                    raise
+                self.notes.append(f"The integer program found nothing better. {error}")
         assert found is not None
         return Placement(
             self.objective,
@@ -240,4 +276,5 @@ class _Solving:
             lower_bound=found.lower_bound,
             loads=latency_of(self.workload, found.devices, found.pieces).device_finish,
             pieces=found.pieces,
+            notes=tuple(self.notes),
         )

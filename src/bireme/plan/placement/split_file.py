@@ -6,9 +6,8 @@ it keeps the rules is for `check.py` to say.
 """
 
 import json
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from bireme.documents import read_json_object, validated
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, closest
 from bireme.files import write_text_atomically
 from bireme.plan.placement.placement import Placement
 from bireme.plan.placement.workload import Objective, Workload, device_names
@@ -31,13 +30,15 @@ Value = TypeVar("Value")
 class Split:
     """The device of each node, in the workload's order, and what the file says of it beside that.
 
-    `pieces` are empty where the file names none; `value` and `objective` are None where it claims none.
+    `pieces` are empty where the file names none, else numbered from 0 on each device; `value` and `objective`
+    are None and `loads` empty where it claims none.
     """
 
     devices: tuple[int, ...]
     pieces: tuple[int, ...] = ()
     value: float | None = None
     objective: Objective | None = None
+    loads: tuple[float, ...] = ()
 
 
 def load_split(path: Path, workload: Workload) -> tuple[int, ...]:
@@ -84,6 +85,7 @@ class _AssignmentDocument(_Document):
     pieces: dict[str, Whole] | None = None
     value: _Number | None = None
     objective: str | None = None
+    loads: dict[str, _Number] | None = None
 
 
 class _DeviceDocument(_Document):
@@ -111,22 +113,43 @@ def _assigned(document: _AssignmentDocument, workload: Workload) -> Split:
     wrong = next((node for node, piece in pieces.items() if piece < 0), None)
     if wrong is not None:
         raise BiremeError(f"Node {wrong} is in piece {pieces[wrong]}; pieces are numbered from 0 on.")
-    known = [objective for objective in Objective if objective == document.objective]
+    known = [objective.value for objective in Objective]
+    if document.objective is not None and document.objective not in known:
+        raise BiremeError(
+            f"The split is for {document.objective!r}, and there is no such objective. "
+            f"{closest(document.objective, known)}"
+        )
+    loads = document.loads or {}
+    if loads and loads.keys() != numbers.keys():
+        raise BiremeError(f"`loads` must have a number for each device. {_there(workload)}")
+    devices = tuple(device_of[node.id] for node in workload.nodes)
     return Split(
-        tuple(device_of[node.id] for node in workload.nodes),
-        tuple(pieces.get(node.id, 0) for node in workload.nodes) if pieces else (),
+        devices,
+        _renumbered(devices, [pieces.get(node.id, 0) for node in workload.nodes]) if pieces else (),
         document.value,
-        known[0] if known else None,
+        None if document.objective is None else Objective(document.objective),
+        tuple(loads[name] for name in numbers) if loads else (),
     )
+
+
+def _renumbered(devices: Sequence[int], pieces: Sequence[int]) -> tuple[int, ...]:
+    """The pieces of each device numbered from 0 without gaps, in the same order."""
+    used: dict[int, set[int]] = defaultdict(set)
+    for device, piece in zip(devices, pieces, strict=True):
+        used[device].add(piece)
+    number_of = {
+        (device, piece): number for device in used for number, piece in enumerate(sorted(used[device]))
+    }
+    return tuple(number_of[run] for run in zip(devices, pieces, strict=True))
 
 
 def _by_node(plain: Mapping[str, Value], workload: Workload) -> Iterator[tuple[int, Value]]:
     """Nodes by their ids, which are strings in a file."""
-    known = {node.id for node in workload.nodes}
+    known = {str(node.id): node.id for node in workload.nodes}
     for text, value in plain.items():
-        if not re.fullmatch(r"-?[0-9]{1,18}", text) or int(text) not in known:
+        if text not in known:
             raise BiremeError(f"The workload has no node {text!r}, which the split places.")
-        yield int(text), value
+        yield known[text], value
 
 
 def _published(document: _PublishedDocument, workload: Workload) -> Split:

@@ -16,7 +16,11 @@ from bireme.errors import BiremeError
 __all__ = ["Edge", "Node", "Objective", "Workload", "device_names"]
 
 SAME_COST = 1e-6
-"""Costs on a node's edges that differ by less are the same number, written twice."""
+"""Costs on a node's edges that differ by less, relative or at all, are the same number, written twice: the
+larger one counts."""
+
+MOST_TIME = 1e100
+"""Or bytes, or cost: past that sums of many lose their meaning."""
 
 MOST_DEVICES = 4096
 """Of either kind: past that a number is a slip of the hand."""
@@ -92,8 +96,11 @@ class Workload:
 
     @property
     def costs(self) -> dict[int, float]:
-        """What it takes to move a node's output, for every node that has an edge."""
-        return {edge.source: edge.cost for edge in reversed(self.edges)}
+        """What it takes to move a node's output, for every node that has an edge: the most that one says."""
+        costs: dict[int, float] = {}
+        for edge in self.edges:
+            costs[edge.source] = max(costs.get(edge.source, 0.0), edge.cost)
+        return costs
 
     def classes(self) -> tuple[tuple[Node, ...], ...]:
         """The nodes that share a device by their colour, in the order of their first."""
@@ -127,8 +134,12 @@ class Workload:
                 (node.cpu_time, "time on a CPU"),
                 (node.size_bytes, "size"),
             ):
-                if not (number >= 0 and math.isfinite(number)):
+                if not 0 <= number < math.inf:
                     raise BiremeError(f"The {what} of {node} is {number}; it must be a number of 0 or more.")
+                if number > MOST_TIME:
+                    raise BiremeError(
+                        f"The {what} of {node} is {number:g}; it must be {MOST_TIME:g} at most."
+                    )
         return nodes
 
     def _check_edges(self, nodes: dict[int, Node]) -> None:
@@ -139,12 +150,13 @@ class Workload:
                     raise BiremeError(
                         f"The edge {edge.source} -> {edge.target} {what} at node {end}, which is not there."
                     )
-            if not (edge.cost >= 0 and math.isfinite(edge.cost)):
+            if not 0 <= edge.cost <= MOST_TIME:
                 raise BiremeError(
                     f"The edge {edge.source} -> {edge.target} costs {edge.cost}; it must be a number of 0 or "
-                    "more."
+                    f"more, {MOST_TIME:g} at most."
                 )
-            if abs(costs.setdefault(edge.source, edge.cost) - edge.cost) > SAME_COST:
+            known = costs.setdefault(edge.source, edge.cost)
+            if not math.isclose(known, edge.cost, rel_tol=SAME_COST, abs_tol=SAME_COST):
                 raise BiremeError(
                     f"Edges of {nodes[edge.source]} cost {costs[edge.source]:g} and {edge.cost:g}; each "
                     "moves the same output, so their costs must be equal."

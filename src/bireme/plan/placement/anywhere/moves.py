@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.plan.placement.compiled import compiled
-from bireme.plan.placement.found import SLACK
 from bireme.plan.placement.items import Floats, Integers, Items
 from bireme.plan.placement.workload import Objective
 
@@ -78,7 +77,7 @@ def tables_of(items: Items, objective: Objective, *, unit: float = 1.0) -> Table
     cost = items.net_cost / unit
     if objective is not Objective.FLUSH:
         time, cost = time.sum(axis=2, keepdims=True), cost.sum(axis=1, keepdims=True)
-    most_bytes = items.accelerator_bytes * (1 + SLACK)
+    most_bytes = items.room
     return Tables(
         np.ascontiguousarray(time),
         items.size,

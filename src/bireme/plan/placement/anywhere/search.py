@@ -38,7 +38,8 @@ PROVEN = 1e-6
 class Anywhere:
     """The search for a placement of a workload, until a moment of the monotonic clock.
 
-    `split` is a contiguous one to begin with. `say` is told what is going on, for people.
+    `split` is a contiguous one to begin with. `say` is told what is going on, for people, and
+    `note` what they should know of the result.
     """
 
     workload: Workload
@@ -47,6 +48,7 @@ class Anywhere:
     seed: int = 0
     stop_at: float = math.inf
     say: Callable[[str], None] = lambda _: None
+    note: Callable[[str], None] = lambda _: None
     items: Items = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +95,12 @@ class Anywhere:
             if left <= 0 or (found is not None and found.lower_bound >= found.value * (1 - PROVEN)):
                 break
             self.say("integer program" if way == self.solved else "annealing")
-            found = way(found, left * share if number < len(ways) - 1 else left)
+            try:
+                found = way(found, left * share if number < len(ways) - 1 else left)
+            except BiremeError as error:
+                if found is None:
+                    raise
+                self.note(f"A search found nothing better. {error}")
         if found is None:
             return self.annealed(None, 1.0)
         return found

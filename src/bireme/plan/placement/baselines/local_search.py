@@ -21,14 +21,14 @@ from bireme.plan.placement.anywhere.moves import (
     weigh,
 )
 from bireme.plan.placement.compiled import compiled
-from bireme.plan.placement.found import SLACK, Found, fits, loads_of, value_of
+from bireme.plan.placement.found import Found, fits, loads_of, value_of
 from bireme.plan.placement.items import Items
 from bireme.plan.placement.workload import Objective
 
 __all__ = ["local_search", "random_start"]
 
-LEAST_GAIN = 1e-5
-"""The paper's, in the unit of the times."""
+LEAST_GAIN = 1e-7
+"""Relative; the paper's is 1e-5 in its milliseconds, but times may have any unit."""
 
 
 def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed: int = 0) -> Found:
@@ -61,7 +61,7 @@ def random_start(items: Items, random: Random) -> tuple[int, ...]:
     Where there is neither, on the emptiest accelerator, so what comes of it may not fit. Large items draw
     first.
     """
-    left = [items.accelerator_bytes * (1 + SLACK)] * items.num_accelerators
+    left = [items.room] * items.num_accelerators
     cpus = range(items.num_accelerators, items.num_devices)
     where = [0] * len(items)
     order = list(range(len(items)))
@@ -92,7 +92,7 @@ def _descend(tables: Tables, state: State) -> None:
         recount(tables, state)
         _mark_busiest(state, is_busiest)
         num_moves = 0
-        best, best_item, best_target = value_now(state) - LEAST_GAIN, 0, 0
+        best, best_item, best_target = value_now(state) * (1 - LEAST_GAIN), 0, 0
         for item in range(len(state.where)):
             source = state.where[item]
             for target in range(num_targets):

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.plan.placement.baselines.biconnected import biconnected_components
 from bireme.plan.placement.baselines.local_search import local_search
-from bireme.plan.placement.contiguous.chain import cut_chain, no_split_fits
+from bireme.plan.placement.contiguous.chain import cut_chain, no_split_found
 from bireme.plan.placement.contraction import items_of
-from bireme.plan.placement.found import SLACK, Found, fits, loads_of, value_of
+from bireme.plan.placement.found import Found, fits, loads_of, value_of
 from bireme.plan.placement.items import Floats, Items
 from bireme.plan.placement.workload import Objective, Workload
 
@@ -37,7 +37,7 @@ def greedy(items: Items, objective: Objective) -> Found:
     line = _Line(items)
     where = line.fill(np.inf)
     if where is None:
-        raise no_split_fits(items)
+        raise no_split_found(items, "in the order tried")
     low, high = 0.0, 2 * float(items.accelerator_time.sum() + items.cpu_time.sum())
     for _ in range(HALVINGS):
         level = (low + high) / 2
@@ -92,7 +92,7 @@ class _Line:
         self.on_accelerator = _sums(items.accelerator_time.sum(axis=1))
         self.on_cpu = _sums(items.cpu_time.sum(axis=1))
         size = _sums(items.size)
-        holds = np.searchsorted(size, size + items.accelerator_bytes * (1 + SLACK), "right") - 1
+        holds = np.searchsorted(size, size + items.room, "right") - 1
         cpu_only = np.append(np.flatnonzero(~items.supported), self.count)
         self.runs_to: Places = np.minimum(
             holds, cpu_only[np.searchsorted(cpu_only, np.arange(self.count + 1))]

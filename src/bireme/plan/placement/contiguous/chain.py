@@ -6,7 +6,7 @@ before it, and each of its nets becomes cut, or whole, for a range of beginnings
 other pins tell. So a row costs the nets of one item and a few operations on arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +18,35 @@ from bireme.plan.placement.found import SLACK, Found, loads_of, value_of
 from bireme.plan.placement.items import Floats, Integers, Items
 from bireme.plan.placement.workload import Objective
 
-__all__ = ["cut_chain", "no_split_fits"]
+__all__ = ["NoSplitFoundError", "cut_chain", "no_split_fits", "no_split_found"]
+
+ROWS_AT_ONCE = 256
+"""Between two looks at the clock."""
 
 
-def cut_chain(items: Items, objective: Objective, order: Sequence[int] | None = None) -> Found:
+class NoSplitFoundError(BiremeError):
+    """No split that fits was found, which does not prove that there is none."""
+
+
+def cut_chain(
+    items: Items,
+    objective: Objective,
+    order: Sequence[int] | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Found:
     """The best split of the items, in an order that is topological, into one stretch for each device.
 
-    Its lower bound is 0: another order may be better.
+    Its lower bound is 0: another order may be better. Raises `NoSplitFoundError` where no cut of this order
+    fits, or none was found before `is_over` said so.
     """
-    line = _Line(items, range(len(items)) if order is None else order)
+    line = _Line(items, range(len(items)) if order is None else order, is_over)
     if objective is Objective.FLUSH:
-        where = flush_by_limits(items, lambda limits: line.split(limits, by_sum=False)).where
+        where = flush_by_limits(items, lambda limits: line.split(limits, by_sum=False), is_over=is_over).where
         return _found(items, objective, where)
     # Under a limit only short stretches count, so a limit that proves too low costs little.
     most = items.accelerator_time.sum() + items.cpu_time.sum() + items.net_cost.sum()
     below = 1.3 * counted_bound(items, objective)
-    while 0 < below < most:
+    while 0 < below < most and not is_over():
         where = line.split(Limits(value=below), by_sum=True)
         if where is not None:
             return _found(items, objective, where)
@@ -43,26 +56,39 @@ def cut_chain(items: Items, objective: Objective, order: Sequence[int] | None = 
 
 def _found(items: Items, objective: Objective, where: tuple[int, ...] | None) -> Found:
     if where is None:
-        raise no_split_fits(items)
+        raise no_split_found(items, "in the order tried")
     return Found(where, value_of(loads_of(items, where), objective), 0.0)
 
 
 def no_split_fits(items: Items) -> BiremeError:
-    """The sentence for people whose workload no split fits."""
-    return BiremeError(
-        f"No placement fits: the operators take {items.size.sum():g} bytes in {len(items)} pieces that "
-        f"cannot be parted; there are {items.num_accelerators} accelerators of {items.accelerator_bytes:g} "
-        f"bytes and {items.num_cpus} CPUs. Give more of them, or more memory."
+    """The sentence for people whose workload no split fits, where that is proven."""
+    return BiremeError(f"No placement fits: {_needs(items)} Give more of them, or more memory.")
+
+
+def no_split_found(items: Items, among: str) -> NoSplitFoundError:
+    """The sentence where none was found, but there may be one."""
+    return NoSplitFoundError(
+        f"No split that fits was found {among}, and there may be one: {_needs(items)} Try --method milp, "
+        "--any, a longer --time-limit, or give more memory."
+    )
+
+
+def _needs(items: Items) -> str:
+    return (
+        f"the operators take {items.size.sum():.12g} bytes in {len(items)} pieces that cannot be parted; "
+        f"there are {items.num_accelerators} accelerators of {items.accelerator_bytes:.12g} bytes and "
+        f"{items.num_cpus} CPUs."
     )
 
 
 class _Line:
     """Items in an order, and what does not depend on any limit."""
 
-    def __init__(self, items: Items, order: Sequence[int]) -> None:
-        self.items = items
+    def __init__(self, items: Items, order: Sequence[int], is_over: Callable[[], bool]) -> None:
+        self.items, self.is_over = items, is_over
         self.order = np.fromiter(order, np.int64, len(items))
         self.size = _sums(items.size[self.order])
+        self.room = items.room
         self.num_unsupported = _sums(~items.supported[self.order])
         self.joins = self._joins()
         self.num_accelerators = min(items.num_accelerators, len(items))
@@ -81,12 +107,12 @@ class _Line:
         return joins
 
     def split(self, limits: Limits, *, by_sum: bool) -> tuple[int, ...] | None:
-        """The devices of the best split within the limits, or None where there is none.
+        """The devices of the best split within the limits, or None where there is none, or the time is over.
 
         Best is the smallest maximum of forward and backward together where `by_sum` is set, else of backward
         alone.
         """
-        items, count = self.items, len(self.order)
+        count = len(self.order)
         shape = self.num_cpus + 1, self.num_accelerators + 1, count + 1
         best = np.full(shape, np.inf)  # best[cpus, accelerators, end]: with exactly so many devices
         best[0, 0, 0] = 0.0
@@ -95,10 +121,12 @@ class _Line:
         on_accelerator, on_host = np.zeros((2, count)), np.zeros((2, count))
         first = self._first_begins(limits, by_sum=by_sum)
         for end in range(1, count + 1):
+            if end % ROWS_AT_ONCE == 0 and self.is_over():
+                return None
             begin = first[end]
             self._join(end - 1, begin, on_accelerator, on_host)
             cost = _cost(on_accelerator[:, begin:end], limits, by_sum=by_sum)
-            cost[self.size[end] - self.size[begin:end] > items.accelerator_bytes * (1 + SLACK)] = np.inf
+            cost[self.size[end] - self.size[begin:end] > self.room] = np.inf
             cost[self.num_unsupported[end] > self.num_unsupported[begin:end]] = np.inf
             if self.num_accelerators:
                 ways = np.maximum(best[:, :-1, begin:end], cost)

@@ -143,10 +143,10 @@ class _Table:
         ratio = np.divide(weight, on_cpu, out=np.full_like(weight, np.inf), where=on_cpu > 0)
         # A CPU is worth so many accelerators at best.
         worth = ratio[weight > 0].max(initial=0.0)
-        places = np.unpackbits(self.lattice.bits.view(np.uint8), axis=1, count=len(items), bitorder="little")
-        needed = (weight.sum() - places @ weight) / self.limits.value
-        left = np.arange(program.num_cpus, -1, -1)
-        spare = np.zeros(len(left)) if worth == 0 else np.where(left > 0, left * worth, 0.0)
+        done = self.lattice.sums(weight)
+        needed = (done[-1] - done) / self.limits.value
+        left = np.arange(program.num_cpus, -1, -1, dtype=np.float64)
+        spare = np.multiply(left, worth, out=np.zeros(len(left)), where=left > 0)
         most = program.num_accelerators + spare[None, :] - needed[:, None]
         most = np.floor(np.minimum(most + 1e-6, program.num_accelerators))
         # Something is left of all but the whole, so a device must be, too.
@@ -183,7 +183,7 @@ class _Table:
             items.nets.values,
             np.diff(items.pins.starts),
             columns.net_cost,
-            items.accelerator_bytes * (1 + SLACK),
+            items.room,
             self.limits.forward,
             self.limits.value,
             self.best,

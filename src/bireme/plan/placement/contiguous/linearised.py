@@ -6,11 +6,11 @@ from it by chance, and a better cut is kept; so the answer never gets worse and 
 """
 
 import heapq
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from random import Random
 
-from bireme.errors import BiremeError
-from bireme.plan.placement.contiguous.chain import cut_chain, no_split_fits
+from bireme.plan.placement.contiguous.chain import NoSplitFoundError, cut_chain, no_split_found
 from bireme.plan.placement.found import Found
 from bireme.plan.placement.items import Items
 from bireme.plan.placement.workload import Objective
@@ -34,7 +34,10 @@ def cut_lines(
     most_lines: int = MOST_LINES,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """The best cut of all lines tried. At least one line is cut, whatever `is_over` says."""
+    """The best cut of all lines tried; raises `NoSplitFoundError` where none fits.
+
+    Whatever `is_over` says, one line is cut, and more as long as none fits that was not drawn by chance.
+    """
     random = Random(seed)
     cells = (items.num_accelerators + 1) * (items.num_cpus + 1)
     num_lines = min(most_lines, max(AT_LEAST, int(WORK / (len(items) ** 2 * cells))))
@@ -43,25 +46,32 @@ def cut_lines(
     seen: set[tuple[int, ...]] = set()
     fixed = _fixed_orders(items)
     for number in range(num_lines):
-        order = next(fixed, None) or _near(items, best_order, random)
+        given = next(fixed, None)
+        if given is None and best is None and is_over():
+            break
+        order = given or _near(items, best_order, random)
         if tuple(order) in seen:
             continue
         seen.add(tuple(order))
-        found = _cut(items, objective, order)
+        found = _cut(items, objective, order, _never if best is None else is_over)
         if found is not None and (best is None or found.value < best.value):
             best, best_order = found, order
         best_order = best_order or order
-        if is_over() or (number and _is_line(items)):
+        if (best is not None and is_over()) or (number and _is_line(items)):
             break
     if best is None:
-        raise no_split_fits(items)
+        raise no_split_found(items, "in the orders tried")
     return best
 
 
-def _cut(items: Items, objective: Objective, order: list[int]) -> Found | None:
+def _never() -> bool:
+    return False
+
+
+def _cut(items: Items, objective: Objective, order: list[int], is_over: Callable[[], bool]) -> Found | None:
     try:
-        return cut_chain(items, objective, order)
-    except BiremeError:  # this line has no cut that fits; another may
+        return cut_chain(items, objective, order, is_over)
+    except NoSplitFoundError:  # this line has no cut that fits; another may
         return None
 
 
@@ -71,9 +81,11 @@ def _is_line(items: Items) -> bool:
 
 
 def _fixed_orders(items: Items) -> Iterator[list[int]]:
-    """Walks in depth and in breadth, from the front and from the back."""
+    """Walks in depth and in breadth, from the front and from the back, and one that fills the memory."""
     count = len(items)
     yield list(range(count))
+    if items.size.sum() > items.accelerator_bytes:
+        yield _filling(items)
     yield _sorted(items, lambda item, depth: (-depth, -item))
     yield _sorted(items, lambda item, depth: (depth, item))
     tails = [0.0] * count
@@ -99,6 +111,27 @@ def _sorted(items: Items, key: Callable[[int, int], object]) -> list[int]:
             waiting[other] -= 1
             if not waiting[other]:
                 heapq.heappush(ready, (key(other, len(order)), other))
+    return order
+
+
+def _filling(items: Items) -> list[int]:
+    """The topological order that takes, of what can come next, the largest that still fits."""
+    waiting = [len(items.before.row(item)) for item in range(len(items))]
+    size: list[float] = items.size.tolist()
+    ready = sorted((size[item], item) for item, count in enumerate(waiting) if not count)
+    order: list[int] = []
+    left = items.room
+    while ready:
+        place = bisect_right(ready, (left, len(items)))
+        if not place:
+            place, left = len(ready), items.room
+        taken, item = ready.pop(place - 1)
+        left -= taken
+        order.append(item)
+        for other in items.after.row(item):
+            waiting[other] -= 1
+            if not waiting[other]:
+                insort(ready, (size[other], other))
     return order
 
 

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from bireme.errors import BiremeError
-from bireme.plan.placement.found import SLACK
+from bireme.plan.placement.items import room as items_room
 from bireme.plan.placement.workload import Workload, device_names
 
 __all__ = [
@@ -119,7 +121,7 @@ def latency_lower_bound(workload: Workload) -> float:
     # From the last threshold down: below a threshold, its node and all later ones are forced.
     total_time = total_bytes = 0.0
     least_head = least_tail = bound = math.inf
-    room = workload.num_accelerators * workload.accelerator_bytes * (1 + SLACK)
+    room = workload.num_accelerators * _room(workload)
     bound = longest_path
     for place in reversed(places):
         total_time += nodes[place].accelerator_time
@@ -144,7 +146,7 @@ def _least_times(workload: Workload) -> list[float]:
 
 def accelerators_bar(workload: Workload) -> set[int]:
     """The ids of nodes that no accelerator can take: it or its colour is unsupported or too large."""
-    room = workload.accelerator_bytes * (1 + SLACK)
+    room = _room(workload)
     return {
         node.id
         for group in workload.classes()
@@ -153,6 +155,10 @@ def accelerators_bar(workload: Workload) -> set[int]:
         or sum(node.size_bytes for node in group) > room
         for node in group
     }
+
+
+def _room(workload: Workload) -> float:
+    return items_room(np.array([node.size_bytes for node in workload.nodes]), workload.accelerator_bytes)
 
 
 class _Graph:
@@ -188,6 +194,7 @@ def _misplaced(workload: Workload, devices: Sequence[int]) -> str | None:
     names = device_names(workload)
     num_accelerators = workload.num_accelerators
     used: dict[int, float] = defaultdict(float)
+    room = _room(workload)
     for node, device in zip(workload.nodes, devices, strict=True):
         if not 0 <= device < len(names):
             return f"{node} is on device {device}, but there are only {', '.join(names)}."
@@ -196,7 +203,7 @@ def _misplaced(workload: Workload, devices: Sequence[int]) -> str | None:
             if not node.supported:
                 return f"{node} is on {names[device]}, but accelerators do not support it."
     for device, size in used.items():
-        if size > workload.accelerator_bytes * (1 + SLACK):
+        if size > room:
             return f"{names[device]} is given {size:g} bytes, but has {workload.accelerator_bytes:g}."
     # All CPUs are one machine, so a colour may be on two of them.
     machine = {

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 # As right for steps as it is for groups.
 from bireme.plan.placement.contraction import walk_in_depth
-from bireme.plan.placement.found import SLACK
-from bireme.plan.placement.items import Floats, Integers, Ragged
+from bireme.plan.placement.items import Floats, Integers, Ragged, room
 from bireme.plan.placement.latency.latency import accelerators_bar
 from bireme.plan.placement.workload import Node, Workload
 
@@ -27,8 +26,9 @@ class Steps:
 
     `members[i]` are the places of a step's nodes in the workload; the first is the one that the others
     joined. Family `family[i]` holds step `i`; where `can_accelerate` is false, no accelerator can take the
-    family. `before` and `after` are direct neighbours. A net is the output of the step `net_source`, which
-    the steps `net_users`, all others, use: it costs `net_cost` to move, never 0.
+    family, and its times there are those on a CPU. `before` and `after` are direct neighbours. A net is the
+    output of the step `net_source`, which the steps `net_users`, all others, use: it costs `net_cost` to
+    move, never 0.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -52,8 +52,8 @@ class Steps:
 
     @property
     def room(self) -> float:
-        """The bytes that an accelerator may be given, with a little for the rounding of sums."""
-        return self.accelerator_bytes * (1 + SLACK)
+        """The bytes that an accelerator may be given."""
+        return room(self.size, self.accelerator_bytes)
 
     def spread(self, of_steps: Sequence[int]) -> tuple[int, ...]:
         """A number for each node, from one for each step."""
@@ -177,9 +177,11 @@ class _Merging:
                 for places in members
             ]
         )
+        can_accelerate = np.array([self.can_accelerate[group] for group in order], np.bool_)
         return Steps(
             members=members,
-            accelerator_time=sums[:, 0].copy(),
+            # Some write a huge time to say "cannot", which would drown all others in a sum.
+            accelerator_time=np.where(can_accelerate, sums[:, 0], sums[:, 1]),
             cpu_time=sums[:, 1].copy(),
             size=sums[:, 2].copy(),
             family=np.array([renumbered[self.family_of[group]] for group in order], np.int32),
