@@ -246,9 +246,7 @@ class Pipeline:
         owners, layout = self.layout.owners, self.layout
         is_owner = layout.replica == 0
         own = {
-            name
-            for name, rank in owners.items()
-            if all_held or (is_owner and rank == layout.pipeline_rank)
+            name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
         }
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
