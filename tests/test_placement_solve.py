@@ -32,7 +32,7 @@ def solved(workload: Workload, request: Request) -> Placement | None:
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_every_method_is_honest_and_those_that_can_are_best(objective: Objective, contiguous: bool) -> None:
     random = Random(77)
-    for _ in range(12):
+    for _ in range(6):
         workload = random_workload(random, most_nodes=6)
         force = {kind: best_by_force(workload, objective, contiguous=kind) for kind in (True, False)}
         for method in OF_ALL:
