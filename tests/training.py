@@ -192,7 +192,9 @@ def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        if process.stdout is not None and not process.stdout.closed:  # what it said was not asked for
+            process.communicate()
+        process.wait()
         os.close(handle)
         Path(said).unlink()
 
