@@ -16,7 +16,10 @@ __all__ = ["StageSummary", "Summary", "summary_of"]
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """One stage. `units` are its first and last; of several replicas the largest figures count."""
+    """One stage. `units` are its first and last; of several replicas the largest figures count.
+
+    Bytes and busy shares are those of its rank, which may have other stages too.
+    """
 
     units: tuple[int, int]
     device: str
@@ -99,8 +102,13 @@ def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, 
                 measured_peak_bytes=max(peaks, default=None),
                 busy_share=max(shares, default=None),
                 predicted_busy_share=None
-                if promised is None or forecast is None
-                else promised.busy_s / forecast.batch_s,
+                if forecast is None
+                else sum(
+                    one.busy_s
+                    for one, of in zip(forecast.stages, program.rank_of_stage, strict=True)
+                    if of == rank
+                )
+                / forecast.batch_s,
             )
         )
     return tuple(found)
