@@ -28,6 +28,8 @@ from tests.checkpoints import (
 )
 from tests.together import run_threads
 
+pytestmark = pytest.mark.slow
+
 
 class Fault:
     """One operation of the disk that fails on one rank's thread, or on any, from a call on."""

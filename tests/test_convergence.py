@@ -27,6 +27,8 @@ from bireme.schedule.rule import Rule
 from tests.oracles import Microbatch, Update, run_oracle, seen_by
 from tests.small_models import CONTEXT, VOCAB, gpt
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS, NUM_BATCHES = 2, 5
 CLIP = 0.6
 Weights = dict[str, Tensor]

@@ -15,6 +15,8 @@ from bireme.train.data.text_files import TextFiles, one_file, text_folder
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.tiny_tokenizer import save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 BYTES = ByteTokenizer()
 
 

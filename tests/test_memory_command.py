@@ -13,6 +13,8 @@ import pytest
 from bireme.profile.events import Owner
 from tests.command import bireme, loads_torch
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 GPT = "gpt:layers=1,width=16,heads=2,vocab=32,context=8"

@@ -17,6 +17,8 @@ from bireme.plan.placement.workload import Edge, Node, Objective, Workload
 from bireme.report.placement_table import advice_on
 from tests.placement_oracles import best_by_force, random_workload
 
+pytestmark = pytest.mark.slow
+
 OF_ALL = tuple(method for method in Method if method is not Method.EXPERT)
 
 

@@ -20,6 +20,8 @@ from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Seconds
 from tests.command import bireme, loads_torch
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 GPT = "gpt:layers=2,width=16,heads=2,vocab=32,context=8"

@@ -20,6 +20,8 @@ from tests.chromium import Chromium, chromium, find_chromium
 from tests.command import bireme, loads_torch
 from tests.run_folders import WRITTEN_S, lines_of, make_run, timelines_of, write_lines
 
+pytestmark = pytest.mark.slow
+
 EMPTY = {"meta", "input", "br"}
 NOW = datetime.fromtimestamp(WRITTEN_S + 60, tz=UTC)
 

@@ -15,6 +15,8 @@ from bireme.runtime.peers import PeerLost
 from bireme.runtime.stores import HashStore, Store
 from bireme.runtime.watch import Watch, is_of_a_peer
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 2.0
 LOST = PeerLost(1, "connection closed")
 
