@@ -97,7 +97,7 @@ def test_annealing_finds_the_best_of_all_small_workloads_drawn() -> None:
 
 @pytest.mark.slow
 def test_annealing_finds_the_best_of_many_small_workloads() -> None:
-    check_against_force(200, seed=2)
+    check_against_force(80, seed=2)
 
 
 @pytest.mark.parametrize("objective", [Objective.TRAINING, Objective.FLUSH])

@@ -49,7 +49,6 @@ def curve(
         ("1f1b", signal.SIGUSR1, "rank 0", 0),
         ("2bw-fresh", signal.SIGTERM, "launcher", 0),
         ("2bw", signal.SIGINT, "everyone", 2),
-        ("2bw", signal.SIGTERM, "everyone", 2),
     ],
 )
 def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
