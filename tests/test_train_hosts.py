@@ -11,8 +11,8 @@ import pytest
 
 from bireme.cluster.cluster_file import read_cluster
 from tests.hosts import Host, hosts
-from tests.torchrun_runs import Told, paced_run, torchrun_train
-from tests.training import losses, metrics, settings
+from tests.torchrun_runs import paced_run, torchrun_train
+from tests.training import Ended, losses, metrics, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -52,7 +52,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"BIREME_CACHE": str(tmp_path_factory.mktemp("cache")), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def train_on(machines: Sequence[Host], run: Path, words: Sequence[str], cache: dict[str, str]) -> list[Told]:
+def train_on(machines: Sequence[Host], run: Path, words: Sequence[str], cache: dict[str, str]) -> list[Ended]:
     """Run torchrun on every host, with a rank each; what came of each."""
     first = ("--master-addr", machines[0].address, "--master-port", PORT)
     with ExitStack() as stack:

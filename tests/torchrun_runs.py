@@ -1,6 +1,5 @@
 """Runs under torchrun for tests: started as people start them, watched by their log, and none left behind."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,33 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.paced_samples import PACE
 from tests.ranks import wait_until_gone
-from tests.training import GPT, Running, write_run
+from tests.training import GPT, Ended, Running, write_run
 
-__all__ = ["Told", "Torchrun", "paced_run", "torchrun_train"]
+__all__ = ["Torchrun", "paced_run", "torchrun_train"]
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 100.0
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """How a torchrun ended, and what it and its ranks have said."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """The one JSON document on standard output."""
-        assert self.status == 0, self.err
-        found = json.loads(self.out)
-        assert isinstance(found, dict)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +36,12 @@ class Torchrun:
                 found += [int(word) for word in tasks.read_text().split()]
         return sorted(found)
 
-    def ended(self) -> Told:
+    def ended(self) -> Ended:
         """Wait for its end."""
         process, ranks = self.running.process, self.ranks
         out, _ = process.communicate(timeout=PATIENCE_S)
         wait_until_gone(ranks)
-        return Told(process.returncode, out, self.running.said.read_text())
+        return Ended(process.returncode, out, self.running.said.read_text())
 
 
 @contextmanager

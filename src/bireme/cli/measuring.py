@@ -12,13 +12,27 @@ if TYPE_CHECKING:
     from bireme.model.captures import Captures
     from bireme.profile.profile import Profile
 
-__all__ = ["PANEL", "DataType", "Fresh", "Length", "Like", "Measuring", "Optimizer", "captures_of", "measure"]
+__all__ = [
+    "PANEL",
+    "DataType",
+    "Fresh",
+    "Length",
+    "Like",
+    "MeasureOn",
+    "Measuring",
+    "Optimizer",
+    "captures_of",
+    "measure",
+]
 
 PANEL = "Measuring"
 
 Length = Annotated[
     int | None,
     typer.Option(help="Tokens in a sequence, where the model leaves that open.", rich_help_panel=PANEL),
+]
+MeasureOn = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.", rich_help_panel=PANEL)
 ]
 Like = Annotated[
     str | None,

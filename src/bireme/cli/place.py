@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.measuring import PANEL, DataType, Fresh, Length, Like, Measuring, Optimizer
+from bireme.cli.measuring import DataType, Fresh, Length, Like, MeasureOn, Measuring, Optimizer
 from bireme.cli.options import Json, refuse
 from bireme.cli.place_model import MODEL, Model
 from bireme.errors import BiremeError, closest
@@ -142,10 +142,7 @@ def place(
             "--microbatches", "-m", help="Of the plan; twice the stages if left out.", rich_help_panel=MODEL
         ),
     ] = None,
-    measure_on: Annotated[
-        str,
-        typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.", rich_help_panel=PANEL),
-    ] = "cpu",
+    measure_on: MeasureOn = "cpu",
     like: Like = None,
     length: Length = None,
     dtype: DataType = "float32",

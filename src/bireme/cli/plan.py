@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.measuring import PANEL, DataType, Fresh, Length, Like, Measuring, Optimizer, measure
+from bireme.cli.measuring import (
+    PANEL,
+    DataType,
+    Fresh,
+    Length,
+    Like,
+    MeasureOn,
+    Measuring,
+    Optimizer,
+    measure,
+)
 from bireme.cli.options import Json, refuse
 from bireme.cli.plan_options import (
     check_writable,
@@ -128,10 +138,7 @@ def plan(
             rich_help_panel=PANEL,
         ),
     ] = None,
-    measure_on: Annotated[
-        str,
-        typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.", rich_help_panel=PANEL),
-    ] = "cpu",
+    measure_on: MeasureOn = "cpu",
     like: Like = None,
     length: Length = None,
     dtype: DataType = "float32",

@@ -24,7 +24,6 @@ from bireme.train.data.order import Order
 from bireme.train.data.prepare import RunData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import Outcome, RankOutcome
-from bireme.train.rates import rate_factor
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 
@@ -71,7 +70,6 @@ class Loop:
         self.timeline: Timeline | None = None
         self._rank_bytes = rank_bytes
         self._later = later
-        self._rate = rate_factor(run.training)
         self._reason = Reason.NONE
         self._ends: int | None = None
         self._num_skipped = self._skipped_in_a_row = self._told_skipped = 0

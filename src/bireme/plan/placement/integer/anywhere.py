@@ -14,7 +14,7 @@ from bireme.plan.placement.found import Found
 from bireme.plan.placement.integer.loads import Frame, frame_of, memory_rows
 from bireme.plan.placement.integer.nets import cut_nets
 from bireme.plan.placement.integer.program import Columns, Program
-from bireme.plan.placement.integer.spreading import spreading_bound
+from bireme.plan.placement.integer.spreading import bounded
 from bireme.plan.placement.items import Floats, Integers, Items
 from bireme.plan.placement.workload import Objective
 
@@ -22,9 +22,6 @@ __all__ = ["solve_any"]
 
 ORDERED_ITEMS_PER_DEVICE = 4
 """Equal devices are told apart by so many of the heaviest items; rows for the light ones do not pay."""
-
-BOUND_SHARE = 0.2
-"""The most of the time that goes into a bound beforehand, which large programs never rise to."""
 
 
 def solve_any(
@@ -42,7 +39,7 @@ def solve_any(
     """
     began = time.monotonic()
     frame = frame_of(items, objective, start)
-    frame = frame.above(spreading_bound(frame, time_limit_s=BOUND_SHARE * time_limit_s))
+    frame = bounded(frame, time_limit_s=time_limit_s)
     if frame.is_settled(gap):
         return frame.found()
     model = _Model(frame)

@@ -21,15 +21,12 @@ from bireme.plan.placement.found import Found
 from bireme.plan.placement.integer.loads import Frame, frame_of, memory_rows
 from bireme.plan.placement.integer.nets import cut_nets
 from bireme.plan.placement.integer.program import Columns, Program
-from bireme.plan.placement.integer.spreading import spreading_bound
+from bireme.plan.placement.integer.spreading import bounded
 from bireme.plan.placement.integer.windows import order_of, windows_of
 from bireme.plan.placement.items import Floats, Items
 from bireme.plan.placement.workload import Objective
 
 __all__ = ["solve_contiguous"]
-
-BOUND_SHARE = 0.2
-"""The most of the time that goes into a bound beforehand, which large programs never rise to."""
 
 
 def solve_contiguous(
@@ -49,7 +46,7 @@ def solve_contiguous(
     frame = frame_of(items, objective, start)
     first = None if frame.start is None else frame.start.where
     line = None if first is None else _line_of(items, first)
-    frame = frame.above(spreading_bound(frame, time_limit_s=BOUND_SHARE * time_limit_s))
+    frame = bounded(frame, time_limit_s=time_limit_s)
     if frame.is_settled(gap):
         return frame.found()
     model = _Model(frame)

@@ -19,13 +19,21 @@ from bireme.plan.placement.integer.loads import FULL_SCALE, Frame, sizes_in_scal
 from bireme.plan.placement.integer.nets import CutNets, cut_nets
 from bireme.plan.placement.integer.program import Columns, Program
 
-__all__ = ["spreading_bound"]
+__all__ = ["bounded", "spreading_bound"]
+
+BOUND_SHARE = 0.2
+"""The most of a program's time that goes into a bound beforehand, which large ones never rise to."""
 
 NUM_ROOTS = (4, 12)
 """The bound hardly rises with more roots. A few are tried first, to learn how long it takes."""
 
 TIMES_LONGER = 5.0
 """How much longer all of them take than the few."""
+
+
+def bounded(frame: Frame, *, time_limit_s: float) -> Frame:
+    """The frame with this bound, where a share of the time that its program has suffices for it."""
+    return frame.above(spreading_bound(frame, time_limit_s=BOUND_SHARE * time_limit_s))
 
 
 def spreading_bound(frame: Frame, *, time_limit_s: float) -> float:
