@@ -12,15 +12,18 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from bireme.bench.convergence.clock import NetworkSpeed, batch_time
+from bireme.bench.convergence.clock import NetworkSpeed, Time, batch_time
+from bireme.bench.convergence.law import LAWS, law
 from bireme.bench.convergence.picture import curves
 from bireme.bench.convergence.study import Bank, Cell, Known, Run, Setting, next_setting, run
 from bireme.bench.convergence.table import Excess, Row, rows
+from bireme.plan.penalties import MEASURED, START, steps_for_one, unseen_share
 from bireme.report.svg import svg
+from bireme.schedule.rule import Rule
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "convergence.svg"
 RESULTS = Path(__file__).parent.parent / "docs" / "convergence.jsonl"
@@ -73,10 +76,10 @@ def sweeps() -> Iterator[Sweep]:
         yield Sweep(Cell(rule, bank=Bank.BFLOAT16), 1)
     for rule in ("2bw-fresh", "fresh+switch"):
         yield Sweep(Cell(rule, "sgd"), 2, 3)
+    yield from optimizers()
+    yield from shapes()
     yield Sweep(Cell("synchronous", steps=1200), 1)
     yield Sweep(Cell("2bw-fresh", steps=1200), 1)
-    for steps in (180, 120):
-        yield Sweep(Cell("synchronous", "muon", steps=steps), 4)
     yield Sweep(Cell("2bw", steps=1200), 0)
     yield Sweep(Cell("synchronous", steps=600), 1)
     yield Sweep(Cell("fresh+switch", size="larger"), 1)
@@ -88,6 +91,42 @@ def sweeps() -> Iterator[Sweep]:
     yield Sweep(Cell("2bw-fresh", "muon, slow rest", num_microbatches=4), 4)
     for rule in ("2bw", "last-gradient", "fresh-zero"):
         yield Sweep(Cell(rule, num_microbatches=4 if rule == "fresh-zero" else 8), 1)
+
+
+def optimizers() -> Iterator[Sweep]:
+    """What the engine does by default, and what it costs in steps, with the other optimisers."""
+    for optimizer, rung in (("muon", 4), ("sgd", 1)):
+        for m in (8, 4):
+            yield Sweep(Cell("fresh+warm-up", optimizer, num_microbatches=m), rung, 3)
+        for steps in (240, 180, 120, 60):
+            yield Sweep(Cell("synchronous", optimizer, steps=steps), rung)
+        yield Sweep(Cell("2bw+warm-up", optimizer), rung)
+        yield Sweep(Cell("2bw-fresh", optimizer, num_microbatches=4), rung, 3)
+
+
+def shapes() -> Iterator[Sweep]:
+    """What the engine does by default on other pipelines, models and banks."""
+    for d in (2, 4, 8):
+        for of_stages in (1, 2, 4):
+            if (d, of_stages) not in ((4, 1), (4, 2)):
+                cell = Cell("fresh+warm-up", num_stages=d, num_microbatches=of_stages * d)
+                yield Sweep(cell, 2, 1 if of_stages == 4 else 3)
+    yield Sweep(Cell("fresh+warm-up", lookahead=3), 2, 3)
+    yield Sweep(Cell("synchronous", bank=Bank.BFLOAT16), 1, 3)
+    for m in (8, 4):
+        yield Sweep(Cell("fresh+warm-up", bank=Bank.BFLOAT16, num_microbatches=m), 2, 3)
+    for optimizer, rung in (("muon", 4), ("sgd", 1)):
+        for rule in ("synchronous", "fresh+warm-up"):
+            yield Sweep(Cell(rule, optimizer, bank=Bank.BFLOAT16), rung)
+    yield Sweep(Cell("synchronous", size="larger"), 1, 3)
+    yield Sweep(Cell("fresh+warm-up", size="larger"), 1, 3)
+    yield Sweep(Cell("fresh+warm-up", size="larger", num_microbatches=4), 1)
+    for optimizer, rung in (("muon", 4), ("sgd", 1)):
+        for rule in ("synchronous", "fresh+warm-up"):
+            yield Sweep(Cell(rule, optimizer, size="larger"), rung)
+    for d in (2, 8):
+        for optimizer, rung in (("muon", 4), ("sgd", 1)):
+            yield Sweep(Cell("fresh+warm-up", optimizer, num_stages=d, num_microbatches=2 * d), rung)
 
 
 def read() -> Known:
@@ -130,8 +169,13 @@ def show(known: Known) -> None:
     print()
     print("| schedule | d | m | network | lookahead | batch | steps for one | time to the same loss |")
     print("|---|---|---|---|---|---|---|---|")
-    for time_to in times(found):
-        print(time_to)
+    for line in times():
+        print(line)
+    print()
+    print("| rule | start | optimiser | steps for one |")
+    print("|---|---|---|---|")
+    for line in laws(found):
+        print(line)
 
 
 def row_text(row: Row) -> str:
@@ -154,30 +198,46 @@ def over_text(excess: Excess | None) -> str:
     return f"{100 * excess.median:+.1f} % ({100 * excess.least:+.1f} to {100 * excess.greatest:+.1f})"
 
 
-def times(found: Sequence[Row]) -> Iterator[str]:
-    """How long each schedule takes to a loss with AdamW, by its batches and by the steps of its rule."""
-    rules = {"1f1b": "synchronous", "zb-h1": "synchronous", "2bw": "2bw", "2bw-fresh": "2bw-fresh"}
+def laws(found: Sequence[Row]) -> Iterator[str]:
+    """What plans count, by rule, start and optimiser; tests hold `bireme.plan.penalties` to it."""
+    for (_, starts), name in LAWS.items():
+        for optimizer in MEASURED[Rule.FRESH, True]:
+            steps = law(name, optimizer, found)
+            start = "a fifth without delay" if starts else "delayed from the first step"
+            text = f"{steps.seen:.2f}" + (f" + {steps.unseen:.2f} · unseen" if "fresh" in name else "")
+            yield f"| {name.replace('fresh+', '2bw-fresh+').split('+')[0]} | {start} | {optimizer} | {text} |"
+
+
+RULES = {
+    "1f1b": Rule.SYNCHRONOUS,
+    "zb-h1": Rule.SYNCHRONOUS,
+    "2bw": Rule.DELAYED,
+    "2bw-fresh": Rule.FRESH,
+}
+
+
+def times() -> Iterator[str]:
+    """How long each schedule takes to a loss with AdamW: its batches, and those of a start under 1f1b, times
+    the steps that plans count.
+    """
     for speed, num_stages, of_stages in product(NetworkSpeed, (4, 8), (1, 2, 4)):
         m = of_stages * num_stages
-        for schedule, rule in rules.items():
-            may_look_ahead = speed is NetworkSpeed.SLOW
-            time = batch_time(schedule, num_stages, m, speed, may_look_ahead=may_look_ahead)
-            steps = steps_for_one(found, rule, of_stages, time.lookahead > 0)
-            yield (
-                f"| {schedule} | {num_stages} | {m} | {speed.name.lower()} | {time.lookahead} "
-                f"| {time.batch:.3f} | {'?' if steps is None else f'{steps:.2f}'} "
-                f"| {'?' if steps is None else f'{time.batch * steps:.2f}'} |"
-            )
 
+        def time_of(schedule: str, speed: NetworkSpeed = speed, d: int = num_stages, m: int = m) -> Time:
+            return batch_time(schedule, d, m, speed, may_look_ahead=speed is NetworkSpeed.SLOW)
 
-def steps_for_one(found: Sequence[Row], rule: str, of_stages: int, looks_ahead: bool) -> float | None:
-    """As measured on four stages with as many micro-batches to a stage; with a lookahead, with two."""
-    if rule == "synchronous":
-        return 1.0
-    cell = Cell(rule, num_microbatches=8 if rule == "2bw" else 4 * of_stages)
-    if looks_ahead and rule != "2bw":
-        cell = replace(cell, num_microbatches=8, lookahead=3)
-    return next((row.penalty for row in found if row.cell == cell), None)
+        drained = time_of("1f1b").batch
+        for schedule, rule in RULES.items():
+            time = time_of(schedule)
+            for starts in (False, True) if rule is not Rule.SYNCHRONOUS else (False,):
+                unseen = unseen_share(num_stages, m, time.lookahead)
+                steps = steps_for_one(rule, "adamw", starts=starts, unseen=unseen)
+                batch = (1 - START) * time.batch + START * drained if starts else time.batch
+                yield (
+                    f"| {schedule}{' from a fifth on' if starts else ''} | {num_stages} | {m} "
+                    f"| {speed.name.lower()} | {time.lookahead} | {batch:.3f} | {steps:.2f} "
+                    f"| {batch * steps:.2f} |"
+                )
 
 
 def draw(known: Known) -> None:

@@ -41,7 +41,7 @@ from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.plan import Plan
 from bireme.plan.search.search import find_plan, forecast_of
-from bireme.plan.wishes import PENALTIES, Wishes
+from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.rule import Rule
@@ -75,7 +75,9 @@ class Other:
 
 
 def penalised(plan: Plan, seconds: float) -> float:
-    return PENALTIES.get(schedule_named(plan.schedule).rule, 1.0) * seconds
+    rule = schedule_named(plan.schedule).rule
+    shape = plan.num_stages, plan.num_microbatches
+    return Wishes(BATCH_SIZE).penalty(rule, "adamw", *shape, lookahead=plan.lookahead) * seconds
 
 
 def orders_of(cluster: Cluster, count: int) -> list[tuple[int, ...]]:

@@ -1,18 +1,19 @@
 """What holds for all tests: profiles are cached in a folder that goes away, never in the user's own.
 
 The fast core runs compiled loops as plain Python: its graphs are small, and compiling takes longer.
-Property tests look for new cases on a developer's machine, and try the same ones every time in CI.
+Property tests look for new cases on a developer's machine, and try the same ones every time in CI; how long
+they take is not judged.
 """
 
 import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.register_profile("developer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
 
 def pytest_configure(config: pytest.Config) -> None:

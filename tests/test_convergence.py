@@ -116,8 +116,16 @@ def assert_close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
-@pytest.mark.parametrize("pipelining", [Pipelining(2, 8), Pipelining(4, 4), Pipelining(4, 8, lookahead=2)])
+@pytest.mark.parametrize(
+    ("pipelining", "optimizer"),
+    [
+        (Pipelining(2, 8), "adamw"),
+        (Pipelining(4, 8, lookahead=2), "adamw"),
+        (Pipelining(4, 4), "adamw"),
+        (Pipelining(4, 4), "sgd"),
+        (Pipelining(4, 4), "muon"),
+    ],
+)
 @pytest.mark.parametrize("rule", ["synchronous", "2bw", "2bw-fresh"])
 def test_the_simulation_is_what_the_engine_would_do(
     rule: str, pipelining: Pipelining, optimizer: str

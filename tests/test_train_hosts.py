@@ -108,10 +108,18 @@ def test_three_hosts_train_what_two_do(tmp_path: Path, cache: dict[str, str]) ->
 
 
 def test_a_plan_puts_its_stages_on_the_hosts_that_it_names(tmp_path: Path, cache: dict[str, str]) -> None:
-    """The cluster names the second host first, and so does the plan: that host is the one with stage 0."""
+    """The cluster names the second host first, and so does the plan: that host is the one with stage 0.
+
+    So it stays when updates begin to be delayed.
+    """
     run = tmp_path / "runs" / "run"
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    source = settings(cluster__source=tmp_path / "cluster.toml", plan__depth=2)
+    source = settings(
+        cluster__source=tmp_path / "cluster.toml",
+        plan__depth=2,
+        plan__schedule="2bw",
+        plan__delay_warmup_fraction=0.5,
+    )
     words = [str(paced_run(tmp_path)), "--json", *planned(), *source]
     with hosts(2, slow=1) as machines:
         first, second = train_on(machines, run, words, cache)
@@ -120,6 +128,7 @@ def test_a_plan_puts_its_stages_on_the_hosts_that_it_names(tmp_path: Path, cache
     assert set(devices) == {"host-0/cpu0", "host-1/cpu0"}
     speaks, silent = (second, first) if devices[0] == "host-1/cpu0" else (first, second)
     assert speaks.err.count("step 12/12  loss") == 1
+    assert "step  6/12  goes on under 2bw, updates delayed" in speaks.err
     assert "step 12/12  loss" not in silent.err
 
 

@@ -176,6 +176,7 @@ def test_updates_begin_to_be_delayed_behind_the_warm_up_whenever_a_run_goes_on(
         result = bireme(capsys, "resume", str(again), "--json")
         assert result.status == 0, result.err
         assert len(metrics(again, "train")) == 12 + 12 - step
+        assert [line["step"] for line in metrics(again, "schedule")] == ([6, 6] if step < 6 else [6])
         assert losses(again) == losses(run)
 
 

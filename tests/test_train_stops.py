@@ -46,8 +46,7 @@ def curve(
     ("schedule", "number", "to", "workers"),
     [
         ("2bw", signal.SIGTERM, "rank 1", 2),
-        ("1f1b", signal.SIGUSR1, "rank 0", 0),
-        ("2bw-fresh", signal.SIGTERM, "launcher", 0),
+        ("2bw-fresh", signal.SIGUSR1, "rank 0", 0),
         ("2bw", signal.SIGINT, "everyone", 2),
     ],
 )
@@ -68,7 +67,7 @@ def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
         if to == "everyone":
             os.killpg(train.process.pid, number)
         else:
-            os.kill(train.process.pid if to == "launcher" else train.ranks[int(to[-1])], number)
+            os.kill(train.ranks[int(to[-1])], number)
         ended = train.ended(timeout_s=20.0)
     document = ended.document
     assert document["reason"] == ("interrupted" if number == signal.SIGINT else "signal")

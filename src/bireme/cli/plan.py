@@ -21,6 +21,7 @@ from bireme.cli.options import Json, refuse
 from bireme.cli.plan_options import (
     check_writable,
     exports_of,
+    goal_of,
     penalties_of,
     pins_of,
     ranges_of,
@@ -28,6 +29,7 @@ from bireme.cli.plan_options import (
 )
 from bireme.cli.plan_run import PlanRun
 from bireme.errors import BiremeError, closest
+from bireme.plan.penalties import START
 
 if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
@@ -74,11 +76,28 @@ def plan(
     synchronous: Annotated[
         bool, typer.Option("--synchronous", help="No delayed updates.", rich_help_panel=WISHES)
     ] = False,
+    objective: Annotated[
+        str,
+        typer.Option(
+            metavar="time-to-loss|throughput",
+            help="What makes a plan best; throughput leaves out what delayed updates cost in steps.",
+            rich_help_panel=WISHES,
+        ),
+    ] = "time-to-loss",
     penalty: Annotated[
         list[str] | None,
         typer.Option(
             metavar="RULE=STEPS",
             help="Steps of delayed or fresh updates for one of a synchronous run; repeat it.",
+            rich_help_panel=WISHES,
+        ),
+    ] = None,
+    delay_warmup: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Of a run that goes under 1f1b before updates are delayed.",
+            show_default=f"{START:g}, or 0 with --schedule",
             rich_help_panel=WISHES,
         ),
     ] = None,
@@ -192,7 +211,9 @@ def plan(
         largest_batch=largest_batch,
         schedule=schedule,
         synchronous=synchronous,
+        goal=goal_of(objective),
         penalties=penalties_of(penalty or ()),
+        start=delay_warmup,
         memory_fraction=memory_fraction,
         depth=depth,
         width=width,

@@ -10,12 +10,14 @@ from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
     from bireme.plan.partition.loads import Recompute
+    from bireme.plan.wishes import Goal
     from bireme.schedule.rule import Rule
 
 __all__ = [
     "Exporting",
     "check_writable",
     "exports_of",
+    "goal_of",
     "penalties_of",
     "pins_of",
     "ranges_of",
@@ -62,13 +64,12 @@ def check_writable(plan: Path | None, exports: Sequence[Exporting]) -> None:
 
 
 def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
-    """All penalties, those given as `RULE=STEPS` in the place of the usual ones."""
-    from bireme.plan.wishes import PENALTIES
+    """Penalties that the user has measured himself, each as `RULE=STEPS`."""
     from bireme.schedule.catalogue import SCHEDULES
     from bireme.schedule.rule import Rule
 
-    found = dict(PENALTIES)
-    late = [rule for rule in PENALTIES if rule is not Rule.SYNCHRONOUS]
+    found: dict[Rule, float] = {}
+    late = (Rule.DELAYED, Rule.FRESH)
     rules: dict[str, Rule] = {rule.value: rule for rule in late}
     rules |= {name: known.rule for name, known in SCHEDULES.items() if known.rule in late}
     for text in texts:
@@ -83,6 +84,16 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
                 "synchronous run."
             ) from None
     return found
+
+
+def goal_of(text: str) -> "Goal":
+    """What makes a plan the best."""
+    from bireme.plan.wishes import Goal
+
+    known = [goal.value for goal in Goal]
+    if text not in known:
+        raise BiremeError(f"--objective is {text!r}. {closest(text, known)}")
+    return Goal(text)
 
 
 def recompute_of(text: str) -> "Recompute":

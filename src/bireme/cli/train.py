@@ -92,6 +92,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
     from rich.console import Console
 
     from bireme.report.train_table import print_prepared
+    from bireme.train.warmup import delayed_from
 
     print_prepared(
         prepared.run.model.source,
@@ -101,6 +102,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         folder.path,
         Console(stderr=as_json),
         answer=prepared.answer,
+        delayed_from=delayed_from(prepared.run, prepared.plan),
     )
 
 

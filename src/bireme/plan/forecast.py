@@ -39,8 +39,9 @@ class Forecast:
     """The seconds of a batch in the middle of a run, and who is busy meanwhile.
 
     `penalty` is how many steps the update rule takes for one of a synchronous run, so that plans compare by
-    `cost_s_per_sample`. `busy_share` is the mean over the devices in use. `bottleneck` names the device or
-    link that sets the pace.
+    `cost_s_per_sample`; with `delay_warmup`, the share of a run that goes under 1f1b before updates are
+    delayed, it counts the bubble of these batches too. `busy_share` is the mean over the devices in use.
+    `bottleneck` names the device or link that sets the pace.
     """
 
     batch_s: float
@@ -49,6 +50,7 @@ class Forecast:
     busy_share: float
     bottleneck: str
     stages: tuple[StageForecast, ...]
+    delay_warmup: float = 0.0
 
     @property
     def cost_s_per_sample(self) -> float:

@@ -151,6 +151,7 @@ class _ForecastTable(_Document):
     busy_share: Share
     bottleneck: str
     stages: Annotated[list[_StageTable], Field(min_length=1)]
+    delay_warmup: Share = 0.0
 
     def forecast(self) -> Forecast:
         plain = self.model_dump(exclude={"stages"})

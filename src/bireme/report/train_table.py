@@ -9,10 +9,12 @@ from rich.table import Table
 
 from bireme.cluster.cluster import Cluster
 from bireme.plan.forecast import Answer
+from bireme.plan.penalties import START
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
 from bireme.report.units import bytes_text, seconds_text
+from bireme.schedule.rule import Rule
 
 __all__ = ["print_prepared", "print_summary"]
 
@@ -28,6 +30,7 @@ def print_prepared(
     console: Console,
     *,
     answer: Answer | None,
+    delayed_from: int,
 ) -> None:
     """The devices that were found, and the plan with what it promises."""
     say = console.print
@@ -50,6 +53,8 @@ def print_prepared(
         f"{plan.num_microbatches} micro-batches{recompute}",
         highlight=False,
     )
+    if plan.program(1).rule is not Rule.SYNCHRONOUS:
+        say(_about_delay(delayed_from), highlight=False)
     if forecast is not None:
         table = Table("stage", "units", "device", "busy", "memory", "of limit", box=None, header_style="dim")
         for number, stage in enumerate(forecast.stages):
@@ -93,6 +98,15 @@ def print_prepared(
     say(f"Run: {escape(str(folder))}\n", highlight=False)
 
 
+def _about_delay(delayed_from: int) -> str:
+    if delayed_from:
+        return f"Updates are delayed behind step {delayed_from}; until then the stages run under 1f1b."
+    return (
+        "Updates are delayed from the first step on, which costs loss early in a run; "
+        f"plan.delay_warmup_fraction = {START:g} costs less."
+    )
+
+
 def print_summary(document: dict[str, Any], console: Console, *, is_stopped: bool) -> None:
     """What came of a run."""
     say = console.print
@@ -113,6 +127,7 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
             _share(stage["busy_share"]),
             "",
         )
+    table.add_row("bubble", _share(document["predicted_bubble"]), _share(document["bubble"]), "")
     say()
     say(table)
     loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]

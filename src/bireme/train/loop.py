@@ -48,7 +48,10 @@ class Later:
 
 
 class Loop:
-    """The steps of a run, from where its pipeline stands; `later` is for those behind its own."""
+    """The steps of a run, from where its pipeline stands; `later` is for those behind its own.
+
+    The schedule that stays begins behind step `delayed_from`, which may be long past.
+    """
 
     def __init__(
         self,
@@ -63,13 +66,14 @@ class Loop:
         rank_bytes: Callable[[int | None], list[int | None]],
         stops: Stops,
         later: Later | None = None,
+        delayed_from: int = 0,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
         self.stops = stops
         self.timeline: Timeline | None = None
         self._rank_bytes = rank_bytes
-        self._later = later
+        self._later, self._delayed_from = later, delayed_from
         self._reason = Reason.NONE
         self._ends: int | None = None
         self._num_skipped = self._skipped_in_a_row = self._told_skipped = 0
@@ -135,6 +139,8 @@ class Loop:
         self.pipeline, self._later = later.make(), None
         self.pipeline.restore(snapshot)
         self.meta = replace(self.meta, schedule=self.pipeline.plan.schedule)
+        self.tell("schedule", self.step, schedule=self.meta.schedule)
+        self._batch_s.clear()  # what is told is the schedule that stays
 
     def _window_end(self) -> int:
         """The step at which the pipeline is drained next: for an evaluation, behind what is recorded, or for
@@ -157,7 +163,7 @@ class Loop:
 
     @property
     def _recorded_end(self) -> int:
-        begin = self.run.plan.delay_warmup_steps if self._minds_windows else self.step
+        begin = self._delayed_from if self._minds_windows else self.step
         return begin + RECORDED
 
     @property

@@ -18,7 +18,7 @@ from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.search.search import find_plan
-from bireme.plan.wishes import Wishes
+from bireme.plan.wishes import Goal, Wishes
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
@@ -187,18 +187,15 @@ def _measured(
 def wishes_of(run: RunFile) -> Wishes:
     """What a run file asks of a plan."""
     asked = run.plan
-    penalties = {
-        Rule.SYNCHRONOUS: 1.0,
-        Rule.DELAYED: asked.penalties.delayed,
-        Rule.FRESH: asked.penalties.fresh,
-    }
-    if asked.objective == "throughput":
-        penalties = dict.fromkeys(penalties, 1.0)
+    num_first = asked.num_delay_warmup_steps(run.training.steps)
+    penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return Wishes(
         batch_size=run.training.batch_size,
         schedule=asked.schedule,
         synchronous=asked.synchronous,
-        penalties=penalties,
+        goal=Goal(asked.objective),
+        penalties={rule: steps for rule, steps in penalties.items() if steps is not None},
+        start=None if num_first is None else num_first / run.training.steps,
         depth=asked.depth,
         width=asked.width,
         micro_batch=asked.micro_batch,

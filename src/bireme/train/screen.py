@@ -31,6 +31,8 @@ class Screen:
                     f"step {self._of(step)}  checkpoint, {bytes_text(values['num_bytes'])}, held up for "
                     f"{seconds_text(values['stall_s'])}, written in {seconds_text(values['write_s'])}"
                 )
+            case "schedule":
+                self._say(f"step {self._of(step)}  goes on under {values['schedule']}, updates delayed")
             case "warning":
                 self._say(f"step {self._of(step)}  {values['text']}")
 

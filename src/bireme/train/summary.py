@@ -3,12 +3,14 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bireme.files import write_text_atomically
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
+from bireme.train.warmup import delayed_from
 from bireme.train.worker import first_of
 
 __all__ = ["StageSummary", "Summary", "summary_of"]
@@ -31,7 +33,9 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The whole of a run."""
+    """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
+    updates are delayed, if the schedule delays them, behind step `delayed_from`.
+    """
 
     steps: int
     train_loss: float | None
@@ -40,9 +44,12 @@ class Summary:
     samples_per_s: float | None
     predicted_batch_s: float | None
     measured_batch_s: float | None
+    predicted_bubble: float | None
+    bubble: float | None
     stages: tuple[StageSummary, ...]
     run_dir: str
     schedule: str
+    delayed_from: int
     model: str
     reason: str
     num_skipped: int
@@ -72,9 +79,12 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         samples_per_s=own.samples_per_s,
         predicted_batch_s=None if forecast is None else forecast.batch_s,
         measured_batch_s=own.batch_s,
+        predicted_bubble=None if forecast is None else 1 - forecast.busy_share,
+        bubble=_bubble(outcomes),
         stages=_stages(prepared, outcomes),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
+        delayed_from=delayed_from(prepared.run, saved),
         model=prepared.run.model.source,
         reason=own.reason,
         num_skipped=own.num_skipped,
@@ -82,6 +92,11 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         sample=sample,
         warnings=own.warnings,
     )
+
+
+def _bubble(outcomes: list[Outcome]) -> float | None:
+    shares = [one.own.busy_share for one in outcomes if one.own.busy_share is not None]
+    return 1 - fmean(shares) if shares else None
 
 
 def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, ...]:

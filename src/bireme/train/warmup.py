@@ -3,9 +3,19 @@
 from dataclasses import replace
 
 from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
 from bireme.schedule.rule import Rule
+from bireme.train.run_file import RunFile
 
-__all__ = ["flush_twin"]
+__all__ = ["delayed_from", "flush_twin"]
+
+
+def delayed_from(run: RunFile, saved: SavedPlan) -> int:
+    """The step behind which updates are delayed, if the plan delays any: as asked, or as planned."""
+    asked = run.plan.num_delay_warmup_steps(run.training.steps)
+    if asked is not None:
+        return asked
+    return 0 if saved.forecast is None else round(saved.forecast.delay_warmup * run.training.steps)
 
 
 def flush_twin(plan: Plan) -> Plan | None:

@@ -31,7 +31,7 @@ from bireme.train.rates import rate_factor
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.screen import Screen
 from bireme.train.stops import Stops
-from bireme.train.warmup import flush_twin
+from bireme.train.warmup import delayed_from, flush_twin
 
 __all__ = ["Start", "train_rank"]
 
@@ -90,7 +90,10 @@ def _stops(run: RunFile, world: World) -> Stops:
 def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     world, folder, run = part.world, part.folder, part.run
     checkpoint = _checkpoint(part.start)
-    pipeline, later = _pipelines(part, 0 if checkpoint is None else checkpoint.manifest.step)
+    saved = load_plan(folder.plan)
+    begin = delayed_from(run, saved)
+    step = 0 if checkpoint is None else checkpoint.manifest.step
+    pipeline, later = _pipelines(part, saved, step=step, delayed_from=begin)
     log = _Log(world, folder, run, part.start) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
@@ -116,6 +119,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             rank_bytes=_Shared(world),
             stops=stops,
             later=later,
+            delayed_from=begin,
         )
         del pipeline  # the loop may have another one later, and no room for two
         if log is not None:
@@ -137,14 +141,14 @@ def _checkpoint(start: Start) -> Checkpoint | None:
     return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over)
 
 
-def _pipelines(part: _Part, step: int) -> tuple[Pipeline, Later | None]:
+def _pipelines(
+    part: _Part, saved: SavedPlan, *, step: int, delayed_from: int
+) -> tuple[Pipeline, Later | None]:
     """The pipeline for the steps behind `step`, and the one that takes over from it if there is one."""
-    saved = load_plan(part.folder.plan)
-    warmup = part.run.plan.delay_warmup_steps
-    twin = flush_twin(saved.plan) if step < warmup else None
+    twin = flush_twin(saved.plan) if step < delayed_from else None
     if twin is None:
         return _pipeline(part, saved), None
-    return _pipeline(part, replace(saved, plan=twin)), Later(warmup, lambda: _pipeline(part, saved))
+    return _pipeline(part, replace(saved, plan=twin)), Later(delayed_from, lambda: _pipeline(part, saved))
 
 
 def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:

@@ -72,7 +72,8 @@ class Estimator:
         batch_s = max(m * max(pace_s, message_s if p > 1 else 0.0) * (1 + self._bubble(outline)), ring_s)
         if rule is Rule.SYNCHRONOUS:
             batch_s += ring_s
-        return self._ground.wishes.penalties.get(rule, 1.0) * batch_s / outline.batch_size
+        penalty = self._ground.penalty(outline.schedule, outline.num_stages, m)
+        return penalty * batch_s / outline.batch_size
 
     def rough_cost_s(self, draft: Draft, floor_s: float) -> float:
         """The same for a plan whose busiest device or lane is known."""
@@ -80,7 +81,10 @@ class Estimator:
         batch_s = floor_s * (1 + self._bubble(outline))
         if draft.rule is Rule.SYNCHRONOUS:
             batch_s += self._links_s(outline, self._of(max(outline.sizes)))[1]
-        return self._ground.wishes.penalties.get(draft.rule, 1.0) * batch_s / outline.batch_size
+        penalty = self._ground.penalty(
+            outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
+        )
+        return penalty * batch_s / outline.batch_size
 
     def _bubble(self, outline: Outline) -> float:
         m, fill = outline.num_microbatches, outline.num_ranks - 1

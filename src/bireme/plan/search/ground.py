@@ -85,6 +85,13 @@ class Ground:
             self._paths[ends] = self.cluster.path(source, destination)
         return self._paths[ends]
 
+    def penalty(self, schedule: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0) -> float:
+        """What a shape costs in steps, if that is minded."""
+        rule = schedule_named(schedule).rule
+        return self.wishes.penalty(
+            rule, self.profile.optimizer, num_stages, num_microbatches, lookahead=lookahead
+        )
+
     def _pins(self) -> Mapping[int, int]:
         """The device of each pinned unit of the merged chain."""
         pins: dict[int, int] = {}

@@ -151,7 +151,9 @@ class Judge:
         if short is not draft:
             batch_s += floor.seconds - self.floor(short).seconds
         batch_s = max(batch_s, floor.seconds)
-        penalty = ground.wishes.penalties.get(draft.rule, 1.0)
+        penalty = ground.penalty(
+            outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
+        )
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
@@ -159,6 +161,7 @@ class Judge:
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=floor.bottleneck,
             stages=tuple(self._stages(draft, program, of_replica)),
+            delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.start_share,
         )
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:

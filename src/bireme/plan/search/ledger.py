@@ -10,7 +10,6 @@ from bireme.plan.search.ground import Ground
 from bireme.plan.search.judging import Judge
 from bireme.plan.search.shapes import Outline
 from bireme.plan.summary import Kind
-from bireme.schedule.catalogue import schedule_named
 
 __all__ = ["Judged", "Ledger"]
 
@@ -78,8 +77,7 @@ class Ledger:
         best = self._of_kind.get(Kind.of(outline))
         if best is None:
             return True
-        rule = schedule_named(outline.schedule).rule
-        penalty = self._ground.wishes.penalties.get(rule, 1.0)
+        penalty = self._ground.penalty(outline.schedule, outline.num_stages, outline.num_microbatches)
         return penalty * least_batch_s / outline.batch_size < best.cost_s * (1 - SLACK)
 
     def judged(self, draft: Draft) -> Judged:

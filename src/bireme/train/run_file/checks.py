@@ -10,6 +10,9 @@ from bireme.train.run_file.tables import Machines, Planning, Tables, Training
 
 __all__ = ["check_together"]
 
+DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
+"""Two ways to say the same."""
+
 
 def check_together(tables: Tables) -> None:
     """Refuse keys that contradict each other, and those that another key makes idle."""
@@ -86,7 +89,7 @@ def _check_plan_file(plan: Planning) -> None:
         return
     usual = Planning()
     for name in Planning.model_fields:
-        if name not in ("file", "delay_warmup_steps") and getattr(plan, name) != getattr(usual, name):
+        if name not in ("file", *DELAY_WARMUP) and getattr(plan, name) != getattr(usual, name):
             raise BiremeError(
                 f'plan.file is "{plan.file}", which is a whole plan, but plan.{name} asks for a new one. '
                 "Leave out one of the two."
@@ -125,9 +128,18 @@ def _check_delay(plan: Planning, steps: int) -> None:
             f'plan.synchronous forbids plan.schedule = "{plan.schedule}", whose update rule is {rule}. '
             "Leave out one of the two."
         )
-    if plan.delay_warmup_steps == 0:
-        return
-    asked = f"plan.delay_warmup_steps is {plan.delay_warmup_steps}"
+    said = {name: value for name in DELAY_WARMUP if (value := getattr(plan, name)) is not None}
+    if len(said) == 2:
+        raise BiremeError(
+            f"plan.delay_warmup_steps is {plan.delay_warmup_steps} and plan.delay_warmup_fraction is "
+            f"{plan.delay_warmup_fraction:g}: both say when delayed updates begin. Leave out one of the two."
+        )
+    for name, value in said.items():
+        if value:
+            _check_delay_warmup(plan, steps, f"plan.{name} is {value:g}", rule)
+
+
+def _check_delay_warmup(plan: Planning, steps: int, asked: str, rule: Rule) -> None:
     if plan.synchronous:
         raise BiremeError(
             f"{asked}, but plan.synchronous forbids delayed updates at all. Leave out one of the two."
@@ -137,7 +149,7 @@ def _check_delay(plan: Planning, steps: int) -> None:
             f'{asked}, but plan.schedule is "{plan.schedule}", which delays no updates. Leave out one of '
             "the two."
         )
-    if plan.delay_warmup_steps > steps:
+    if (plan.num_delay_warmup_steps(steps) or 0) > steps:
         raise BiremeError(
             f"{asked}, but training.steps is {steps}: updates would never be delayed. Make it shorter, or "
             "set plan.synchronous."

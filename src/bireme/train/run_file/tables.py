@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from bireme.plan.wishes import PENALTIES
-from bireme.schedule.rule import Rule
+from bireme.plan.penalties import START
 
 __all__ = [
     "LOSSES",
@@ -244,8 +243,12 @@ class Training(_Table):
 class Penalties(_Table):
     """`[plan.penalties]`."""
 
-    delayed: Penalty = Field(default=PENALTIES[Rule.DELAYED], description="Steps of 2bw")
-    fresh: Penalty = Field(default=PENALTIES[Rule.FRESH], description="Steps of 2bw-fresh")
+    delayed: Penalty | None = Field(
+        default=None, description="Steps of 2bw; if not set what was measured", examples=[1.5]
+    )
+    fresh: Penalty | None = Field(
+        default=None, description="Steps of 2bw-fresh; if not set what was measured", examples=[1.05]
+    )
 
 
 class Planning(_Table):
@@ -283,18 +286,32 @@ class Planning(_Table):
     )
     file: Text | None = Field(
         default=None,
-        description="A plan made before by bireme plan. Of this table only delay_warmup_steps goes with it",
+        description="A plan made before by bireme plan. Of this table only the delay_warmup keys go with it",
         examples=["plan.json"],
     )
     synchronous: bool = Field(default=False, description="Have no delayed updates")
-    delay_warmup_steps: StepsOrNever = Field(
-        default=0,
-        description="Steps without delayed updates at the beginning, before a schedule that delays them",
+    delay_warmup_fraction: Share | None = Field(
+        default=None,
+        description="Part of all steps that goes under 1f1b at the beginning, before a schedule that delays "
+        f"updates; if not set {START:g}, or 0 where you name the schedule yourself; of a plan from a file, "
+        "what it was made for",
+        examples=[START],
+    )
+    delay_warmup_steps: StepsOrNever | None = Field(
+        default=None,
+        description="Steps that go so, in the place of delay_warmup_fraction",
+        examples=[200],
     )
     penalties: Penalties = Field(
         default_factory=Penalties,
         description="Steps that a rule of delayed updates takes for one of a synchronous run.",
     )
+
+    def num_delay_warmup_steps(self, steps: int) -> int | None:
+        """How many of so many steps go without delayed updates at first; None leaves it to the plan."""
+        if self.delay_warmup_steps is not None or self.delay_warmup_fraction is None:
+            return self.delay_warmup_steps
+        return round(self.delay_warmup_fraction * steps)
 
 
 class Machines(_Table):
