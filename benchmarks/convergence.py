@@ -204,7 +204,9 @@ def laws(found: Sequence[Row]) -> Iterator[str]:
         for optimizer in MEASURED[Rule.FRESH, True]:
             steps = law(name, optimizer, found)
             start = "a fifth without delay" if starts else "delayed from the first step"
-            text = f"{steps.seen:.2f}" + (f" + {steps.unseen:.2f} · unseen" if "fresh" in name else "")
+            text = "?" if steps is None else f"{steps.seen:.2f}"
+            if steps is not None and "fresh" in name:
+                text += f" + {steps.unseen:.2f} · unseen"
             yield f"| {name.replace('fresh+', '2bw-fresh+').split('+')[0]} | {start} | {optimizer} | {text} |"
 
 

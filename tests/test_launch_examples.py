@@ -5,7 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -62,21 +61,3 @@ def test_the_torchrun_script_trains(tmp_path: Path) -> None:
 
     assert process.returncode == 0, said
     assert sorted(losses(tmp_path / "runs" / run_file.stem)) == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-def test_the_ray_example_trains(tmp_path: Path) -> None:
-    words = [str(paced_run(tmp_path)), "first", str(tmp_path), "2"]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "ray_train.py"), *words],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        cwd=EXAMPLES.parents[1],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1])},
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "first" / "model").is_dir()

@@ -83,6 +83,15 @@ def test_every_chart_has_marks_without_a_script(run: Path) -> None:
     assert len(timelines) == 2 * 4 * 4 * 4 * 2  # twice: 4 ranks, 4 batches, 4 micro-batches, both passes
 
 
+def test_what_is_behind_the_end_of_a_timeline_is_not_shown_as_idle(run: Path) -> None:
+    """The predicted lanes of a run that took longer once ended in stripes, as if the devices had waited."""
+    covers = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" [^>]*class="beyond"', made(run))
+    assert len(covers) == 2 * 4
+    predicted, measured = (float(covers[place][1]) for place in (0, 4))
+    assert predicted > 10 > measured == 0
+    assert {float(left) + float(width) for left, width in covers[:4]} == {1106.0}
+
+
 def test_the_page_has_colours_for_the_dark_and_for_paper(run: Path) -> None:
     text = made(run)
     assert "@media screen and (prefers-color-scheme: dark)" in text
@@ -109,6 +118,15 @@ def test_odd_names_of_folders_do_no_harm(tmp_path: Path) -> None:
     assert reader.open == []
     assert "b" not in reader.tags
     assert reader.tags.count("script") == made(folders[0]).count("</script>")
+
+
+def test_recorded_batches_that_took_long_are_told(run: Path, tmp_path: Path) -> None:
+    assert "The batches recorded are early ones" not in made(run)
+    folder = make_run(tmp_path / "quick")
+    summary = json.loads((folder / "summary.json").read_text())
+    quick_s = summary["measured_batch_s"] / 4
+    (folder / "summary.json").write_text(json.dumps(summary | {"measured_batch_s": quick_s}))
+    assert re.search(r"early ones and took (3\.[89]|4)\d? times as long as most", made(folder))
 
 
 def test_the_same_run_makes_the_same_page(run: Path) -> None:
@@ -273,6 +291,35 @@ def test_a_browser_shows_the_page_as_it_should(run: Path, tmp_path: Path) -> Non
         browser.value("document.querySelector('.whole:not([hidden])').click()")
         assert browser.value("document.querySelector('.log .zoomed').getAttribute('transform')") == ""
         assert browser.complaints == []
+
+
+@pytest.mark.slow
+def test_nothing_is_cut_off_in_a_browser(run: Path, tmp_path: Path) -> None:
+    binary = find_chromium()
+    if binary is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    bare = make_run(tmp_path / "bare", killed=True, evaluated=False, recorded=False, with_plan=False)
+    wordy = make_run(tmp_path / "wordy")
+    text = (wordy / "run.toml").read_text()
+    (wordy / "run.toml").write_text(text.replace("width=512", "width=512,heads=8,vocab=50257,context=1024"))
+    path = tmp_path / "report.html"
+    with chromium(binary, tmp_path) as browser:
+        path.write_text(made(wordy, run, bare, run, wordy), encoding="utf-8")
+        browser.open(path, width=1366, height=768)
+        assert browser.value(f"{WIDEST}('.scrolls')") == 0
+        for folders in ((wordy, run), (bare,)):
+            path.write_text(made(*folders), encoding="utf-8")
+            browser.open(path, width=400, height=800)
+            assert browser.value("document.documentElement.scrollWidth") == 400
+            # Charts keep a size that can be read, and scroll.
+            assert browser.value("document.querySelector('svg.plot.steps').clientWidth") > 800
+            browser.value("document.querySelector('.plots').scrollLeft = 300")
+            assert browser.value("document.querySelector('.plots').scrollLeft") == 300
+        assert browser.complaints == []
+
+
+WIDEST = """(name => Math.max(...[...document.querySelectorAll(name)].map(
+    one => one.scrollWidth - one.clientWidth)))"""
 
 
 def drag(browser: Chromium, start: float, end: float, y: float) -> None:

@@ -16,7 +16,7 @@ from bireme.report.page.flows import flows
 from bireme.report.page.metrics import read_metrics
 from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
-from bireme.report.page.thinning import Points, finite, smoothed, thinned
+from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
 from tests.run_folders import DEVICES, WRITTEN_S, lines_of, make_run, plan_of, timelines_of, write_lines
 
 
@@ -62,6 +62,22 @@ def test_a_short_curve_is_not_touched() -> None:
 def test_values_that_are_no_numbers_are_left_out() -> None:
     points = points_of([1.0, math.nan, 3.0, math.inf])
     assert list(points.places) == [0, 2]
+
+
+def test_two_batches_that_end_at_one_moment_make_no_rate_that_nobody_reached() -> None:
+    """A drained pipeline's last line once said 639,000 tokens a second in a run of 10,000."""
+    rates = [100.0] * 99 + [1e6]
+    assert max(evened(points_of(rates)).ys) == pytest.approx(125, rel=1e-3)
+    assert evened(points_of([100.0] * 9)).ys.tolist() == pytest.approx([100.0] * 9)
+    assert list(evened(points_of([50.0, 100.0])).ys) == pytest.approx([200 / 3] * 2)
+    assert len(evened(points_of([]))) == 0
+
+
+def test_evened_rates_take_all_the_time_that_there_was() -> None:
+    rates = [100.0] * 40 + [10.0] + [100.0] * 40
+    evened_rates = evened(points_of(rates)).ys
+    assert evened_rates[40] == pytest.approx(5 / (4 / 100 + 1 / 10))
+    assert evened_rates[37] == evened_rates[43] == pytest.approx(100)
 
 
 def test_a_smoothed_curve_stays_within_its_values_and_does_not_lag() -> None:

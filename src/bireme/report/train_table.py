@@ -160,6 +160,6 @@ def _share(value: float | None) -> str:
 
 
 def _error(predicted: float | None, measured: float | None) -> str:
-    if not predicted or measured is None:
+    if predicted is None or not measured:
         return ""
-    return f"{measured / predicted - 1:+.1%}"
+    return f"{predicted / measured - 1:+.1%}"

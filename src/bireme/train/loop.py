@@ -32,6 +32,9 @@ __all__ = ["RECORDED", "Later", "Loop", "Tell"]
 RECORDED = 6
 """Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
 
+SETTLING, LONG = 10, 40
+"""So many batches go before them where so many are to come: the first ones of a process are slow."""
+
 SMOOTHED = 20
 """Batches whose mean is the training loss that a run ends with."""
 
@@ -86,6 +89,7 @@ class Loop:
         self._newest: int | None = None
         self._warnings: list[str] = []
         self._to_record = True
+        self._record_from = self._recorded_first()
 
     @property
     def step(self) -> int:
@@ -139,18 +143,20 @@ class Loop:
         self.pipeline, self._later = later.make(), None
         self.pipeline.restore(snapshot)
         self.meta = replace(self.meta, schedule=self.pipeline.plan.schedule)
+        self._record_from = self._recorded_first()
         self.tell("schedule", self.step, schedule=self.meta.schedule)
         self._batch_s.clear()  # what is told is the schedule that stays
 
     def _window_end(self) -> int:
-        """The step at which the pipeline is drained next: for an evaluation, behind what is recorded, or for
+        """The step at which the pipeline is drained next: for an evaluation, around what is recorded, or for
         the other pipeline.
         """
         every, steps = self.run.training.evaluate_every, self.run.training.steps
         end = steps if not every else min(steps, (self.step // every + 1) * every)
         if self._later is not None:
-            end = min(end, self._later.step)
-        return min(end, self._recorded_end) if self._records else end
+            return min(end, self._later.step)
+        marks = (self._record_from, self._recorded_end) if self._recorded_end < steps else ()
+        return min([end, *(mark for mark in marks if self._to_record and mark > self.step)])
 
     @property
     def _minds_windows(self) -> bool:
@@ -161,17 +167,22 @@ class Loop:
         """
         return self.pipeline.plan.program(1).rule is Rule.FRESH
 
+    def _recorded_first(self) -> int:
+        """The step behind which to record; where windows count, it must not depend on where a run stopped."""
+        if self._minds_windows:
+            return self._delayed_from
+        return self.step + (SETTLING if self.run.training.steps - self.step >= LONG else 0)
+
     @property
     def _recorded_end(self) -> int:
-        begin = self._delayed_from if self._minds_windows else self.step
-        return begin + RECORDED
+        return self._record_from + RECORDED
 
     @property
     def _records(self) -> bool:
         """Whether the next window is recorded: an early one of the schedule that stays, if it is not the
         last.
         """
-        is_early = self.step < self._recorded_end < self.run.training.steps
+        is_early = self._record_from <= self.step < self._recorded_end < self.run.training.steps
         return self._to_record and self._later is None and is_early
 
     def _train_until(self, end: int) -> None:

@@ -14,10 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from bireme.errors import BiremeError
+from bireme.train.tensorboard import TensorBoard
 
 __all__ = ["Metrics", "read_metrics"]
-
-CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "samples_per_s")
 
 
 class Metrics:
@@ -34,9 +33,12 @@ class Metrics:
         """Why lines could not be written, since the last one that was."""
         if path.exists() and not path.read_bytes().endswith(b"\n"):
             _cut_half_line(path)
-        self._board: Any = None
-        if tensorboard is not None:
-            self._board = _board(tensorboard)
+        self._board = None if tensorboard is None else TensorBoard(tensorboard)
+
+    @property
+    def board_failure(self) -> str | None:
+        """Why TensorBoard gets no more curves."""
+        return None if self._board is None else self._board.failure
 
     @property
     def time_s(self) -> float:
@@ -50,10 +52,8 @@ class Metrics:
         with self._lock:
             self._waiting += text.encode()
             self._write()
-        if self._board is not None and kind in ("train", "evaluation"):
-            for name in CURVES:
-                if isinstance(values.get(name), float):
-                    self._board.add_scalar(f"{kind}/{name}", values[name], step)
+        if self._board is not None:
+            self._board.note(kind, step, values)
 
     def close(self) -> None:
         """End the files."""
@@ -98,14 +98,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value
-
-
-def _board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise BiremeError(
-            "log.tensorboard is set, and TensorBoard is not installed: install it with pip install "
-            '"bireme[track]".'
-        ) from None
-    return SummaryWriter(str(folder))

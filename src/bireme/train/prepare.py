@@ -32,6 +32,7 @@ from bireme.train.going_on import check_goes_on
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile, load_run_file, to_toml
+from bireme.train.tensorboard import check_tensorboard
 
 __all__ = ["Prepared", "data_of", "prepare", "prepared_again", "wishes_of", "write_prepared"]
 
@@ -57,6 +58,7 @@ class Prepared:
 
 def prepare(run: RunFile, progress: Progress) -> Prepared:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`."""
+    check_tensorboard(is_asked=run.log.tensorboard)
     progress(0.0, "loading the model")
     machines = machines_of(run, num_cuda=torch.cuda.device_count(), num_cores=len(os.sched_getaffinity(0)))
     sizes = _micro_batches(run)
@@ -82,6 +84,7 @@ def prepared_again(
     """A run that was begun, ready to go on from a checkpoint: with its own plan, unless what that rests on
     was changed.
     """
+    check_tensorboard(is_asked=run.log.tensorboard)
     before = load_run_file(folder.run_file)
     if run == before or _rests_on(run) == _rests_on(before):
         progress(0.0, "reading the run")

@@ -238,14 +238,17 @@ class _Log:
         self._metrics.close()
 
     def _tell(self, kind: str, step: int, **values: Any) -> None:
-        before = self._metrics.failure
+        before, board_before = self._metrics.failure, self._metrics.board_failure
         self._metrics.note(kind, step, **values)
         if self._screen is None:
             return
         self._screen.show(kind, step, values)
-        failure = self._metrics.failure
+        failure, board_failure = self._metrics.failure, self._metrics.board_failure
         if failure is not None and failure != before:
             text = f"The log takes no lines ({failure}); they wait, and the run goes on."
+            self._screen.show("warning", step, {"text": text})
+        if board_failure != board_before:
+            text = f"TensorBoard gets no more curves ({board_failure}); the run and its log go on."
             self._screen.show("warning", step, {"text": text})
 
 

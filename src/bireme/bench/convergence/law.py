@@ -20,11 +20,11 @@ LAWS = {
 """The study's name of what the engine does, by its rule and whether a run starts without delay."""
 
 
-def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps:
+def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
     """The least squares of what was measured on the small model in float32; a seed counts once.
 
     For 2bw, which never sees anything of the batch before, a mean. For fresh rules a line that never falls,
-    and never takes less than a step for one.
+    and never takes less than a step for one. None where nothing was measured.
     """
     found = []
     for row in rows:
@@ -32,6 +32,8 @@ def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps:
         shape = cell.num_stages, cell.num_microbatches, cell.lookahead
         if cell == Cell(name, optimizer, *shape[:2], lookahead=cell.lookahead) and row.penalty and excess:
             found.append((unseen_share(*shape), row.penalty, excess.num_seeds))
+    if not found:
+        return None
     unseen, steps, seeds = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
     if name.startswith("2bw+") or name == "2bw":
         return Steps(float(np.average(steps, weights=seeds)))

@@ -7,7 +7,7 @@ from bireme.report.page.curves import Along, Chart, Curve, Look, Tick, chart_dat
 from bireme.report.page.markup import tag, words
 from bireme.report.page.metrics import TrainingLines
 from bireme.report.page.run import Run
-from bireme.report.page.thinning import Points, finite, smoothed, thinned
+from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
 from bireme.report.units import bytes_text, seconds_text
 
 __all__ = ["MOST_RUNS", "gradient_figure", "loss_figure", "rate_figure", "throughput_figure"]
@@ -50,7 +50,7 @@ def loss_figure(runs: Sequence[Run]) -> str:
 
 
 def throughput_figure(runs: Sequence[Run]) -> str:
-    """Tokens a second, or samples where the runs count no tokens; it has a title of its own."""
+    """Tokens a second, or samples where the runs count no tokens, evened; it has a title of its own."""
     is_tokens = any(len(_points(run, lambda lines: lines.tokens_per_s)) for run in runs)
     unit = "tokens/s" if is_tokens else "samples/s"
 
@@ -58,9 +58,9 @@ def throughput_figure(runs: Sequence[Run]) -> str:
         return lines.tokens_per_s if is_tokens else lines.samples_per_s
 
     curves = tuple(
-        curve
+        _drawn_through(run, thinned(evened(points)), run.name if len(runs) > 1 else unit, place, Look.LINE)
         for place, run in enumerate(runs)
-        for curve in _curve(run, column, run.name if len(runs) > 1 else unit, place)
+        if len(points := _points(run, column))
     )
     if not curves:
         return ""

@@ -23,7 +23,9 @@ ONE_LINE = 250
 HEAD = 34
 """Room for a server's name."""
 EDGE = 12
-DEVICE, BETWEEN = 62, 34
+DEVICE, BETWEEN = 66, 34
+BOW = 180
+"""Room for a line beside a server, and for its label."""
 ROW_GAP = 64
 MOST_DEVICES = 32
 """With more than that one replica stands for all."""
@@ -43,6 +45,7 @@ def cluster_figure(run: Run, stages: Sequence[StageFigures]) -> str:
     crosses = any(_server_of(flow.source.device) != _server_of(flow.destination.device) for flow in shown)
     layout = _Layout.of(run, drawn, GAP if crosses else NARROW_GAP)
     labels = len(shown) <= MOST_LABELS
+    left, right = layout.edges(shown)
     title = "The plan over the cluster"
     picture = tag(
         "svg",
@@ -50,7 +53,8 @@ def cluster_figure(run: Run, stages: Sequence[StageFigures]) -> str:
         *(part for server in layout.servers for part in _server(server)),
         *(_device(run, box, stages) for box in layout.devices),
         *(part for flow in shown for part in _flow(layout, flow, has_label=labels)),
-        viewBox=f"0 0 {WIDTH} {layout.height:.0f}",
+        viewBox=f"{left:.0f} 0 {right - left:.0f} {layout.height:.0f}",
+        style=f"--width:{right - left:.0f}px",
         class_="plot map",
         role="img",
         aria_label=title,
@@ -113,6 +117,14 @@ class _Layout:
             ]
             lowest = max(lowest, y + height)
         return _Layout(tuple(servers), tuple(devices), lowest + 4)
+
+    def edges(self, flows: Sequence[Flow]) -> tuple[float, float]:
+        """Where the drawing begins and ends from left to right, with the lines beside its servers."""
+        left = min(server.x for server in self.servers) - 2
+        right = max(server.x + server.width for server in self.servers) + 2
+        if any(_is_bow(self.box(flow.source), self.box(flow.destination)) for flow in flows):
+            right += BOW
+        return left, right
 
     def box(self, post: Post) -> _Box:
         """Where a device is."""
@@ -247,7 +259,7 @@ class _Way:
 def _way(a: _Box, b: _Box) -> _Way:
     """Straight down to the neighbour below, a bow beside what is between, or a curve to another server."""
     upper, lower = (a, b) if a.y <= b.y else (b, a)
-    if a.x == b.x and lower.y - upper.y - upper.height <= BETWEEN + 1:
+    if a.x == b.x and not _is_bow(a, b):
         x = a.x + 34
         path = f"M{number(x)} {number(upper.y + upper.height)}V{number(lower.y)}"
         return _Way(path, x + 8, (upper.y + upper.height + lower.y) / 2, "start")
@@ -261,6 +273,11 @@ def _way(a: _Box, b: _Box) -> _Way:
     bend = max((x2 - x1) / 2, 20)
     path = f"M{number(x1)} {number(y1)}C{number(x1 + bend)} {number(y1)} {number(x2 - bend)} {number(y2)} "
     return _Way(path + f"{number(x2)} {number(y2)}", (x1 + x2) / 2, (y1 + y2) / 2 - 12, "middle")
+
+
+def _is_bow(a: _Box, b: _Box) -> bool:
+    """Whether a line goes beside what is between two devices of a column."""
+    return a.x == b.x and abs(a.y - b.y) - a.height > BETWEEN + 1
 
 
 def _flow_told(flow: Flow) -> str:

@@ -133,6 +133,7 @@ class _View:
         """What each rank does and when, and what is on its way to it."""
         y = top + HEAD
         for rank in self.timeline.ranks:
+            yield self._beyond(rank.rank, y + FLAG)
             intervals = list(self.intervals(rank))
             for interval in intervals:
                 if interval.instruction.kind in COMPUTE:
@@ -143,6 +144,12 @@ class _View:
             for transfers in self.incoming(rank.rank):
                 yield themed(self._messages(transfers, y + FLAG + self.lane + 2))
             y += self.row(rank.rank)
+
+    def _beyond(self, rank: int, y: float) -> str:
+        """Nothing where the other timeline goes on behind this one's end: that is no idleness."""
+        left = self.scale.at(min(self.timeline.makespan_s, self.scale.most))
+        height = self.row(rank) - FLAG - GAP
+        return tag("rect", x=left, y=y, width=RIGHT - left, height=height, class_="beyond")
 
     def _figures(self) -> str:
         batch_s = float(f"{self.timeline.steady_batch_s:.3g}")

@@ -14,7 +14,7 @@ __all__ = ["memory_figure"]
 
 WIDTH = 1120
 LEFT, RIGHT = 230, WIDTH - 190
-ROW = 62
+ROW = 74
 BAR = 16
 LIMIT_SHOWN = 3.0
 """A limit so many times above the largest bar would leave no room for the bars, and is only said."""

@@ -30,6 +30,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 MOST_WARNINGS = 50
 
+SLOW = 1.5
+"""From so many times the usual on it is said that the recorded batches took long."""
+
 NO_TIMELINE = "No batches of this run were recorded. `bireme train … --set log.trace=true` records a few."
 NO_EVALUATION = (
     "This run was not evaluated. `bireme train … --set training.evaluate_every=100` does so every 100 steps."
@@ -159,8 +162,17 @@ def _pipeline_lead(run: Run) -> str:
     if run.predicted is None and run.measured is None:
         return ""
     has_both = run.predicted is not None and run.measured is not None
-    both = "What was planned, above what was measured, on one axis." if has_both else ""
-    return f"{both} Drag over a part to look at it closely; striped is idle.".strip()
+    both = "What was planned, above what was measured, on one axis. " if has_both else ""
+    return f"{both}Drag over a part to look at it closely; striped is idle.{_slowness(run)}"
+
+
+def _slowness(run: Run) -> str:
+    """Said where the recorded batches, of a run that had just begun, do not stand for the others."""
+    usual_s = headline(run).measured_batch_s
+    if run.measured is None or not usual_s or run.measured.steady_batch_s < SLOW * usual_s:
+        return ""
+    factor = f"{run.measured.steady_batch_s / usual_s:.2g}"
+    return f" The batches recorded are early ones and took {factor} times as long as most of this run."
 
 
 def _memory_lead(run: Run, stages: Sequence[StageFigures]) -> str:

@@ -197,8 +197,9 @@
       this.tip ??= this.svg.parentElement.appendChild(element("div", "tip"));
       const head = this.along === "steps" ? `step ${textFor.steps(place)}` : textFor[this.along](place);
       this.tip.replaceChildren(element("div", "when", head), ...rows.map((row) => this.row(row)));
-      const part = (cross / this.svg.viewBox.baseVal.width) * this.svg.parentElement.clientWidth;
-      const isRight = part + this.tip.offsetWidth + 24 > this.svg.parentElement.clientWidth;
+      const width = this.svg.getBoundingClientRect().width;
+      const part = (cross / this.svg.viewBox.baseVal.width) * width;
+      const isRight = part + this.tip.offsetWidth + 24 > width;
       this.tip.style.left = `${isRight ? part - this.tip.offsetWidth - 12 : part + 12}px`;
     }
 

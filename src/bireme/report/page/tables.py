@@ -202,7 +202,7 @@ ROWS = (
 
 
 def _words_row(name: str, texts: Sequence[str]) -> str:
-    return tag("tr", tag("th", words(name)), *(tag("td", words(text)) for text in texts))
+    return tag("tr", tag("th", words(name)), *(tag("td", words(text), class_="words") for text in texts))
 
 
 def _numbers_row(row: _Row, figures: Sequence[Headline]) -> str:

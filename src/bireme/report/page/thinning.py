@@ -4,14 +4,21 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-__all__ = ["Points", "finite", "smoothed", "thinned"]
+__all__ = ["Points", "evened", "finite", "smoothed", "thinned"]
 
 MOST_POINTS = 1000
 """About as many as there are pixels to draw them on."""
 
 SMOOTHING = 50
 """A smoothed curve looks back and ahead over this part of all points."""
+
+LEAST_EVENED = 5
+"""Rates are evened over at least so many points."""
+
+LEAST_RATE = 1e-6
+"""No rate is taken for less, as one of 0 would be the end of time."""
 
 LEAST_SMOOTHED = 20
 """With fewer points nothing is to be smoothed."""
@@ -62,6 +69,20 @@ def smoothed(points: Points) -> Points | None:
     back = _means(points.ys, keep)
     ahead = reversed(_means(points.ys[::-1], keep))
     ys = array("d", ((one + other) / 2 for one, other in zip(back, ahead, strict=True)))
+    return Points(points.xs, ys, points.places)
+
+
+def evened(points: Points) -> Points:
+    """Rates, each that of some points around it together, which stand for equal work.
+
+    Where a pipeline is drained its last two batches end at nearly the same moment, so the rate of one batch
+    by itself may be a hundred times what was reached.
+    """
+    count = len(points)
+    window = min(max(LEAST_EVENED, count // SMOOTHING), count)
+    times = [0.0, *accumulate(1 / max(rate, LEAST_RATE) for rate in points.ys)]
+    begins = (min(max(i - window // 2, 0), count - window) for i in range(count))
+    ys = array("d", (window / (times[begin + window] - times[begin]) for begin in begins))
     return Points(points.xs, ys, points.places)
 
 
