@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.plan.penalties import MEASURED, START, steps_for_one, unseen_share
+from bireme.plan.penalties import (
+    ENOUGH_STEPS,
+    MEASURED,
+    START,
+    start_of,
+    steps_for_one,
+    unseen_share,
+)
 from bireme.plan.wishes import Goal, Wishes
 from bireme.profile.optimizers import OPTIMIZERS
 from bireme.schedule.rule import Rule
@@ -60,6 +67,13 @@ def test_the_start_is_ours_where_the_planner_chooses_and_the_user_s_where_he_doe
     assert Wishes(8, schedule="2bw").start_share == 0
     assert Wishes(8, schedule="2bw", start=0.5).start_share == 0.5
     assert Wishes(8, start=0.0).start_share == 0
+
+
+def test_a_long_run_starts_for_twice_the_rise_of_its_rate_or_a_thousand_steps() -> None:
+    assert start_of(300, 30) == START
+    assert start_of(300, 0) == START
+    assert start_of(300_000, 2000) * 300_000 == pytest.approx(4000)
+    assert start_of(300_000, 0) * 300_000 == pytest.approx(ENOUGH_STEPS)
 
 
 @pytest.mark.parametrize("start", [-0.1, 1.5, float("nan")])

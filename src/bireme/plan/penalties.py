@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from bireme.errors import BiremeError
 from bireme.schedule.rule import Rule
 
-__all__ = ["MEASURED", "START", "Steps", "steps_for_one", "unseen_share"]
+__all__ = ["ENOUGH_STEPS", "MEASURED", "START", "Steps", "start_of", "steps_for_one", "unseen_share"]
 
 START = 0.2
 """The share of a run that goes without delayed updates at its start, unless the user says otherwise."""
+
+ENOUGH_STEPS = 1000
+"""In a long run a start of so many steps does, unless the learning rate takes half of them to rise.
+
+What has helped is a start that outlasts the rise of the rate as long again; one that ended with it did not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,11 @@ MEASURED: Mapping[tuple[Rule, bool], Mapping[str, Steps]] = {
     (Rule.FRESH, True): {"adamw": Steps(1.0, 0.13), "muon": Steps(1.0, 0.1), "sgd": Steps(1.0, 0.1)},
 }
 """By the rule and whether the run starts without delay; optimisers that are not here are taken for adamw."""
+
+
+def start_of(num_steps: int, warmup_steps: int) -> float:
+    """The share of a run that goes without delay at its start; `warmup_steps` are those of its rate."""
+    return min(START, max(2 * warmup_steps, ENOUGH_STEPS) / num_steps)
 
 
 def unseen_share(num_stages: int, num_microbatches: int, lookahead: int = 0) -> float:

@@ -16,6 +16,7 @@ from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.partition.loads import Recompute
+from bireme.plan.penalties import start_of
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.search.search import find_plan
 from bireme.plan.wishes import Goal, Wishes
@@ -190,7 +191,6 @@ def _measured(
 def wishes_of(run: RunFile) -> Wishes:
     """What a run file asks of a plan."""
     asked = run.plan
-    num_first = asked.num_delay_warmup_steps(run.training.steps)
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return Wishes(
         batch_size=run.training.batch_size,
@@ -198,13 +198,22 @@ def wishes_of(run: RunFile) -> Wishes:
         synchronous=asked.synchronous,
         goal=Goal(asked.objective),
         penalties={rule: steps for rule, steps in penalties.items() if steps is not None},
-        start=None if num_first is None else num_first / run.training.steps,
+        start=_start(run),
         depth=asked.depth,
         width=asked.width,
         micro_batch=asked.micro_batch,
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
     )
+
+
+def _start(run: RunFile) -> float | None:
+    """The share of the run without delayed updates; None leaves it to what a plan does by itself."""
+    steps = run.training.steps
+    asked = run.plan.num_delay_warmup_steps(steps)
+    if asked is not None:
+        return asked / steps
+    return start_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
 def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:

@@ -91,8 +91,11 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     world, folder, run = part.world, part.folder, part.run
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
-    begin = delayed_from(run, saved)
-    step = 0 if checkpoint is None else checkpoint.manifest.step
+    begin, step = delayed_from(run, saved), 0
+    if checkpoint is not None:
+        step = checkpoint.manifest.step
+        if checkpoint.manifest.schedule == saved.plan.schedule:
+            begin = min(begin, step)  # a run that was made longer does not go back
     pipeline, later = _pipelines(part, saved, step=step, delayed_from=begin)
     log = _Log(world, folder, run, part.start) if world.rank == 0 else None
     if checkpoint is not None:

@@ -88,6 +88,7 @@ RULES = (
     UpdateRule("fresh-last", RunsOn.TRIED, sees=True, rest=Rest.LAST),
     UpdateRule("fresh+feedback", RunsOn.TRIED, sees=True, rest=Rest.MEAN, feedback=1.0),
     UpdateRule("fresh+warm-up", RunsOn.TRIED, sees=True, rest=Rest.MEAN, warm_up=0.2),
+    UpdateRule("fresh+short warm-up", RunsOn.TRIED, sees=True, rest=Rest.MEAN, warm_up=0.1),
     UpdateRule("fresh-zero+warm-up", RunsOn.TRIED, sees=True, rest=Rest.ZERO, warm_up=0.2),
     UpdateRule("fresh-last+warm-up", RunsOn.TRIED, sees=True, rest=Rest.LAST, warm_up=0.2),
     UpdateRule("2bw+switch", RunsOn.OLDER, switches=True),

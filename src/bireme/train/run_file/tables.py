@@ -293,8 +293,8 @@ class Planning(_Table):
     delay_warmup_fraction: Share | None = Field(
         default=None,
         description="Part of all steps that goes under 1f1b at the beginning, before a schedule that delays "
-        f"updates; if not set {START:g}, or 0 where you name the schedule yourself; of a plan from a file, "
-        "what it was made for",
+        f"updates. If not set {START:g}, in long runs less, and 0 where you name the schedule yourself; of a "
+        "plan from a file what it was made for",
         examples=[START],
     )
     delay_warmup_steps: StepsOrNever | None = Field(
