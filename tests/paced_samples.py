@@ -8,7 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["PACE", "broken", "broken_for_ever", "paced", "regression"]
+__all__ = [
+    "PACE",
+    "a_number",
+    "broken",
+    "broken_at_its_end",
+    "broken_for_ever",
+    "no_loss",
+    "of_each",
+    "paced",
+    "regressed",
+    "regression",
+]
 
 PACE = "BIREME_TEST_PACE_S"
 """Names the variable with the seconds that a sample takes; none if it is not set."""
@@ -49,9 +60,42 @@ def regression() -> tuple[nn.Module, dict[str, Tensor]]:
     return Network(), {"x": torch.zeros(2, 4), "y": torch.zeros(2, 1)}
 
 
+class Lossless(Network):
+    """It tells what it makes, and not how wrong that is."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"output": x}
+
+
+def no_loss() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Lossless(), {"x": torch.zeros(2, 4), "y": torch.zeros(2, 1)}
+
+
+def of_each(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
+    """A loss that is not reduced to one number."""
+    return (outputs["output"] - inputs["y"]).square()
+
+
+def a_number(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> float:
+    """A loss that no parameter has a part in."""
+    return 3.0
+
+
+def regressed() -> dict[str, Tensor]:
+    """All are numbers."""
+    return _numbers(torch.tensor([], dtype=torch.int64))
+
+
 def broken() -> dict[str, Tensor]:
     """One sample in sixty-four is no number."""
     return _numbers(torch.tensor([5]))
+
+
+def broken_at_its_end() -> dict[str, Tensor]:
+    """The last one is none, which is kept apart for evaluation."""
+    return _numbers(torch.tensor([63]))
 
 
 def broken_for_ever() -> dict[str, Tensor]:

@@ -48,6 +48,14 @@ def test_a_bug_gives_a_traceback_and_status_1(capsys: Capture, monkeypatch: pyte
     assert "bug in Bireme" in result.err
 
 
+def test_a_path_that_no_file_can_have_is_a_sentence(capsys: Capture) -> None:
+    result = bireme(capsys, "report", "a" * 300)
+    assert result.status == 2
+    assert result.err.startswith("bireme: aaa")
+    assert "cannot be used: " in result.err
+    assert len(result.err.splitlines()) == 1
+
+
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     command = Path(sys.executable).with_name("bireme")
     line = f"{command} schedule 2bw --stages 16 --microbatches 64 --batches 50 --json | head -c 10"

@@ -81,6 +81,8 @@ def test_a_function_of_a_module_is_found() -> None:
         ("samples = 3", "is a int, not a function"),
         ("def sample():\n    return []", "Did you mean 'sample'"),
         ("raise KeyError('x')", "cannot be imported: KeyError"),
+        ("raise SystemExit(0)", "cannot be imported: SystemExit: 0"),
+        ("def samples():\n    exit(3)", "fails: SystemExit: 3"),
     ],
 )
 def test_what_does_not_return_samples_is_refused(code: str, wrong: str, tmp_path: Path) -> None:

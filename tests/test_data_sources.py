@@ -174,6 +174,19 @@ def test_an_array_that_is_no_row_of_ids_is_refused(array: NDArray[Any], wrong: s
         load_tokens(tmp_path / "a.npy")
 
 
+def test_a_negative_id_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bireme.train.data.tokens.CHECKED_AT_ONCE", 10)
+    np.save(tmp_path / "a.npy", np.array([3] * 25 + [-7, 3]))
+    with pytest.raises(BiremeError, match="negative id -7"):
+        load_tokens(tmp_path / "a.npy")
+
+
+def test_what_can_be_read_only_once_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BiremeError, match="no ordinary file, and every process"):
+        open_source(str(tmp_path / "pipe"))
+
+
 def test_a_bin_file_of_another_type_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"123456")

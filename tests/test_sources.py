@@ -209,6 +209,7 @@ def nothing(): return None
 def no_tensors(): return Line(), {"x": 1, "y": 2}
 def too_many(): return Line(), (torch.randn(4, 3),) * 3
 def fails(): raise ValueError("the dog ate it")
+def leaves(): raise SystemExit(7)
 def reads_numbers(): return torch.linspace(0, 1, 3)[1].item()
 """
 
@@ -240,6 +241,7 @@ def test_a_function_brings_its_own_model_and_inputs(own_module: str, function: s
         ("no_tensors", "tensors whose first axis is the batch"),
         ("too_many", "tensors whose first axis is the batch"),
         ("fails", "fails: ValueError: the dog ate it"),
+        ("leaves", "fails: SystemExit: 7"),
         ("reads_numbers", 'hold no numbers; make those .* with device="cpu"'),
     ],
 )

@@ -97,6 +97,18 @@ def _delayed(run: RunFile) -> Iterator[float]:
         before, newest = newest, stepped
 
 
+def test_a_run_in_bfloat16_learns_what_one_in_float32_does_but_for_rounding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused, for the model was captured in float32 and computed with in bfloat16."""
+    curves = []
+    for dtype in ("float32", "bfloat16"):
+        trained(capsys, write_run(tmp_path / dtype, "1f1b"), *settings(model__dtype=dtype))
+        curves.append(losses(tmp_path / dtype / "runs" / "run"))
+    assert curves[1] != curves[0]
+    assert curves[1] == pytest.approx(curves[0], rel=0.02)
+
+
 def test_a_llama_folder_goes_in_and_one_that_transformers_evaluates_alike_comes_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +132,9 @@ def test_a_llama_folder_goes_in_and_one_that_transformers_evaluates_alike_comes_
     assert bireme(capsys, "export", str(run), "--to", str(to)).status == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
     assert transformers.AutoTokenizer.from_pretrained(to).decode([5])
+    nowhere = bireme(capsys, "export", str(run), "--to", str(to / "config.json" / "model"))
+    assert nowhere.status == 2
+    assert "cannot be written to" in nowhere.err
     assert _evaluated(model, load_run_file(run / "run.toml")) == pytest.approx(
         document["eval_loss"], rel=1e-5
     )
@@ -149,6 +164,19 @@ WRONG = [
         ["model.source=gpt:layers=1,width=16,heads=2,vocab=257,context=32"],
         "cuts at unit 5",
     ),
+    (["data.length=16"], "input_ids is of shape [16], and the model takes [32]. Set data.length to 32"),
+    (["plan.file=", "plan.depth=3", "cluster.workers="], "is 3, and the run has 2 devices"),
+    (["cluster.workers=2"], "is for 4 devices, and the run has 2. Set cluster.workers to 4"),
+    (["cluster.source=one-server-of-8", "cluster.workers=3"], "has 8 devices, but cluster.workers is 3"),
+    (["model.source=python:tests.paced_samples:no_loss"], "returns no loss. Let it return one"),
+    (
+        ["model.source=python:tests.paced_samples:no_loss", "model.loss=tests.paced_samples:of_each"],
+        "is float32 of shape [b, 4]",
+    ),
+    (
+        ["model.source=python:tests.paced_samples:no_loss", "model.loss=tests.paced_samples:a_number"],
+        "gives no tensor",
+    ),
 ]
 
 
@@ -166,7 +194,8 @@ def test_a_wrong_run_file_is_a_sentence_before_any_process_starts(
     monkeypatch.setattr("bireme.train.launching.launch", launch)
     if "cluster.device=cuda" in changes and torch.cuda.device_count() > 1:
         pytest.skip("there are CUDA devices enough")
-    path = write_run(tmp_path, "1f1b", 4)
+    own = "tests.paced_samples:regressed" if "no_loss" in changes[0] else ""
+    path = write_run(tmp_path, "1f1b", 4, data=own)
     words = [word for change in changes for word in ("--set", change)]
     result = bireme(capsys, "train", str(path), *words)
     assert result.status == 2
@@ -174,6 +203,37 @@ def test_a_wrong_run_file_is_a_sentence_before_any_process_starts(
     assert part in result.err
     assert len(result.err.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_is_taken_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bireme.train.prepare.prepare", lambda *_: 1 / 0)
+    path, taken = write_run(tmp_path), tmp_path / "runs" / "run"
+    taken.mkdir(parents=True)
+    (taken / "letter.txt").write_text("kept")
+    result = bireme(capsys, "train", str(path))
+    assert result.status == 2
+    assert (
+        result.err
+        == f"bireme: {taken} is there already. Give the new run another name with --set log.name=NAME.\n"
+    )
+    (taken / "run.toml").touch()
+    assert f"Go on with it by `bireme resume {taken}`" in bireme(capsys, "train", str(path)).err
+    under = settings(log__folder=taken / "letter.txt")
+    assert "letter.txt is no folder" in bireme(capsys, "train", str(path), *under).err
+    assert (taken / "letter.txt").read_text() == "kept"
+
+
+def test_a_loss_that_is_no_number_is_null_in_a_document_that_is_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = "python:tests.paced_samples:regression", "tests.paced_samples:broken_at_its_end"
+    document = trained(capsys, write_run(tmp_path, model=model, data=data))
+    assert document["eval_loss"] is None
+    assert math.isfinite(document["train_loss"])
+    assert "the model has diverged" in document["warnings"][-1]
+    assert "NaN" not in (tmp_path / "runs" / "run" / "summary.json").read_text()
 
 
 def test_a_step_with_a_loss_that_is_no_number_is_left_out_everywhere_and_counted(

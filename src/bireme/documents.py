@@ -58,7 +58,9 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise BiremeError(f"There is no file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
         raise BiremeError(f"{path} cannot be read: {error}.") from error
 
 

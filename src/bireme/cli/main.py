@@ -29,6 +29,9 @@ from bireme.errors import BiremeError
 
 __all__ = ["app", "main"]
 
+PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+"""What a path that somebody gave can be even to those who only ask whether it is there."""
+
 app = typer.Typer(
     name="bireme",
     help="Train neural networks that do not fit on one device, over few, unequal, slowly joined machines.",
@@ -81,11 +84,12 @@ def main() -> None:
         # Whoever read our output has had enough; leave nothing behind for the interpreter to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EIO):
-            raise
-        sys.exit(f"bireme: the output cannot be written: {error.strerror}")
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO):
+            sys.exit(f"bireme: the output cannot be written: {error.strerror}")
+        if isinstance(error, OSError) and error.errno in PATH_ERRORS and error.filename is not None:
+            typer.echo(f"bireme: {os.fsdecode(error.filename)} cannot be used: {error.strerror}.", err=True)
+            sys.exit(2)
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a word typer does not know
             sentence = _usage(error)
             typer.echo(sentence, err=True, nl=bool(sentence))

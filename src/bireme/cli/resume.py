@@ -42,11 +42,13 @@ def resume(
     from bireme.train.checkpoint.checkpoint import newest_good
     from bireme.train.export import exported_step
     from bireme.train.folder import RunFolder
+    from bireme.train.going_on import check_finds_checkpoints
     from bireme.train.prepare import prepared_again
     from bireme.train.run_file import load_run_file
 
     folder = RunFolder.of(run_dir)
     run = load_run_file(folder.run_file, set_ or ())
+    check_finds_checkpoints(run, folder)
     checkpoint = newest_good(
         folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
     )
@@ -54,8 +56,7 @@ def resume(
     # One that was killed amid its very end has still to export its model.
     if at >= run.training.steps and exported_step(folder.model) == at:
         raise BiremeError(
-            f"{run_dir} has done its {run.training.steps} steps. To train on, ask for more: --set "
-            f"training.steps={2 * run.training.steps}."
+            f"{run_dir} has done its {at} steps. To train on, ask for more: --set training.steps={2 * at}."
         )
     try:
         if not anyway:
@@ -66,5 +67,6 @@ def resume(
     with progress_bar("preparing") as progress:
         prepared = prepared_again(run, folder, progress, checkpoint)
     note_start(folder, at)
-    typer.echo(f"bireme: going on behind step {at} of {run.training.steps}.", err=True)
+    begins = "" if checkpoint else ", as there is no checkpoint to go on from"
+    typer.echo(f"bireme: going on behind step {at} of {run.training.steps}{begins}.", err=True)
     run_to_end(prepared, folder, checkpoint, as_json=as_json)

@@ -52,6 +52,7 @@ def train(
     from bireme.train.folder import RunFolder
     from bireme.train.prepare import prepare, write_prepared
 
+    RunFolder.check_new(run)  # now too, for what comes next may take long
     with progress_bar("preparing") as progress:
         prepared = prepare(run, progress)
     folder = RunFolder.new(run, datetime.now())

@@ -244,7 +244,7 @@ def _from_function(path: str, batch: int, length: int | None, device: torch.devi
             made = function()
     except BiremeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's main() may leave Python
         hint = f" {ON_META}" if device.type == "meta" and "meta" in str(error) else ""
         raise BiremeError(f"{path} fails: {_reason(error)}.{hint}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -272,7 +272,7 @@ def _function(path: str) -> Callable[[], Any]:
         raise BiremeError(f"python:{path} names no function. Write {NOTATIONS[2]}.")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the module, and that can fail in any way
+    except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise BiremeError(

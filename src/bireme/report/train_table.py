@@ -1,5 +1,8 @@
 """A run of training for people: what it will do, and at its end what was measured beside the prediction."""
 
+import shlex
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,15 @@ from bireme.plan.penalties import START
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import bytes_text, counted, seconds_text
 from bireme.schedule.rule import Rule
 
 __all__ = ["print_prepared", "print_summary"]
 
 LONGEST_SAMPLE = 1200
+
+MOST_WARNINGS = 3
+"""Of a long run the last ones; the log has all."""
 
 
 def print_prepared(
@@ -34,12 +40,13 @@ def print_prepared(
 ) -> None:
     """The devices that were found, and the plan with what it promises."""
     say = console.print
-    say(f"[bold]{escape(model)}[/bold]", highlight=False)
+    say(f"[bold]{escape(model)}[/bold]", highlight=False, soft_wrap=True)
     devices = list(cluster.devices())
     for name in dict.fromkeys(placed.device.name for placed in devices):
         own = [placed for placed in devices if placed.device.name == name]
         one = own[0].device
-        cores = f", {one.num_cores} cores each" if one.num_cores else ""
+        each = " each" if len(own) > 1 else ""
+        cores = f", {counted(one.num_cores, 'core')}{each}" if one.num_cores else ""
         say(
             f"{len(own)} × {escape(name)}: {bytes_text(one.memory_bytes)}{cores} "
             f"({escape(', '.join(placed.name for placed in own[:4]))}{', …' if len(own) > 4 else ''})",
@@ -49,8 +56,8 @@ def print_prepared(
     recompute = f", stages {', '.join(map(str, plan.recompute))} run forward again" if plan.recompute else ""
     replicas = f", {plan.width} replicas" if plan.width > 1 else ""
     say(
-        f"\nPlan: [bold]{plan.schedule}[/bold], {plan.num_stages} stages{replicas}, "
-        f"{plan.num_microbatches} micro-batches{recompute}",
+        f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{replicas}, "
+        f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}{recompute}",
         highlight=False,
     )
     if plan.program(1).rule is not Rule.SYNCHRONOUS:
@@ -59,11 +66,9 @@ def print_prepared(
         table = Table("stage", "units", "device", "busy", "memory", "of limit", box=None, header_style="dim")
         for number, stage in enumerate(forecast.stages):
             names = [] if profile is None else [unit.name for unit in profile.units]
-            last = names[stage.end - 1] if names else stage.end - 1
-            first = names[stage.begin] if names else stage.begin
             table.add_row(
                 str(number),
-                escape(f"{stage.begin}–{stage.end - 1}: {first} … {last}"),
+                escape(_units(stage.begin, stage.end, names)),
                 escape(", ".join(stage.devices)),
                 f"{stage.busy_s / forecast.batch_s:.0%}",
                 bytes_text(stage.peak_bytes),
@@ -95,7 +100,15 @@ def print_prepared(
                 f"{short.cost_s_per_sample / best.cost_s_per_sample:.2f} ×",
             )
         say(kinds)
-    say(f"Run: {escape(str(folder))}\n", highlight=False)
+    _tell(console, f"Run: {folder}\n")
+
+
+def _units(begin: int, end: int, names: Sequence[str]) -> str:
+    """Such as `2–5: layers.1.attention … head`; a stage of one unit has one name."""
+    numbers = str(begin) if end - begin == 1 else f"{begin}–{end - 1}"
+    if not names:
+        return numbers
+    return f"{numbers}: {names[begin]}" + (f" … {names[end - 1]}" if end - begin > 1 else "")
 
 
 def _about_delay(delayed_from: int) -> str:
@@ -109,7 +122,7 @@ def _about_delay(delayed_from: int) -> str:
 
 def print_summary(document: dict[str, Any], console: Console, *, is_stopped: bool) -> None:
     """What came of a run."""
-    say = console.print
+    say, tell = console.print, partial(_tell, console)
     steps, folder = document["steps"], document["run_dir"]
     table = Table("", "predicted", "measured", "error", box=None, header_style="dim")
     predicted, measured = document["predicted_batch_s"], document["measured_batch_s"]
@@ -132,16 +145,25 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     say(table)
     loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]
     rate = document["tokens_per_s"]
-    parts = [f"{steps} steps", *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
+    parts = [counted(steps, "step"), *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
     say("\n" + ", ".join(parts) + ".", highlight=False)
+    for warning in document["warnings"][-MOST_WARNINGS:]:
+        tell(f"Warning: {warning}")
     if is_stopped:
-        say(f"Stopped ({document['reason']}). Go on with: bireme resume {escape(folder)}", highlight=False)
+        tell(f"Stopped ({document['reason']}). Go on with: bireme resume {shlex.quote(folder)}")
+    elif Path(folder, "model").is_dir():
+        tell(f"The model is in {folder}/model.")
     else:
-        say(f"The model is in {escape(folder)}/model.", highlight=False)
-    say(f"Look at it all with: bireme report {escape(folder)}", highlight=False)
+        tell("There is no checkpoint, and so no model: checkpoint.at_end is false.")
+    tell(f"Look at it all with: bireme report {shlex.quote(folder)}")
     if document["sample"]:
         say("\n[dim]It writes:[/dim]")
         say(escape(document["sample"][:LONGEST_SAMPLE]), highlight=False)
+
+
+def _tell(console: Console, text: str) -> None:
+    """A line with a path or a command, which must not be broken: people copy it."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 LOSSES = (("training", "train_loss"), ("evaluation", "eval_loss"))

@@ -1,6 +1,6 @@
 """Numbers for people: seconds and bytes in the unit that fits."""
 
-__all__ = ["bytes_text", "rate_text", "seconds_text"]
+__all__ = ["bytes_text", "counted", "rate_text", "seconds_text"]
 
 
 def seconds_text(seconds: float) -> str:
@@ -27,6 +27,11 @@ def rate_text(bytes_per_s: float) -> str:
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.4g} {unit}/s"
     return f"{bytes_per_s:.4g} B/s"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Such as `1 stage` or `4 stages`; `many` where it is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _decimals(size: float, unit: str) -> int:

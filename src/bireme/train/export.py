@@ -1,8 +1,10 @@
 """The trained model for others: safetensors by the model's own names, or a folder that transformers loads."""
 
+import importlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
@@ -48,8 +50,11 @@ def exported_step(folder: Path) -> int | None:
 
 def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path) -> None:
     """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    except OSError as error:
+        raise BiremeError(f"The model cannot be written to {to}: {error.strerror or error}.") from error
     try:
         weights = newest_weights(graph, checkpoint)
         if run.model.source.startswith("hf:"):
@@ -85,9 +90,23 @@ def _as_transformers(run: RunFile, graph: Graph, weights: Mapping[str, Tensor], 
         raise BiremeError(
             f"The checkpoint lacks {missing[0]} and {len(missing) - 1} more, so nothing is written."
         )
-    model.save_pretrained(to)
+    with _without_bar():
+        model.save_pretrained(to)
     source = folder if folder.is_dir() else folder.parent
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             if path.is_file() and not (to / path.name).exists():
                 shutil.copy2(path, to / path.name)
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Transformers draws a bar for what takes a moment, on a terminal or not."""
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

@@ -1,6 +1,8 @@
 """The folder of a run: where everything that belongs to it lies."""
 
+import os
 import re
+import shlex
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,16 +20,31 @@ class RunFolder:
     path: Path
 
     @classmethod
+    def check_new(cls, run: RunFile) -> None:
+        """Refuse a run whose folder cannot be a new one; nothing is made yet."""
+        parent = Path(run.log.folder)
+        path = parent if run.log.name is None else parent / run.log.name
+        if run.log.name is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            folder = shlex.quote(str(path))
+            is_run = cls(path).run_file.is_file()
+            remedy = f"Go on with it by `bireme resume {folder}`, or give" if is_run else "Give"
+            raise BiremeError(
+                f"{path} is there already. {remedy} the new run another name with --set log.name=NAME."
+            )
+        there = next(one for one in (path, *path.absolute().parents) if one.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "cannot be written to" if there.is_dir() else "is no folder"
+            raise BiremeError(
+                f"The folder {path} of the run cannot be made: {there} {why}. Name another log.folder."
+            )
+
+    @classmethod
     def new(cls, run: RunFile, now: datetime) -> "RunFolder":
         """A new folder for a run, of the name it asks for or one made of the date and the model."""
         parent = Path(run.log.folder)
         if run.log.name is not None:
+            cls.check_new(run)
             path = parent / run.log.name
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise BiremeError(
-                    f"{path} is there already. Go on with it by `bireme resume {path}`, or give the new run "
-                    "another name with --set log.name=NAME."
-                )
         else:
             words = re.sub(r"[^A-Za-z0-9]+", "-", run.model.source.partition(",")[0]).strip("-").lower()
             first = parent / f"{now:%Y%m%d-%H%M%S}-{words[:40]}"

@@ -10,9 +10,10 @@ from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.data.prepare import RunData
-from bireme.train.run_file import RunFile
+from bireme.train.folder import RunFolder
+from bireme.train.run_file import RunFile, load_run_file
 
-__all__ = ["check_goes_on", "data_position"]
+__all__ = ["check_finds_checkpoints", "check_goes_on", "data_position"]
 
 BATCH_SIZE, NUM_SAMPLES = "batch_size", "num_samples"
 
@@ -20,6 +21,18 @@ BATCH_SIZE, NUM_SAMPLES = "batch_size", "num_samples"
 def data_position(run: RunFile, data: RunData) -> dict[str, JsonValue]:
     """What a checkpoint keeps, beside the seed and the batch's number, of where it is in the data."""
     return {BATCH_SIZE: run.training.batch_size, NUM_SAMPLES: len(data.training)}
+
+
+def check_finds_checkpoints(run: RunFile, folder: RunFolder) -> None:
+    """Refuse a run that would look for its checkpoints elsewhere than they were written, and find none."""
+    if not folder.run_file.is_file():
+        return
+    before, now = folder.checkpoints(load_run_file(folder.run_file)), folder.checkpoints(run)
+    if now != before:
+        raise BiremeError(
+            f"The checkpoints of {folder.path} are in {before}, and checkpoint.folder is {now.name}: the run "
+            "would begin again without them. Leave checkpoint.folder as it was."
+        )
 
 
 def check_goes_on(checkpoint: Checkpoint, run: RunFile, graph: Graph, data: RunData) -> None:

@@ -22,7 +22,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import exported_step
 from bireme.train.folder import RunFolder
 from bireme.train.gathered import Member, cluster_of, places_in, ranks_on
-from bireme.train.going_on import check_goes_on
+from bireme.train.going_on import check_finds_checkpoints, check_goes_on
 from bireme.train.launching import first_words
 from bireme.train.loop import RECORDED
 from bireme.train.muster import Environment
@@ -64,6 +64,8 @@ def lead(
     """
     named = _named(asked, environment)
     begun = _begun(named, environment)
+    if begun is not None:
+        check_finds_checkpoints(named, begun)
     checkpoint = None if begun is None else newest_good(begun.checkpoints(named), on_bad=tell)
     if begun is not None:
         at = 0 if checkpoint is None else checkpoint.manifest.step

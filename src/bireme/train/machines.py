@@ -38,6 +38,11 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
         )
     device = "cuda" if asked.device != "cpu" and 0 < wants <= num_cuda else "cpu"
     cluster = load_cluster(asked.source) if asked.source is not None else _here(device, wants)
+    if asked.workers is not None and cluster.num_devices != asked.workers:
+        raise BiremeError(
+            f"cluster.source is {asked.source}, which has {cluster.num_devices} devices, but cluster.workers "
+            f"is {asked.workers}: every device is a process. Leave cluster.workers out."
+        )
     backend = asked.backend if asked.backend != "auto" else ("nccl" if device == "cuda" else "gloo")
     if backend == "nccl" and device == "cpu":
         raise BiremeError(

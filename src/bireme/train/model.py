@@ -12,7 +12,7 @@ from torch.nn import functional
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.captures import Captures
-from bireme.model.graph import Graph
+from bireme.model.graph import Graph, Reference
 from bireme.model.sources import Source, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
@@ -42,7 +42,7 @@ class RunModel:
     @classmethod
     def of(cls, run: RunFile, batch: int) -> "RunModel":
         """The model that a run names; `batch` is the size of its example inputs."""
-        source = load_source(run.model.source, batch=batch, length=run.data.length, dtype="float32")
+        source = load_source(run.model.source, batch=batch, length=run.data.length, dtype=run.model.dtype)
         loss = _loss(run.model.loss)
         name = run.model.source
         return cls(
@@ -61,6 +61,26 @@ class RunModel:
         """Refuse a folder whose weights do not fit."""
         if self.reads_weights and self.source.folder is not None:
             check_weights(graph, self.source.folder, model=self.source.model)
+
+    def check_loss(self, graph: Graph) -> None:
+        """Refuse a captured model without a loss: nothing in it would ever learn."""
+        asked, name = self.run.model.loss, self.run.model.source
+        made = {value.name: value for one in graph.operators for value in one.outputs if value is not None}
+        loss = next((one.value for one in graph.outputs if one.name == "loss"), None)
+        value = made.get(loss.name) if isinstance(loss, Reference) else None
+        if value is None and asked is not None:
+            raise BiremeError(f"model.loss is {asked}, which gives no tensor that the model has a part in.")
+        if value is None:
+            raise BiremeError(
+                f"The model {name} returns no loss. Let it return one, alone or under the name loss, or name "
+                f"one in model.loss: {', '.join(NAMED)}, or your own module:function."
+            )
+        if value.shape or not value.dtype.startswith(("float", "bfloat")):
+            shape = ", ".join(map(str, value.shape))
+            raise BiremeError(
+                f"The loss of {asked or name} is {value.dtype} of shape [{shape}], where b is the number of "
+                "samples. It must be one number with a fraction, such as their mean."
+            )
 
     def weights(self, graph: Graph) -> Callable[[Sequence[str]], dict[str, Tensor]]:
         """Gives parameters and buffers by name: those of the folder, or new ones from the seed."""
@@ -88,8 +108,8 @@ def _loss(text: str | None) -> Loss | None:
     module, _, name = text.rpartition(":")
     try:
         function: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise BiremeError(f"model.loss is {text}, which cannot be imported: {error}.") from None
+    except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
+        raise BiremeError(f"model.loss is {text}, which cannot be imported: {error}.") from error
     if not callable(function):
         raise BiremeError(f"model.loss is {text}, which is no function.")
     return function  # type: ignore[no-any-return]  # what a user's module holds is not known

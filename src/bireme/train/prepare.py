@@ -26,7 +26,7 @@ from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
-from bireme.train.data.checks import vocabulary_of
+from bireme.train.data.checks import check_sizes, vocabulary_of
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
 from bireme.train.folder import RunFolder
 from bireme.train.going_on import check_goes_on
@@ -62,16 +62,19 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     check_tensorboard(is_asked=run.log.tensorboard)
     progress(0.0, "loading the model")
     machines = machines_of(run, num_cuda=torch.cuda.device_count(), num_cores=len(os.sched_getaffinity(0)))
+    _check_devices(run, machines)
     sizes = _micro_batches(run)
     model = RunModel.of(run, max(sizes))
     data = data_of(run, model, progress)
     progress(0.0, "capturing the model")
     graph = model.training.graph(sizes[0])
+    model.check_loss(graph)
+    _check_samples(data, graph)
     evaluation = model.evaluation.graph(sizes[0])
     model.check_weights(graph)
     measured, answer = None, None
     if run.plan.file is not None:
-        plan = _of_file(Path(run.plan.file), graph)
+        plan = _of_file(Path(run.plan.file), graph, machines)
     else:
         measured = _measured(run, model, machines, sizes, progress)
         answer = _planned(run, measured, machines, progress)
@@ -95,6 +98,7 @@ def prepared_again(
         measured = load_profile(folder.profile) if folder.profile.is_file() else None
         graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
         data = data_of(run, RunModel.of(run, 1), progress)
+        _check_samples(data, graph)
         found = Prepared(run, machines, graph, evaluation, load_plan(folder.plan), None, measured, data)
     else:
         found = prepare(run, progress)
@@ -139,13 +143,40 @@ def data_of(run: RunFile, model: RunModel, progress: Progress | None = None) -> 
     return prepare_data(request, side, run.training.batch_size, progress)
 
 
-def _of_file(path: Path, graph: Graph) -> SavedPlan:
-    """A plan that somebody made, which must be one for this model."""
+def _check_devices(run: RunFile, machines: Machines) -> None:
+    """A plan for more devices than there are is refused before anything is measured."""
+    needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
+    if needed > num_devices:
+        remedy = "Plan for fewer devices, or name a larger cluster."
+        if run.cluster.source is None:
+            remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
+        raise BiremeError(
+            f"plan.depth times plan.width is {needed}, and the run has {num_devices} devices: each of them "
+            f"is a process. {remedy}"
+        )
+
+
+def _check_samples(data: RunData, graph: Graph) -> None:
+    """Samples that the captured model cannot take are found here, and not by a rank."""
+    is_text = data.num_tokens is not None
+    for what, samples in (("training", data.training), ("evaluation", data.evaluation)):
+        if samples is not None:
+            check_sizes(samples, graph.inputs, what, is_text=is_text)
+
+
+def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:
+    """A plan that somebody made, which must be one for this model and no more devices than there are."""
     found, units = load_plan(path), units_of(graph)
     if found.origin is not None:
         check_plan_fits(found.origin, graph, found.units)
     for stage in range(found.plan.num_stages):
         found.plan.units_of(stage, len(units))
+    num_ranks, num_devices = found.plan.num_ranks, machines.cluster.num_devices
+    if num_ranks > num_devices:
+        raise BiremeError(
+            f"The plan in {path} is for {num_ranks} devices, and the run has {num_devices}. Set "
+            f"cluster.workers to {num_ranks}, or name the cluster that it was made for in cluster.source."
+        )
     return found
 
 

@@ -1,6 +1,7 @@
 """What a run comes to, measured beside predicted: the document that it ends with."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -58,8 +59,9 @@ class Summary:
     warnings: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """In the words of JSON."""
-        return asdict(self)
+        """In the words of JSON, which has no number that is not finite: such a loss is null."""
+        losses = {name: _finite(getattr(self, name)) for name in LOSSES}
+        return asdict(self) | losses
 
     def write(self, path: Path) -> None:
         """Into a file: whole, or not at all."""
@@ -90,13 +92,31 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         num_skipped=own.num_skipped,
         checkpoint=own.checkpoint,
         sample=sample,
-        warnings=own.warnings,
+        warnings=(*own.warnings, *_diverged(own)),
     )
 
 
 def _bubble(outcomes: list[Outcome]) -> float | None:
     shares = [one.own.busy_share for one in outcomes if one.own.busy_share is not None]
     return 1 - fmean(shares) if shares else None
+
+
+LOSSES = ("train_loss", "eval_loss")
+
+
+def _diverged(own: Outcome) -> list[str]:
+    """A sentence for each loss that is no number any more."""
+    names = {"train_loss": "training", "eval_loss": "evaluation"}
+    return [
+        f"The {names[name]} loss is {value}: the model has diverged, or the data hold such numbers. Lower "
+        "training.learning_rate, or look at the data."
+        for name in LOSSES
+        if (value := getattr(own, name)) is not None and not math.isfinite(value)
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, ...]:

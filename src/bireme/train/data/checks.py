@@ -3,16 +3,25 @@
 A mistake found here costs seconds. The same one found by a device costs the run, and says much less.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
+from bireme.model.graph import Value
+from bireme.model.length import evaluate
 from bireme.train.data.samples import Samples
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.tokens import Tokens
 
-__all__ = ["check_batch", "check_inputs", "check_token_ids", "check_tokenizer", "vocabulary_of"]
+__all__ = [
+    "check_batch",
+    "check_inputs",
+    "check_sizes",
+    "check_token_ids",
+    "check_tokenizer",
+    "vocabulary_of",
+]
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
@@ -83,6 +92,26 @@ def check_inputs(samples: Samples, inputs: Mapping[str, Tensor], what: str) -> N
                 f"In the samples for {what}, {name} is of shape {list(found.shape[1:])}, and the model "
                 f"takes {list(wanted.shape[1:])} there, or other sizes of as many axes."
             )
+
+
+def check_sizes(samples: Samples, inputs: Sequence[Value], what: str, *, is_text: bool) -> None:
+    """A sample must be as large as what the model was captured for; `inputs` are those of its graph.
+
+    `is_text` says that the samples are cut from tokens, so that data.length is what makes them as they are.
+    """
+    sample = samples.take([0])
+    for value in inputs:
+        found = list(sample[value.name].shape[1:])
+        wanted = [evaluate(length, 1) for length in value.shape[1:]]
+        if found == wanted:
+            continue
+        remedy = "Cut or pad the samples, or give the model example inputs like them."
+        if is_text and len(wanted) == 1:
+            remedy = f"Set data.length to {wanted[0]}, or take a model for {found[0]}."
+        raise BiremeError(
+            f"In the samples for {what}, {value.name} is of shape {found}, and the model takes {wanted}. "
+            f"{remedy}"
+        )
 
 
 def _short(tensor: Tensor) -> str:

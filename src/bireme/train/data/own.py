@@ -51,7 +51,7 @@ def own_samples(text: str) -> "OwnSamples":
         dataset = function()
     except BiremeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's main() may leave Python
         raise BiremeError(f"The data function {text} fails: {_reason(error)}.") from error
     return OwnSamples(text, dataset, is_remade=True)
 
@@ -181,7 +181,7 @@ def _from_file(path: Path) -> ModuleType:
         specification.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):
             raise
         raise BiremeError(f"{path} cannot be imported: {_reason(error)}.") from error
     return module
@@ -190,7 +190,7 @@ def _from_file(path: Path) -> ModuleType:
 def _from_package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # importing runs the module, and that can fail in any way
+    except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise BiremeError(

@@ -155,8 +155,9 @@ def split_tokens(
     wanted = max(round(end * fraction), least * length)
     if wanted > end - length:
         raise BiremeError(
-            f"{tokens.origin} has {end} tokens, too few for a sample of {length} to train on and {least} "
-            "to evaluate with. Give more text, a smaller length, or 0 for the fraction to evaluate with."
+            f"{tokens.origin} has {end} tokens, {end // length} samples: too few for a sample of {length} to "
+            f"train on and {least} to evaluate with. Give more text, a smaller batch or length, or 0 for the "
+            "fraction to evaluate with."
         )
     cut = _document_end_near(tokens, end - wanted, length, least * length)
     training = PackedSamples(tokens, length, 0, cut, vocabulary)

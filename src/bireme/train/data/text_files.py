@@ -7,6 +7,7 @@ memory. Text is UTF-8.
 import codecs
 import fnmatch
 import os
+import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,6 +96,10 @@ def one_file(path: Path) -> TextFiles:
         status = path.stat()
     except OSError as error:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise BiremeError(
+            f"{path} is no ordinary file, and every process of the run reads the data. Write it to a file."
+        )
     file = TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
     return TextFiles(str(path), (file,), must_read=True)
 

@@ -1,5 +1,6 @@
 """Tokens of a corpus in one long array, which lies on disk and is read where it is needed."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,19 @@ class Tokens:
 
     def largest_id(self) -> int:
         """The largest id there is; of very long arrays, the largest in many places of it."""
-        num_blocks = -(-len(self.ids) // CHECKED_AT_ONCE)
-        step = max(num_blocks * CHECKED_AT_ONCE // MOST_CHECKED, 1)
         largest = -1
-        for block in {*range(0, num_blocks, step), num_blocks - 1}:
-            ids = self.ids[block * CHECKED_AT_ONCE : (block + 1) * CHECKED_AT_ONCE]
-            if len(ids):
-                low = -1 - int(ids.min()) if self.has_uncounted else -1
-                largest = max(largest, int(ids.max()), low)
+        for ids in _looked_at(self.ids):
+            low = -1 - int(ids.min()) if self.has_uncounted else -1
+            largest = max(largest, int(ids.max()), low)
         return largest
+
+
+def _looked_at(ids: IntArray) -> Iterator[IntArray]:
+    """All ids in blocks, or blocks spread over a very long array; its last one is always among them."""
+    num_blocks = -(-len(ids) // CHECKED_AT_ONCE)
+    step = max(num_blocks * CHECKED_AT_ONCE // MOST_CHECKED, 1)
+    for block in {*range(0, num_blocks, step), num_blocks - 1} if num_blocks else ():
+        yield ids[block * CHECKED_AT_ONCE : (block + 1) * CHECKED_AT_ONCE]
 
 
 def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
@@ -61,7 +66,7 @@ def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
         has_header = path.suffix == ".npy"
         ids = np.load(path, mmap_mode="r", allow_pickle=False) if has_header else _raw(path, dtype)
     except (OSError, ValueError) as error:
-        raise BiremeError(f"The tokens in {path} cannot be read: {error}.") from error
+        raise BiremeError(f"The tokens in {path} cannot be read: {str(error).rstrip('.')}.") from error
     if ids.dtype.kind not in "ui":
         raise BiremeError(
             f"{path} holds numbers of type {ids.dtype}; token ids are whole numbers, such as uint16 or "
@@ -74,8 +79,9 @@ def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
         )
     if not len(ids):
         raise BiremeError(f"{path} holds no tokens, so there is nothing to train on.")
-    if ids.dtype.kind == "i" and int(ids[:CHECKED_AT_ONCE].min()) < 0:
-        raise BiremeError(f"{path} holds the negative id {int(ids[:CHECKED_AT_ONCE].min())}; ids start at 0.")
+    smallest = min(int(block.min()) for block in _looked_at(ids)) if ids.dtype.kind == "i" else 0
+    if smallest < 0:
+        raise BiremeError(f"{path} holds the negative id {smallest}; ids start at 0.")
     return Tokens(str(path), ids)
 
 

@@ -1,0 +1,74 @@
+"""What a run shows people: paths and commands that can be copied whole, one of a thing and many of it."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bireme.report.train_table import print_summary
+from bireme.report.units import counted
+
+STAGE = {
+    "predicted_peak_bytes": None,
+    "measured_peak_bytes": 4096,
+    "predicted_busy_share": None,
+    "busy_share": 0.5,
+}
+
+
+def shown(run: Path, *, is_stopped: bool = False, **values: Any) -> str:
+    """The summary of a run of one step, on a terminal that is narrow."""
+    document: dict[str, Any] = {
+        "steps": 1,
+        "run_dir": str(run),
+        "predicted_batch_s": None,
+        "measured_batch_s": 0.5,
+        "predicted_bubble": None,
+        "bubble": None,
+        "stages": [STAGE],
+        "train_loss": 2.0,
+        "eval_loss": None,
+        "tokens_per_s": None,
+        "reason": "signal",
+        "warnings": [],
+        "sample": "",
+    }
+    text = io.StringIO()
+    print_summary(document | values, Console(file=text, width=60), is_stopped=is_stopped)
+    return text.getvalue()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run whose path is longer than a line and has a space in it."""
+    folder = tmp_path / "a long name" / ("of-a-run" * 12)
+    (folder / "model").mkdir(parents=True)
+    return folder
+
+
+def test_paths_and_commands_are_not_broken_and_can_be_pasted(run: Path) -> None:
+    lines = shown(run).splitlines()
+    assert f"The model is in {run}/model." in lines
+    assert f"Look at it all with: bireme report '{run}'" in lines
+    assert f"Stopped (signal). Go on with: bireme resume '{run}'" in shown(run, is_stopped=True).splitlines()
+
+
+def test_a_model_that_was_not_written_is_not_promised(run: Path) -> None:
+    (run / "model").rmdir()
+    text = shown(run)
+    assert "The model is in" not in text
+    assert "no model: checkpoint.at_end is false" in text
+
+
+def test_the_last_warnings_are_said_again(run: Path) -> None:
+    text = shown(run, warnings=[f"[{number}] went wrong" for number in range(9)])
+    assert [line for line in text.splitlines() if "went wrong" in line] == [
+        f"Warning: [{number}] went wrong" for number in (6, 7, 8)
+    ]
+
+
+def test_one_is_not_many() -> None:
+    assert [counted(number, "stage") for number in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
+    assert counted(3, "micro-batch", "micro-batches") == "3 micro-batches"
