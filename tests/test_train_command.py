@@ -113,7 +113,7 @@ def test_a_llama_folder_goes_in_and_one_that_transformers_evaluates_alike_comes_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    folder = save_tokenizer(tmp_path / "llama")
+    folder, tokenizer = tmp_path / "llama", save_tokenizer(tmp_path / "tokenizer")
     config = transformers.LlamaConfig(
         vocab_size=300,
         hidden_size=16,
@@ -126,7 +126,7 @@ def test_a_llama_folder_goes_in_and_one_that_transformers_evaluates_alike_comes_
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     path, run = write_run(tmp_path, model=f"hf:{folder}"), tmp_path / "runs" / "run"
-    document = trained(capsys, path, *settings(data__tokenizer="auto", training__steps=8))
+    document = trained(capsys, path, *settings(data__tokenizer=tokenizer, training__steps=8))
     assert losses(run)[8] < losses(run)[1]
     to = tmp_path / "exported"
     assert bireme(capsys, "export", str(run), "--to", str(to)).status == 0

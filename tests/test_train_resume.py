@@ -108,6 +108,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         ("checkpoint.folder=elsewhere", "the run would begin again without them"),
         ("training.batch_size=16", "training.batch_size = 8, and now it is 16"),
         ("data.evaluation_fraction=0.5", "the number of samples"),
+        ("training.optimizer=sgd", "has the state of adamw, and training.optimizer is sgd"),
         ("model.source=gpt:layers=2,width=32,heads=2,vocab=257,context=32", "another model"),
     ],
 )

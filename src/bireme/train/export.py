@@ -92,11 +92,18 @@ def _as_transformers(run: RunFile, graph: Graph, weights: Mapping[str, Tensor], 
         )
     with _without_bar():
         model.save_pretrained(to)
-    source = folder if folder.is_dir() else folder.parent
-    for pattern in TOKENIZER_FILES:
+    source = _tokenizer_folder(run.data.tokenizer, folder if folder.is_dir() else folder.parent)
+    for pattern in TOKENIZER_FILES if source is not None else ():
         for path in source.glob(pattern):
             if path.is_file() and not (to / path.name).exists():
                 shutil.copy2(path, to / path.name)
+
+
+def _tokenizer_folder(asked: str, of_model: Path) -> Path | None:
+    """Where the tokenizer is that the model has learned with; bytes need none."""
+    if asked == "bytes":
+        return None
+    return of_model if asked == "auto" else Path(asked)
 
 
 @contextmanager

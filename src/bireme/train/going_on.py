@@ -13,14 +13,18 @@ from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile, load_run_file
 
-__all__ = ["check_finds_checkpoints", "check_goes_on", "data_position"]
+__all__ = ["check_finds_checkpoints", "check_goes_on", "circumstances"]
 
-BATCH_SIZE, NUM_SAMPLES = "batch_size", "num_samples"
+BATCH_SIZE, NUM_SAMPLES, OPTIMIZER = "batch_size", "num_samples", "optimizer"
 
 
-def data_position(run: RunFile, data: RunData) -> dict[str, JsonValue]:
-    """What a checkpoint keeps, beside the seed and the batch's number, of where it is in the data."""
-    return {BATCH_SIZE: run.training.batch_size, NUM_SAMPLES: len(data.training)}
+def circumstances(run: RunFile, data: RunData) -> dict[str, JsonValue]:
+    """What a checkpoint keeps, beside the seed and the batch's number, of what it was made under."""
+    return {
+        BATCH_SIZE: run.training.batch_size,
+        NUM_SAMPLES: len(data.training),
+        OPTIMIZER: run.training.optimizer,
+    }
 
 
 def check_finds_checkpoints(run: RunFile, folder: RunFolder) -> None:
@@ -44,7 +48,13 @@ def check_goes_on(checkpoint: Checkpoint, run: RunFile, graph: Graph, data: RunD
             f"{where} is of another model than model.source = {run.model.source} makes with data.length = "
             f"{run.data.length}. Set them to what the run was trained with, or begin a new run."
         )
-    now = {"data.seed": run.data.seed, **_named(data_position(run, data))}
+    optimizer = manifest.extra.get(OPTIMIZER, run.training.optimizer)
+    if optimizer != run.training.optimizer:
+        raise BiremeError(
+            f"{where} has the state of {optimizer}, and training.optimizer is {run.training.optimizer}. Set "
+            "it to what it was, or begin a new run."
+        )
+    now = {"data.seed": run.data.seed, **_named(circumstances(run, data))}
     before = {"data.seed": manifest.seed, **_named(manifest.extra)}
     for name, value in now.items():
         if name in before and before[name] != value:
@@ -55,6 +65,6 @@ def check_goes_on(checkpoint: Checkpoint, run: RunFile, graph: Graph, data: RunD
 
 
 def _named(position: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """A position in words that people know."""
+    """A position in the data in words that people know."""
     words = {BATCH_SIZE: "training.batch_size", NUM_SAMPLES: "the number of samples in data.source"}
     return {words[key]: value for key, value in position.items() if key in words}

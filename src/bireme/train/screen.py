@@ -22,6 +22,7 @@ class Screen:
         match kind:
             case "start":
                 self._begin_s, self._begin_step = monotonic(), step
+                self._say(f"step {self._of(step)}  the pipeline stands")
             case "train":
                 self._say(self._line(step, values))
             case "evaluation":

@@ -20,7 +20,7 @@ from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
-from bireme.train.going_on import data_position
+from bireme.train.going_on import circumstances
 from bireme.train.loop import Later, Loop
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.metrics import Metrics
@@ -193,7 +193,7 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),
-        extra=data_position(part.run, part.data),
+        extra=circumstances(part.run, part.data),
     )
 
 

@@ -322,7 +322,7 @@ class Machines(_Table):
         description="A cluster file, or the name of a ready cluster; this machine if not set",
         examples=["cluster.toml"],
     )
-    workers: Devices | None = Field(
+    workers: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
         description="Processes on this machine; if not set as many as it has GPUs, or two on a CPU",
         examples=[2],
