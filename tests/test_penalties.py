@@ -1,11 +1,16 @@
 """What delayed updates cost in steps: as the study measured it, and as plans count it."""
 
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bireme.bench.convergence.law import LAWS, law
+from bireme.bench.convergence.study import Known, Run
+from bireme.bench.convergence.table import Row, rows
 from bireme.errors import BiremeError
 from bireme.plan.penalties import (
     ENOUGH_STEPS,
@@ -19,6 +24,7 @@ from bireme.plan.wishes import Goal, Wishes
 from bireme.profile.optimizers import OPTIMIZERS
 from bireme.schedule.rule import Rule
 
+RESULTS = Path(__file__).parent.parent / "docs" / "convergence.jsonl"
 DEPTHS = st.integers(1, 16)
 
 
@@ -38,6 +44,24 @@ def test_without_lookahead_a_stage_misses_as_many_as_are_behind_it() -> None:
     assert unseen_share(4, 8) == (3 + 2 + 1 + 0) / (4 * 8)
     assert unseen_share(4, 8, 3) == (6 + 4 + 2 + 0) / (4 * 8)
     assert unseen_share(4, 2) == (2 + 2 + 1 + 0) / (4 * 2)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("key", MEASURED)
+def test_the_steps_are_what_the_study_says(key: tuple[Rule, bool], optimizer: str) -> None:
+    found = law(LAWS[key], optimizer, studied())
+    assert found is not None
+    measured = MEASURED[key][optimizer]
+    assert (round(found.seen, 2), round(found.unseen, 2)) == (measured.seen, measured.unseen)
+
+
+@cache
+def studied() -> list[Row]:
+    """The rows of the study's table."""
+    known = Known()
+    for line in RESULTS.read_text().splitlines():
+        known.add(Run.from_line(line))
+    return rows(known)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -93,7 +93,9 @@ def _as_transformers(run: RunFile, graph: Graph, weights: Mapping[str, Tensor], 
     with _without_bar():
         model.save_pretrained(to)
     source = _tokenizer_folder(run.data.tokenizer, folder if folder.is_dir() else folder.parent)
-    for pattern in TOKENIZER_FILES if source is not None else ():
+    if source is None:
+        return
+    for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             if path.is_file() and not (to / path.name).exists():
                 shutil.copy2(path, to / path.name)
