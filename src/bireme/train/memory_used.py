@@ -1,12 +1,14 @@
 """How much memory a process takes for its work, as the C library or the device's allocator counts it.
 
 On a CPU tensors come from the C library's heap, which can tell how much of it is in use. That is looked at
-many times a second; what lives for less may be missed.
+many times a second; what lives for less may be missed. To tell takes the longer the more pieces are free in
+the heap, and holds up who wants memory meanwhile, so it is asked the less often.
 """
 
 import ctypes
 import threading
 from collections.abc import Callable
+from time import perf_counter
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +17,8 @@ import torch
 __all__ = ["MemoryUsed"]
 
 PERIOD_S = 0.002
+LOOKING = 0.01
+"""The most of the time that goes into looking."""
 
 
 class MemoryUsed:
@@ -52,8 +56,11 @@ class MemoryUsed:
 
     def _look(self) -> None:
         assert self._heap is not None
-        while not self._is_over.wait(PERIOD_S):
+        pause_s = PERIOD_S
+        while not self._is_over.wait(pause_s):
+            begin_s = perf_counter()
             self._peak = max(self._peak, self._heap())
+            pause_s = max(PERIOD_S, (perf_counter() - begin_s) / LOOKING)
 
 
 class _Mallinfo(ctypes.Structure):
