@@ -9,6 +9,7 @@ al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 5).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bireme.errors import BiremeError
 from bireme.schedule.rule import Rule
@@ -51,6 +52,7 @@ def start_of(num_steps: int, warmup_steps: int) -> float:
     return min(START, max(2 * warmup_steps, ENOUGH_STEPS) / num_steps)
 
 
+@lru_cache(maxsize=4096)
 def unseen_share(num_stages: int, num_microbatches: int, lookahead: int = 0) -> float:
     """The share of the batch before that a trial version of 2bw-fresh misses, in the mean over the stages.
 
