@@ -81,7 +81,8 @@ def main() -> None:
             continue
         plan, forecast = answer.best.plan, answer.best.forecast
         sizes = "/".join(map(str, sorted(set(plan.micro_batch_sizes))))
-        words = f"{plan.schedule}, {plan.num_ranks // plan.width} deep, {plan.width} wide, micro-batches of {sizes}"
+        depth = plan.num_ranks // plan.width
+        words = f"{plan.schedule}, {depth} deep, {plan.width} wide, micro-batches of {sizes}"
         table.add_row(name, f"{spent_s:.2f}", words, f"{forecast.samples_per_s:.1f}", answer.origin.how)
     Console(width=160).print(table)
 
