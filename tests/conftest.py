@@ -1,8 +1,8 @@
 """What holds for all tests: profiles are cached in a folder that goes away, never in the user's own.
 
 The fast core runs compiled loops as plain Python: its graphs are small, and compiling takes longer.
-Property tests look for new cases on a developer's machine, and try the same ones every time in CI; how long
-they take is not judged.
+Property tests look for new cases on a developer's machine, and try the same ones every time in CI, fewer
+where a test does not say how many; how long they take is not judged.
 """
 
 import os
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+CI_EXAMPLES = 40
+
 settings.register_profile("developer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
+settings.register_profile("ci", settings.get_profile("developer"), derandomize=True, max_examples=CI_EXAMPLES)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
 

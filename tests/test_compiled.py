@@ -77,7 +77,7 @@ def test_compiled_stages_give_loss_and_gradients_at_several_batch_sizes() -> Non
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     graph = capture(model, ids(2))
     plain, compiled = (two_stages(graph, compiled=flag) for flag in (False, True))
-    for batch in (3, 2, 5):
+    for batch in (3, 5):
         found, expected = (loss_of(stages, parameters, ids(batch)) for stages in (compiled, plain))
         assert close(found, expected)
         tensors = list(parameters.values())

@@ -294,11 +294,14 @@ def test_a_program_without_a_solution_is_told_from_one_without_time() -> None:
 
 def test_ctrl_c_stops_the_solver() -> None:
     program, _ = hard_program()
+    # Who is started in the background ignores interrupts, and so would this.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     alarm = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
     alarm.start()
     with pytest.raises(KeyboardInterrupt):
         program.solve(time_limit_s=LONG_S)
     alarm.join()
+    signal.signal(signal.SIGINT, before)
 
 
 @both

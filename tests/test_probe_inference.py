@@ -132,7 +132,7 @@ def test_a_server_is_found_with_its_bandwidths_sharing_and_asymmetry(server: Ser
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(several())
 def test_servers_are_found_with_their_cards(known: Cluster) -> None:
     found = infer(measured_on(known), same=0.0)

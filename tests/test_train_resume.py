@@ -173,7 +173,7 @@ def test_updates_begin_to_be_delayed_behind_the_warm_up_whenever_a_run_goes_on(
     if schedule == "2bw":
         expected = _in_two_phases(run)
         assert [loss for _, loss in sorted(losses(run).items())] == pytest.approx(expected, rel=1e-5)
-    for step in (4, 8):
+    for step in (4,) if schedule == "2bw" else (8,):
         again = stopped(run, tmp_path / f"from-{step}", step)
         result = bireme(capsys, "resume", str(again), "--json")
         assert result.status == 0, result.err
