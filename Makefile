@@ -27,8 +27,9 @@ $(READY): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/bireme train
 
+# Three at a time on two cores: many of them wait for each other's processes.
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow"
