@@ -221,14 +221,15 @@ def over_text(excess: Excess | None) -> str:
 
 def laws(found: Sequence[Row]) -> Iterator[str]:
     """What plans count, by rule, start and optimiser; tests hold `bireme.plan.penalties` to it."""
-    for (_, starts), name in LAWS.items():
-        for optimizer in MEASURED[Rule.FRESH, True]:
+    for (rule, starts), name in LAWS.items():
+        schedule = "2bw" if rule is Rule.DELAYED else "2bw-fresh"
+        for optimizer in MEASURED[rule, starts]:
             steps = law(name, optimizer, found)
             start = "a fifth without delay" if starts else "delayed from the first step"
             text = "?" if steps is None else f"{steps.seen:.2f}"
-            if steps is not None and "fresh" in name:
+            if steps is not None and rule is Rule.FRESH:
                 text += f" + {steps.unseen:.2f} · unseen"
-            yield f"| {name.replace('fresh+', '2bw-fresh+').split('+')[0]} | {start} | {optimizer} | {text} |"
+            yield f"| {schedule} | {start} | {optimizer} | {text} |"
 
 
 RULES = {
@@ -254,7 +255,7 @@ def times() -> Iterator[str]:
             time = time_of(schedule)
             for starts in (False, True) if rule is not Rule.SYNCHRONOUS else (False,):
                 unseen = unseen_share(num_stages, m, time.lookahead)
-                steps = steps_for_one(rule, "adamw", starts=starts, unseen=unseen)
+                steps = steps_for_one(rule, "adamw", start=START if starts else 0.0, unseen=unseen)
                 batch = (1 - START) * time.batch + START * drained if starts else time.batch
                 yield (
                     f"| {schedule}{' from a fifth on' if starts else ''} | {num_stages} | {m} "

@@ -67,7 +67,7 @@ def studied() -> list[Row]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_start_without_delay_and_a_fresh_rule_cost_less(optimizer: str) -> None:
     def steps(rule: Rule, *, starts: bool, unseen: float = 0.375) -> float:
-        return steps_for_one(rule, optimizer, starts=starts, unseen=unseen)
+        return steps_for_one(rule, optimizer, start=START if starts else 0.0, unseen=unseen)
 
     assert steps(Rule.SYNCHRONOUS, starts=False) == 1
     assert 1 <= steps(Rule.FRESH, starts=True) <= steps(Rule.FRESH, starts=False)
@@ -81,9 +81,17 @@ def test_a_start_without_delay_and_a_fresh_rule_cost_less(optimizer: str) -> Non
             )
 
 
+def test_a_shorter_start_counts_in_proportion_and_a_longer_one_as_ours() -> None:
+    none, half, ours, longer = (
+        steps_for_one(Rule.FRESH, "adamw", start=start, unseen=0.375) for start in (0, START / 2, START, 1)
+    )
+    assert half == pytest.approx((none + ours) / 2)
+    assert longer == ours < none
+
+
 def test_what_was_not_measured_is_refused() -> None:
     with pytest.raises(BiremeError, match="was not measured"):
-        steps_for_one(Rule.STASHED, "adamw", starts=False, unseen=0)
+        steps_for_one(Rule.STASHED, "adamw", start=0, unseen=0)
 
 
 def test_the_start_is_ours_where_the_planner_chooses_and_the_user_s_where_he_does() -> None:
@@ -108,6 +116,7 @@ def test_a_start_that_is_no_share_is_refused(start: float) -> None:
 
 def test_a_start_counts_the_bubble_of_its_batches() -> None:
     wishes = Wishes(8, penalties={Rule.DELAYED: 2.0}, start=0.25)
+    assert wishes.start_share >= START
     assert wishes.penalty(Rule.DELAYED, "adamw", 5, 8) == 2.0 * (1 + 0.25 * 4 / 8)
     assert wishes.penalty(Rule.SYNCHRONOUS, "adamw", 5, 8) == 1
     measured = MEASURED[Rule.FRESH, True]["adamw"].at(unseen_share(5, 8))

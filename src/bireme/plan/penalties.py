@@ -20,9 +20,9 @@ START = 0.2
 """The share of a run that goes without delayed updates at its start, unless the user says otherwise."""
 
 ENOUGH_STEPS = 1000
-"""In a long run a start of so many steps does, unless the learning rate takes half of them to rise.
+"""A longer start is left to the user, unless the learning rate takes more than half of them to rise.
 
-What has helped is a start that outlasts the rise of the rate as long again; one that ended with it did not.
+That a start must outlast the rise of the rate is measured, in short runs; this number is a judgement.
 """
 
 
@@ -64,11 +64,18 @@ def unseen_share(num_stages: int, num_microbatches: int, lookahead: int = 0) -> 
     return sum(min(count, num_microbatches) for count in missing) / (num_stages * num_microbatches)
 
 
-def steps_for_one(rule: Rule, optimizer: str, *, starts: bool, unseen: float) -> float:
-    """Steps that a rule takes for one of a synchronous run; `starts` if its start is not delayed."""
+def steps_for_one(rule: Rule, optimizer: str, *, start: float, unseen: float) -> float:
+    """Steps that a rule takes for one of a synchronous run, `start` of which is not delayed.
+
+    None and `START` are measured; what is between them counts in proportion, and more is no better.
+    """
     if rule is Rule.SYNCHRONOUS:
         return 1.0
-    known = MEASURED.get((rule, starts))
-    if known is None:
+    if (rule, True) not in MEASURED:
         raise BiremeError(f"What {rule} updates cost in steps was not measured.")
-    return max(1.0, known.get(optimizer, known["adamw"]).at(unseen))
+    without, with_start = (
+        known.get(optimizer, known["adamw"]).at(unseen)
+        for known in (MEASURED[rule, False], MEASURED[rule, True])
+    )
+    part = min(start / START, 1.0)
+    return max(1.0, (1 - part) * without + part * with_start)

@@ -86,5 +86,5 @@ class Wishes:
         steps = self.penalties.get(rule)
         if steps is None:
             unseen = unseen_share(num_stages, num_microbatches, lookahead)
-            steps = steps_for_one(rule, optimizer, starts=self.start_share > 0, unseen=unseen)
+            steps = steps_for_one(rule, optimizer, start=self.start_share, unseen=unseen)
         return steps * (1 + self.start_share * (num_stages - 1) / num_microbatches)

@@ -35,7 +35,7 @@ def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
     if not found:
         return None
     unseen, steps, seeds = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
-    if name.startswith("2bw+") or name == "2bw":
+    if name.partition("+")[0] == "2bw":
         return Steps(float(np.average(steps, weights=seeds)))
     slope, seen = np.polyfit(unseen, steps, 1, w=np.sqrt(seeds))
     if seen < 1:
