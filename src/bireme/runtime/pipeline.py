@@ -21,6 +21,7 @@ from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.assembly import Assembly
+from bireme.runtime.batch_end import Batches
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
@@ -126,16 +127,16 @@ class Pipeline:
         self.layout = layout_of(graph, units, plan, fabric.rank, fabric.size)
         self._borders = Borders(graph, _receives(units, plan))
         self._check_halves()
-        assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile)
+        batches = Batches()
+        assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile, batches)
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self._cutter = self._make_cutter(seed)
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._transport = transport
-        is_fresh = plan.program(1).rule is Rule.FRESH
-        self._reducer = reducer_of(fabric, self.layout, transport, self._templates(), keep_gradients=is_fresh)
+        self._reducer = reducer_of(fabric, self.layout, transport, self._device)
         self._spare = fabric.everyone()
-        self._updates = Updates(self.stages, self._reducer, Settings(lr, clip_norm))
+        self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
         self._evaluator: Evaluator | None = None
@@ -332,13 +333,6 @@ class Pipeline:
             seed=seed,
             shares=self.plan.micro_batch_sizes,
         )
-
-    def _templates(self) -> dict[str, Tensor]:
-        """A tensor like each gradient of this rank."""
-        found: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            found |= stage.templates()
-        return found
 
     def _check_halves(self) -> None:
         """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
