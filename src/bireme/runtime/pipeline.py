@@ -192,7 +192,7 @@ class Pipeline:
         first = self.num_trained
         feed = Feed(batches, self._cutter, first)
         blocks = stream(self.plan.program, self.layout.pipeline_rank, feed.has, first_batch=first)
-        recorder = Recorder() if record else None
+        recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()

@@ -47,7 +47,7 @@ def server_here(device: str, count: int) -> Server:
     elif device == "cpu":
         found = replace(server, devices=kept, bridges=(), meshes=(), cards=_card(server, count))
     else:
-        devices = tuple(device_here(torch.device("cuda", place)) for place in range(count))
+        devices = tuple(device_here(torch.device(device, place)) for place in range(count))
         found = replace(server, devices=devices, bridges=(), meshes=(), cards=_card(server, count))
     return found
 

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_text import cluster_text
-from bireme.cluster.machine import host_name
+from bireme.cluster.machine import host_name, num_cores
+from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
@@ -132,7 +131,7 @@ class _Joined:
 
     def _members(self) -> list[Member]:
         own = self._environment
-        has_cuda = own.local_rank < torch.cuda.device_count()
+        has_cuda = own.local_rank < num_accelerators()
         member = Member(own.rank, own.node or host_name(), host_name(), has_cuda)
         self._talk.say(f"member/{own.rank}", asdict(member))
         return [Member(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
@@ -234,7 +233,7 @@ class _Joined:
             return
         threads = orders.threads
         if threads is None and orders.backend == "gloo":
-            threads = max(1, len(os.sched_getaffinity(0)) // num_local)
+            threads = max(1, num_cores() // num_local)
         place = self.place = orders.places.index(rank)
         checkpoint = None if orders.checkpoint is None else Path(orders.checkpoint)
         with World(
