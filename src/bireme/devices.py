@@ -43,7 +43,7 @@ __all__ = [
 ACCELERATOR = "cuda"
 """The accelerators that Bireme computes on. ROCm's go by this name as well."""
 
-KINDS = ("cpu", ACCELERATOR)
+KINDS: tuple[str, ...] = ("cpu", ACCELERATOR)
 """The types of devices that Bireme computes on."""
 
 Backend = Literal["gloo", "nccl"]
