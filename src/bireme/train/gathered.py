@@ -111,7 +111,7 @@ def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
 
 def _has_nvml(device: str) -> bool:
     """Whether this machine's GPUs can be asked for their links."""
-    if device != "cuda":
+    if device == "cpu":
         return False
     try:
         discover(0)

@@ -63,6 +63,7 @@ class _Orders:
     passed_over: list[str]
     places: list[int]
     backend: Backend
+    device: str
     threads: int | None
     timeout_s: float
     words: dict[str, Any]
@@ -232,7 +233,7 @@ class _Joined:
             self._wait_for(size, Board(store, size))
             return
         threads = orders.threads
-        if threads is None and orders.backend == "gloo":
+        if threads is None and orders.device == "cpu":
             threads = max(1, num_cores() // num_local)
         place = self.place = orders.places.index(rank)
         checkpoint = None if orders.checkpoint is None else Path(orders.checkpoint)
@@ -243,6 +244,7 @@ class _Joined:
             local_rank=self._environment.local_rank,
             timeout_s=orders.timeout_s,
             backend=orders.backend,
+            device=orders.device,
         ) as world:
             passed_over = tuple(map(Path, orders.passed_over))
             start = Start(Path(orders.folder), checkpoint, threads, place == 0, orders.words, passed_over)
@@ -272,6 +274,7 @@ def _orders(led: Led) -> _Orders:
         passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
         places=led.places,
         backend="nccl" if led.prepared.machines.backend == "nccl" else "gloo",
+        device=led.prepared.machines.device,
         threads=led.threads,
         timeout_s=led.prepared.run.cluster.timeout_s,
         words=led.words,
