@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.devices import synchronize
 from bireme.errors import BiremeError
 from bireme.model.halves import backward_input
 from bireme.profile.optimizers import is_hidden_matrix
@@ -130,8 +131,7 @@ class _Clock:
         return took
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
 

@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.counting import count_of
@@ -117,6 +118,7 @@ class Pipeline:
         self.plan = plan
         self.num_trained = 0
         self._device = torch.device(device)
+        check_supported(self._device)
         if plan.program(1).rule is Rule.STASHED:
             raise BiremeError(
                 f"The engine does not run {plan.schedule}, whose stages step after every micro-batch and so "
@@ -193,7 +195,7 @@ class Pipeline:
         first = self.num_trained
         feed = Feed(batches, self._cutter, first)
         blocks = stream(self.plan.program, self.layout.pipeline_rank, feed.has, first_batch=first)
-        recorder = Recorder() if record else None
+        recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()

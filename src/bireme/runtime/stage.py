@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bireme.model.halves import Rest, backward_input
-from bireme.model.segments import SegmentedFunction
+from bireme.model.segments import SegmentedFunction, untouched
 from bireme.model.stage import StageFunction
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.batch_end import Batches, StagePart
@@ -119,7 +119,7 @@ class Stage:
     def recompute(self, place: Place, version: int) -> None:
         """Run the forwards of a micro-batch again, for what the backward needs of them."""
         # What a forward writes to its buffers it wrote the first time.
-        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        buffers = untouched(self.buffers, self.function.writes)
         for one in self._kept[place].passes:
             with torch.enable_grad():
                 one.roots = self._roots(self._run(one, version, buffers))
@@ -173,7 +173,7 @@ class Stage:
         # On another device than the CPU a look at the number would wait for all that comes before it.
         self.part(batch).loss += loss.item() * share if loss.is_cpu else loss.detach().double() * share
 
-    def _run(self, one: _Pass, version: int, buffers: Tensors) -> Tensors:
+    def _run(self, one: _Pass, version: int, buffers: Mapping[str, Tensor]) -> Tensors:
         given = {**one.micro_batch.inputs, **one.received}
         return self.function(
             self.banks.leaves(version), buffers, given, device=self._device, seed=one.micro_batch.seed

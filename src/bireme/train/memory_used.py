@@ -14,6 +14,8 @@ from typing import Self
 
 import torch
 
+from bireme.devices import allocated_bytes, is_accelerator, peak_bytes, reset_peak
+
 __all__ = ["MemoryUsed"]
 
 PERIOD_S = 0.002
@@ -26,16 +28,16 @@ class MemoryUsed:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._heap = None if device.type == "cuda" else _heap_in_use()
+        self._heap = None if is_accelerator(device) else _heap_in_use()
         self._before = 0
         self._peak = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="bireme-memory", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = int(torch.cuda.memory_allocated(self._device))
+        if is_accelerator(self._device):
+            reset_peak(self._device)
+            self._before = allocated_bytes(self._device)
         elif self._heap is not None:
             self._before = self._heap()
             self._thread.start()
@@ -50,8 +52,8 @@ class MemoryUsed:
 
     def peak_bytes(self) -> int | None:
         """The most there has been so far; None where nobody counts it."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device)) - self._before
+        if is_accelerator(self._device):
+            return peak_bytes(self._device) - self._before
         return None if self._heap is None else max(0, self._peak - self._before)
 
     def _look(self) -> None:
