@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -42,6 +44,13 @@ def is_of_a_peer(error: BaseException | None) -> bool:
     return False
 
 
+class Joint(Protocol):
+    """What joins this rank with others, so that it may wait for them."""
+
+    def abort(self) -> None:
+        """Free whoever waits."""
+
+
 class Watch:
     """The watch of rank `rank` among `size`. `doing` is what the engine sets, as often as it likes.
 
@@ -62,6 +71,7 @@ class Watch:
         self._hurried_s = min(self._beat_s, 0.02 * size)
         self._ends_quietly = ends_quietly
         self._acts: list[Callable[[], None]] = []
+        self._joints: WeakSet[Joint] = WeakSet()
         self._poke = threading.Event()
         self._changed = threading.Condition()
         self._stopping = False
@@ -96,9 +106,10 @@ class Watch:
         """
         self._acts.append(act)
 
-    def no_longer(self, act: Callable[[], None]) -> None:
-        """Forget what `on_failure` was given."""
-        self._acts.remove(act)
+    def abort_on_failure(self, joint: Joint) -> None:
+        """Have this aborted, from the watch's thread, when another rank has failed while it is in use."""
+        with self._changed:
+            self._joints.add(joint)
 
     def wait_for_everyone(self, limit_s: float) -> None:
         """Wait until every rank has given a sign of life. Raises `RankFailed` if that does not happen."""
@@ -283,7 +294,9 @@ class Watch:
         now = time.monotonic()
         if self._cause_since is None:
             self._cause_since = now
-            for act in tuple(self._acts):
+            with self._changed:
+                acts = [*self._acts, *(joint.abort for joint in self._joints)]
+            for act in acts:
                 # The failure is there already; another one here would only hide it.
                 with suppress(Exception):
                     act()
