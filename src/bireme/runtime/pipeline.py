@@ -26,7 +26,7 @@ from bireme.runtime.batch_end import Batches
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
-from bireme.runtime.fabric import Fabric, fabric_of
+from bireme.runtime.fabric import Fabric, Holder, fabric_of
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
@@ -101,7 +101,7 @@ class Pipeline:
     ) -> None:
         saved = plan if isinstance(plan, SavedPlan) else SavedPlan(plan)
         plan = saved.plan
-        fabric = fabric_of(world, plan.num_ranks)
+        fabric = Holder(fabric_of(world, plan.num_ranks))
         made_of = prepared(
             model,
             evaluation=evaluation,
@@ -135,7 +135,7 @@ class Pipeline:
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self._cutter = self._make_cutter(seed)
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
-        self._transport = transport
+        self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device)
         self._spare = fabric.everyone()
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
@@ -304,9 +304,11 @@ class Pipeline:
         return self._courier.most_receive_bytes
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End what runs in the background, and give back sockets and groups."""
+        if self._failure is not None:
+            self._fabric.abort_groups()  # or a sum that another rank left would be waited for
         self._reducer.close()
-        self._transport.close()
+        self._fabric.close()
 
     def _check_drained(self) -> None:
         """Refuse to go on from where nothing can."""
