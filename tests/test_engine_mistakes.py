@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import bireme
 from bireme.errors import BiremeError
@@ -270,3 +271,49 @@ def test_a_plan_from_a_file_must_be_of_this_model(tmp_path: Path) -> None:
     pipeline.close()
     with pytest.raises(BiremeError, match="made for another model"):
         Pipeline(gpt(TEXT).graph, saved, weights=gpt(TEXT).given, optimizer="sgd")
+
+
+class Looked(nn.Module):
+    """Looks rows up in a table and adds them."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table, self.head = table, nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
+        rows = self.table(ids)
+        together = rows.mean(1) if rows.ndim == 3 else rows
+        return {"loss": nn.functional.mse_loss(self.head(together), y)}
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_before_training(kind: Callable[..., nn.Module]) -> None:
+    # It was a raw error of torch's amid the first batch.
+    example = {"ids": torch.randint(9, (4, 3)), "y": torch.randn(4, 1)}
+    with pytest.raises(BiremeError, match=r"table.weight is an embedding with sparse=True"):
+        Pipeline(Looked(kind(9, 4, sparse=True)), Plan((), 2, "1f1b"), example_inputs=example)
+
+
+class Complex(nn.Module):
+    """Has a parameter of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (x * self.turn).abs().square().mean()}
+
+
+def test_complex_gradients_are_refused_where_replicas_would_sum_them() -> None:
+    example = {"x": torch.randn(4, 3)}
+    graph = capture(Complex(), example)
+    weights = {"turn": torch.ones(3, dtype=torch.complex64)}
+    fabric = ThreadFabric(2, timeout_s=20)
+
+    def work(rank: int) -> None:
+        plan = Plan((), 1, "1f1b", width=2)
+        with pytest.raises(BiremeError, match=r"turn is of torch.complex64. .* train with one replica"):
+            Pipeline(graph, plan, fabric.of(rank), weights=lambda names: {n: weights[n] for n in names})
+
+    run_threads(2, work)

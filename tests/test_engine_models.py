@@ -3,7 +3,8 @@
 Ranks are threads; the judge is one process, as in `test_engine`.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import cycle, product
 from typing import Any
@@ -173,6 +174,55 @@ def test_buffers_see_every_micro_batch_once_and_in_order(schedule: str, recomput
     for name, tensor in expected.items():
         assert torch.equal(held[name], tensor), name
         assert not torch.equal(tensor, model.weights[name])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
+def test_a_skipped_batch_leaves_no_trace_in_buffers(schedule: str) -> None:
+    # Running statistics took the batch's NaN and kept it for ever, and every evaluation was NaN.
+    normalised = [Layer(WIDTH, nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+    model = captured(Regression(made_of([*normalised, Layer(1, nn.Identity())])), rows())
+    setting = Setting(Plan((1, 2), 4, schedule), lr_factor=lambda _batch: 1.0)
+    data = real_batches(12, 5, WIDTH)
+    data[2]["x"][5, 1] = math.nan
+    found = train_on_threads(model, setting, data)
+    assert found[0].skipped == [False, False, True, False, False]
+    held = {name: tensor for trained in found for name, tensor in trained.buffers.items()}
+    assert all(bool(tensor.isfinite().all()) for tensor in held.values())
+    if schedule == "1f1b":  # where no later batch begins before the verdict, it is as if it had never been
+        without = train_on_threads(model, setting, [*data[:2], *data[3:]])
+        expected = {name: tensor for trained in without for name, tensor in trained.buffers.items()}
+        assert all(torch.equal(held[name], expected[name]) for name in expected)
+
+
+class TiedEnds(nn.Module):
+    """The first layer and the last share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.last.weight = self.first.weight
+        self.middle = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.middle(torch.tanh(self.first(x))))
+        return made
+
+
+class AsTheyAre(Model):
+    """A model whose own tensors are given, and not copies."""
+
+    def given(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.weights[name] for name in names}
+
+
+def test_tied_weights_on_one_rank_that_are_given_as_one_tensor_are_stepped_once_each() -> None:
+    # Both stages of the V took over the same tensor and both stepped it.
+    model = captured(Regression(TiedEnds().double()), rows())
+    uncopied = AsTheyAre(model.graph, model.weights, model.evaluation)
+    setting, data = Setting(Plan((1, 2, 3), 4, "zbv")), real_batches(8, 4, WIDTH)
+    before = {name: tensor.clone() for name, tensor in model.weights.items()}
+    assert_equal(train_on_threads(uncopied, setting, data), oracle(model, setting, data), tolerance=1e-12)
+    assert all(torch.equal(model.weights[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("recompute", ["stages", "units"])

@@ -119,7 +119,7 @@ class Assembly:
             stage,
             function,
             banks,
-            {name: given[name] for name in function.buffers},
+            {name: given[name].clone() for name in function.buffers},
             self.borders,
             self.batches,
             device=self.device,

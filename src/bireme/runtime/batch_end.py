@@ -20,7 +20,8 @@ class StagePart:
 
     `own` are the gradients of this replica, and `whole` the sums that the update is made from, which are
     others only where both are needed. `seen` is the share of the batch, by weight, whose gradients are there.
-    `loss` is this replica's part of the batch's loss, if it is made here.
+    `loss` is this replica's part of the batch's loss, if it is made here. `buffers_before` are copies of the
+    buffers that the stage writes to, as they were before its first forward.
     """
 
     pool: GradientPool
@@ -28,6 +29,7 @@ class StagePart:
     whole: GradientSums | None = None
     seen: float = 0.0
     loss: float | Tensor = 0.0
+    buffers_before: dict[str, Tensor] | None = None
 
     def sums(self) -> GradientSums:
         """The gradients of this replica; they take memory from the first call on."""
@@ -117,6 +119,11 @@ class Batches:
         if stage not in parts:
             parts[stage] = StagePart(pool)
         return parts[stage]
+
+    def parts_of(self, stage: int) -> Iterator[StagePart]:
+        """A stage's parts of all batches under way, the first batch first."""
+        ends = (self._ends[batch] for batch in sorted(self._ends))
+        return (end.parts[stage] for end in ends if stage in end.parts)
 
     def forget(self, batch: int) -> None:
         """A batch is done with."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
 from bireme.runtime.shelf import Shelf
 
@@ -131,6 +132,11 @@ class _Lending:
 def _move_in(sums: GradientSums, name: str, leaf: Tensor) -> None:
     """Move a leaf's first gradient of a batch into its place."""
     assert leaf.grad is not None, "the hook is called when a gradient has come"
+    if leaf.grad.is_sparse:
+        raise BiremeError(
+            f"The gradient of {name} is sparse, and the engine sums dense ones only. Make its embedding with "
+            "sparse=False."
+        )
     view = sums.views[name]
     leaf.grad = view.copy_(leaf.grad)
     sums.held.add(name)

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss, capture
-from bireme.model.graph import Graph
+from bireme.model.graph import Graph, references
+from bireme.model.stage import torch_operator
+from bireme.model.torch_private import schema_of
 from bireme.model.weights import materialise
 
 __all__ = ["Prepared", "Weights", "prepared"]
@@ -39,6 +41,7 @@ def prepared(
     A module on the meta device gets weights from the seed.
     """
     if isinstance(model, Graph):
+        _refuse_sparse_gradients(model)
         if weights is None:
             raise BiremeError(
                 "A graph holds no weights. Give a function as weights= that has them by name, such as one "
@@ -51,9 +54,24 @@ def prepared(
             "the model can be called with."
         )
     graph = capture(model, example_inputs, loss=loss)
+    _refuse_sparse_gradients(graph)
     if evaluation is None:
         evaluation = capture(model, example_inputs, loss=loss, training=False)
     return Prepared(graph, evaluation, weights or _own_weights(model, seed))
+
+
+def _refuse_sparse_gradients(graph: Graph) -> None:
+    """Gradients are summed in flat memory, which a sparse one has no place in."""
+    for operator in graph.operators:
+        schema = None if operator.is_of_chain else schema_of(torch_operator(operator))
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        given = dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)
+        if given.get("sparse") is True:
+            table = next(references(operator.arguments), "a table")
+            raise BiremeError(
+                f"{table} is an embedding with sparse=True, and the engine sums dense gradients only. Make "
+                "it with sparse=False; its gradient then takes as much memory as the table."
+            )
 
 
 def _own_weights(model: nn.Module, seed: int) -> Weights:

@@ -46,7 +46,9 @@ def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str
         for key, value in state.items() if name in wanted else ():
             if value is not None:
                 found[f"{OPTIMIZER}/{name}/{key}"] = _as_tensor(value)
-    found |= {f"{BUFFERS}/{name}": tensor for name, tensor in stage.buffers.items() if name in wanted}
+    found |= {
+        f"{BUFFERS}/{name}": tensor for name, tensor in stage.settled_buffers().items() if name in wanted
+    }
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 

@@ -106,6 +106,7 @@ class Stage:
         if kept is None:
             self.banks.hold(version)
             kept = self._kept[place] = _Kept(version)
+        self._note_buffers(place.batch)
         one = _Pass(micro_batch, self._leaves(received))
         kept.passes.append(one)
         with torch.set_grad_enabled(not self._recomputes):
@@ -165,9 +166,30 @@ class Stage:
         self._has_seen(place, kept)
         self.banks.release(kept.version)
 
+    def put_back_buffers(self, batch: int) -> None:
+        """Let a batch have written to no buffer. What later batches have written meanwhile goes as well."""
+        before = self.part(batch).buffers_before or {}
+        # Graphs of later batches may still hold the tensors that there were.
+        self.buffers |= {name: tensor.clone() for name, tensor in before.items()}
+        for part in self._batches.parts_of(self.index):
+            if part.buffers_before is not None:
+                part.buffers_before = before
+
+    def settled_buffers(self) -> Tensors:
+        """The buffers as they were before any batch that is under way. Not copies."""
+        copies = (part.buffers_before for part in self._batches.parts_of(self.index))
+        return {**self.buffers, **next((one for one in copies if one is not None), {})}
+
     def part(self, batch: int) -> StagePart:
         """What this stage has of a batch."""
         return self._batches.part(batch, self.index, self.banks.gradients)
+
+    def _note_buffers(self, batch: int) -> None:
+        """Keep what the stage's buffers are before a batch writes to them."""
+        if self.function.writes:
+            part = self.part(batch)
+            if part.buffers_before is None:
+                part.buffers_before = {name: self.buffers[name].clone() for name in self.function.writes}
 
     def _note_loss(self, batch: int, loss: Tensor, share: float) -> None:
         # On another device than the CPU a look at the number would wait for all that comes before it.

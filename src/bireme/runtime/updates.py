@@ -103,6 +103,8 @@ class Updates:
             scale=self.scale,
             skip=not reduced.is_finite,
         )
+        if not reduced.is_finite:
+            stage.put_back_buffers(step.batch)
         part.release()
         end.num_updated += 1
         if end.num_updated == len(self._stages):
