@@ -16,7 +16,6 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, write_plan
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.world import World
 from tests.engine_parity import Setting, pipeline_of, plan_for
 from tests.regression import Regression, regression
@@ -29,6 +28,7 @@ from tests.small_models import (
     real_batches,
     token_batches,
 )
+from tests.thread_transport import ThreadFabric
 from tests.together import run_threads
 
 TEXT = "layers=3,tied=false"

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.thread_transport import ThreadFabric
 from bireme.sync.buckets import NUM_IN_FLIGHT
 from bireme.sync.group import CollectiveError, DistGroup, Group, LonelyGroup, Pending
 from bireme.sync.norm import squared_norm
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reducer
+from tests.thread_transport import ThreadFabric
 from tests.together import run_processes, run_threads
 
 MakeGroup = Callable[[Sequence[int]], Group | None]
