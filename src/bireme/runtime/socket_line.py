@@ -146,14 +146,22 @@ class Line:
                 after = self._begin + size
                 if after <= self._end:
                     self._begin = after
-                    job = posted_for(header, self._posted)
-                    if job is None:
-                        self._early[header] = bytes(self._staging[body:after])
+                    if expected is not None:
+                        del self._posted[header]
+                        expected.data[HEADER_BYTES:] = self._staging[body:after]
+                        expected.is_done = True
                     else:
-                        job.take(header, self._staging[body:after])
+                        self._take_unexpected(header, self._staging[body:after])
                     continue
             if not self._stage_more():
                 return
+
+    def _take_unexpected(self, header: bytes, body: memoryview) -> None:
+        job = posted_for(header, self._posted)
+        if job is None:
+            self._early[header] = bytes(body)
+        else:
+            job.take(header, body)
 
     def _stage_more(self) -> bool:
         """Read more behind what is staged; whether there was any."""

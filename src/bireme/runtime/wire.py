@@ -75,10 +75,12 @@ class WireFormat:
 
     def arrival(self, key: Message, device: torch.device, *, is_pinned: bool = False) -> "Arrival":
         """Room for the message that `key` names to come, in the memory that the transport receives into."""
-        return Arrival(self, key, self._memory(device, is_pinned=is_pinned))
+        return Arrival(self, key, self._memory(device, is_pinned=is_pinned), is_staged=is_pinned)
 
     def _memory(self, device: torch.device, *, is_pinned: bool) -> Tensor:
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        if is_pinned:
+            return torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=True)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def views(self, message: Tensor) -> dict[str, Tensor]:
         """The tensors, by name, as views of a message."""
@@ -144,19 +146,22 @@ class Parcel:
 class Arrival:
     """The memory of a message to come. On the host it begins with the header expected."""
 
-    __slots__ = ("_expected", "_header", "_key", "_wire_format", "message")
+    __slots__ = ("_expected", "_header", "_is_staged", "_key", "_wire_format", "message")
 
-    def __init__(self, wire_format: WireFormat, key: Message, message: Tensor) -> None:
+    def __init__(
+        self, wire_format: WireFormat, key: Message, message: Tensor, *, is_staged: bool = False
+    ) -> None:
         self.message = message
         self._wire_format = wire_format
         self._key = key
+        self._is_staged = is_staged
         self._expected = wire_format.header(key)
         self._header = message.numpy().data[:HEADER_BYTES] if message.is_cpu else None
         if self._header is not None:
             self._header[:] = self._expected
 
     def unpack(self, device: torch.device) -> dict[str, Tensor]:
-        """The tensors on that device, by name; views of the message where it is there already.
+        """The tensors, by name: views of the message, or of a copy on the device if it is staged on the host.
 
         Raises if it is not the message expected. On a CUDA device the check waits until it has come.
         """
@@ -164,8 +169,10 @@ class Arrival:
         came = self.message[:HEADER_BYTES].cpu().numpy().tobytes() if header is None else bytes(header)
         if came != self._expected:
             raise self._wire_format.mismatch(came, self._key)
-        # From pinned memory: torch knows of the copy, and does not give that memory away before it is made.
-        return self._wire_format.views(self.message.to(device, non_blocking=True))
+        if self._is_staged:
+            # Torch knows of the copy, and does not give pinned memory away before it is made.
+            return self._wire_format.views(self.message.to(device, non_blocking=True))
+        return self._wire_format.views(self.message)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
