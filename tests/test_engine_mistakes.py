@@ -227,6 +227,13 @@ def test_a_plan_for_fewer_processes_than_there_are_is_refused() -> None:
         pipeline_of(gpt(TEXT), Setting(plan_for("1f1b", 2)), ThreadFabric(3).of(0))
 
 
+def test_a_pipeline_on_the_cpu_is_refused_where_messages_go_between_cuda_devices() -> None:
+    """Its tensors came to NCCL, which cannot read them."""
+    world = World.alone(backend="nccl")
+    with pytest.raises(BiremeError, match=r"device=world\.device, or open the world with backend gloo"):
+        pipeline_of(gpt(TEXT), Setting(plan_for("1f1b", 1)), world)
+
+
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(BiremeError, match="cuts at unit 6, and the model has"):
         pipeline_of(small(), Setting(plan_for("1f1b", 4)), ThreadFabric(4).of(0))

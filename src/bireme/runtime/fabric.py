@@ -92,7 +92,7 @@ class DistFabric:
         return self._world.size
 
     def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
-        """Messages between some processes; given up as soon as another one has failed.
+        """Messages between some processes; aborted as soon as another one has failed.
 
         With the backend nccl they go between CUDA devices over NCCL, else over sockets of their own.
         """
