@@ -23,11 +23,11 @@ from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from tests.oracles import Microbatch, Update, run_oracle, seen_by
 from tests.small_models import Batch, Model
+from tests.thread_transport import ThreadFabric
 from tests.together import run_threads
 
 __all__ = [

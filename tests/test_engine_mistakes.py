@@ -17,7 +17,6 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, write_plan
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.world import World
 from tests.engine_parity import Setting, pipeline_of, plan_for
 from tests.regression import Regression, regression
@@ -30,6 +29,7 @@ from tests.small_models import (
     real_batches,
     token_batches,
 )
+from tests.thread_transport import ThreadFabric
 from tests.together import run_threads
 
 TEXT = "layers=3,tied=false"
@@ -226,6 +226,13 @@ def test_a_plan_for_more_processes_than_there_are_is_refused(plan: Plan) -> None
 def test_a_plan_for_fewer_processes_than_there_are_is_refused() -> None:
     with pytest.raises(BiremeError, match=r"plan is for 2 processes.*there are 3"):
         pipeline_of(gpt(TEXT), Setting(plan_for("1f1b", 2)), ThreadFabric(3).of(0))
+
+
+def test_a_pipeline_on_the_cpu_is_refused_where_messages_go_between_cuda_devices() -> None:
+    """Its tensors came to NCCL, which cannot read them."""
+    world = World.alone(backend="nccl")
+    with pytest.raises(BiremeError, match=r"device=world\.device, or open the world with backend gloo"):
+        pipeline_of(gpt(TEXT), Setting(plan_for("1f1b", 1)), world)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bireme.memory.arena import Arena
 from bireme.memory.slots import Slots
-from bireme.runtime.thread_transport import ThreadFabric
 from bireme.sync.exchange import NUM_IN_FLIGHT
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import CollectiveError, DistGroup, Group, LonelyGroup, Pending
 from bireme.sync.norm import squared_norm
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reducer, Reduction
+from tests.thread_transport import ThreadFabric
 from tests.together import run_processes, run_threads
 
 NOTHING = BatchGradients({}, set())

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot
-from bireme.runtime.thread_transport import ThreadFabric
 from tests.engine_parity import ALL, DELAYED, FLUSH, Setting, pipeline_of, plan_for
 from tests.small_models import Batch, Model, gpt, token_batches
+from tests.thread_transport import ThreadFabric
 from tests.together import run_threads
 
 pytestmark = pytest.mark.slow

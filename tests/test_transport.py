@@ -1,8 +1,5 @@
 """Messages between ranks: they come in order, each on its own channel, or there is an error that says why."""
 
-import os
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,33 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.dist_transport import UNUSED_TAG, open_transport, tag_of
 from bireme.runtime.nccl_transport import NcclTransport
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.thread_transport import ThreadFabric
-from bireme.runtime.transport import AbortedError, Pending, Transport
+from bireme.runtime.transport import Transport
 from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.test_wire import ACTIVATION, KEY, every_dtype, packed, same_bits
+from tests.thread_transport import ThreadFabric
 from tests.together import run_processes, run_threads
 
 NUM_MESSAGES = 24
+HOST = torch.device("cpu")
 
 
 def _key(microbatch: int, *, forward: bool = True, to_stage: int = 1) -> Message:
     return Message(forward, to_stage, 0, microbatch, None)
 
 
-def test_messages_of_other_channels_or_sizes_have_other_tags() -> None:
-    keys = [_key(0, forward=forward, to_stage=stage) for forward in (True, False) for stage in range(64)]
-    tags = {tag_of(key, 64 * size) for key in keys for size in (1, 2, 3, 5000, 2**20, 2**30)}
-    assert len(tags) == len(keys) * 6
-    assert min(tags) >= 0
-    assert max(tags) < UNUSED_TAG
-    assert tag_of(_key(7), 640) == tag_of(_key(8), 640)
-
-
-# What every transport does, written once, and run on threads and on processes.
+# What every transport does, written once, and run over threads here and over sockets elsewhere.
 
 
 def _numbered(microbatch: int, *, forward: bool = True, to_stage: int = 1) -> dict[str, Tensor]:
@@ -51,9 +39,9 @@ def _dtypes(rank: int, transport: Transport) -> bool:
     if rank == 0:
         transport.send(KEY, 1, packed(wire, tensors, KEY)).wait()
         return True
-    payload = torch.empty(wire.num_bytes, dtype=torch.uint8)
-    transport.receive(KEY, 0, payload).wait()
-    return all(same_bits(found, tensors[name]) for name, found in wire.unpack(payload, KEY).items())
+    arrival = wire.arrival(KEY, HOST)
+    transport.receive(KEY, 0, arrival.message).wait()
+    return all(same_bits(found, tensors[name]) for name, found in arrival.unpack(HOST).items())
 
 
 def _many_in_flight(rank: int, transport: Transport) -> bool:
@@ -61,15 +49,15 @@ def _many_in_flight(rank: int, transport: Transport) -> bool:
     other = 1 - rank
     mine = [_key(i, forward=rank == 0, to_stage=other) for i in range(NUM_MESSAGES)]
     theirs = [_key(i, forward=rank == 1, to_stage=rank) for i in range(NUM_MESSAGES)]
-    payloads = [torch.empty(ACTIVATION.num_bytes, dtype=torch.uint8) for _ in theirs]
-    received = [transport.receive(key, other, payload) for key, payload in zip(theirs, payloads, strict=True)]
+    arrivals = [ACTIVATION.arrival(key, HOST) for key in theirs]
+    received = [transport.receive(key, other, one.message) for key, one in zip(theirs, arrivals, strict=True)]
     sent = [
         transport.send(key, other, packed(ACTIVATION, _numbered(i, forward=rank == 0, to_stage=other), key))
         for i, key in enumerate(mine)
     ]
-    for i, (key, pending, payload) in enumerate(zip(theirs, received, payloads, strict=True)):
+    for i, (pending, arrival) in enumerate(zip(received, arrivals, strict=True)):
         pending.wait()
-        found = ACTIVATION.unpack(payload, key)["hidden"]
+        found = arrival.unpack(HOST)["hidden"]
         if not torch.equal(found, _numbered(i, forward=rank == 1, to_stage=rank)["hidden"]):
             return False
     for pending in sent:
@@ -99,10 +87,10 @@ def _several_borders(rank: int, transport: Transport) -> bool:
         return True
     mixed = sorted(keys, key=lambda key: (key.microbatch, -key.to_stage))
     for key in mixed:
-        payload = torch.empty(ACTIVATION.num_bytes, dtype=torch.uint8)
-        transport.receive(key, 0, payload).wait()
+        arrival = ACTIVATION.arrival(key, HOST)
+        transport.receive(key, 0, arrival.message).wait()
         expected = _numbered(key.microbatch or 0, forward=key.forward, to_stage=key.to_stage)["hidden"]
-        if not torch.equal(ACTIVATION.unpack(payload, key)["hidden"], expected):
+        if not torch.equal(arrival.unpack(HOST)["hidden"], expected):
             return False
     return True
 
@@ -167,10 +155,10 @@ def _send_then_receive(rank: int, transport: Transport) -> bool:
     other = 1 - rank
     out, back = _key(0, forward=rank == 0, to_stage=other), _key(0, forward=rank == 1, to_stage=rank)
     sent = transport.send(out, other, packed(ACTIVATION, _numbered(rank), out))
-    payload = torch.empty(ACTIVATION.num_bytes, dtype=torch.uint8)
-    transport.receive(back, other, payload).wait()
+    arrival = ACTIVATION.arrival(back, HOST)
+    transport.receive(back, other, arrival.message).wait()
     sent.wait()
-    return torch.equal(ACTIVATION.unpack(payload, back)["hidden"], _numbered(other)["hidden"])
+    return torch.equal(arrival.unpack(HOST)["hidden"], _numbered(other)["hidden"])
 
 
 def test_rendezvous_finds_the_deadlock_that_buffers_hide() -> None:
@@ -221,85 +209,7 @@ def test_transports_made_twice_do_not_hear_each_other() -> None:
         second[1].receive(KEY, 0, torch.zeros(64, dtype=torch.uint8)).wait()
 
 
-# Processes over gloo.
-
-
-def _transport(timeout_s: float = 20) -> Transport:
-    return open_transport((0, 1), (0, 1), device=torch.device("cpu"), timeout_s=timeout_s)
-
-
-def _scenarios(rank: int) -> dict[str, Any]:
-    transport = _transport()
-    outcome: dict[str, Any] = {name: work(rank, transport) for name, work in SCENARIOS.items()}
-    for waiting in (0, 1):
-        # Each on connections of its own, which a timeout breaks.
-        broken = _transport(timeout_s=1)
-        outcome[f"other shapes {waiting}"] = _other_shapes(rank, broken, waiting)
-        dist.barrier()
-    outcome["abort"] = _abort(rank, _transport())
-    outcome["first still works"] = _many_in_flight(rank, transport)
-    return outcome
-
-
-def _abort(rank: int, transport: Transport) -> str:
-    """Rank 0 gives up, from another thread than the one that waits; rank 1 only waits."""
-    key = _key(0, forward=rank == 0, to_stage=rank)
-    payload = torch.empty(ACTIVATION.num_bytes, dtype=torch.uint8)
-    pending = transport.receive(key, 1 - rank, payload)
-    if rank == 0:
-        threading.Timer(0.2, transport.abort).start()
-    with pytest.raises((AbortedError, PeerLost)) as caught:
-        pending.wait()
-    with pytest.raises(caught.type):
-        transport.receive(key, 1 - rank, payload).wait()
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_between_processes_all_arrives_and_each_mistake_is_named(tmp_path: Path) -> None:
-    outcomes = run_processes(2, _scenarios, tmp_path)
-    for outcome in outcomes:
-        assert all(outcome[name] for name in (*SCENARIOS, "first still works"))
-    assert NOT_TAKEN in outcomes[0]["other shapes 0"]
-    assert NOT_COME in outcomes[1]["other shapes 1"]
-    assert outcomes[0]["abort"] == "This rank has given its transport up."
-    assert outcomes[1]["abort"].startswith("Rank 0 is gone: ")
-
-
-def _beside_a_killed_process(rank: int) -> list[str]:
-    """Pipeline ranks are not process numbers here: process 2 is rank 0."""
-    transport = open_transport((2, 1, 0), (0, 1, 2), device=torch.device("cpu"))
-    payload = torch.empty(ACTIVATION.num_bytes, dtype=torch.uint8)
-    pending = [transport.receive(_key(i), 0, payload.clone()) for i in range(2)] if rank != 2 else []
-    dist.barrier()
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    pending.append(_Late(lambda: transport.send(_key(0), 0, payload)))
-    return [_lost(one) for one in pending]
-
-
-class _Late:
-    """A send that may be refused when it begins."""
-
-    def __init__(self, begin: Callable[[], Pending]) -> None:
-        self._begin = begin
-
-    def wait(self) -> None:
-        self._begin().wait()
-
-
-def _lost(pending: Pending) -> str:
-    with pytest.raises(PeerLost) as caught:
-        pending.wait()
-    assert caught.value.rank == 0
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_named_to_whoever_waits_for_it(tmp_path: Path) -> None:
-    *survivors, _ = run_processes(3, _beside_a_killed_process, tmp_path, dying=(2,))
-    for texts in survivors:
-        assert all(text.startswith("Rank 0 is gone: ") for text in texts)
+# CUDA devices.
 
 
 def _nccl_is_missing() -> str:
@@ -328,21 +238,3 @@ def _over_nccl(rank: int) -> dict[str, Any]:
 @pytest.mark.skipif(bool(_nccl_is_missing()), reason=_nccl_is_missing())
 def test_cuda_devices_exchange_messages_over_nccl(tmp_path: Path) -> None:
     assert run_processes(2, _over_nccl, tmp_path) == [{"came": True}] * 2
-
-
-def _cuda_over_gloo(rank: int) -> bool:
-    transport = _transport()
-    wire, tensors = every_dtype()
-    if rank == 0:
-        there = {name: tensor.cuda() for name, tensor in tensors.items()}
-        transport.send(KEY, 1, packed(wire, there, KEY)).wait()
-        return True
-    payload = torch.empty(wire.num_bytes, dtype=torch.uint8, device="cuda")
-    transport.receive(KEY, 0, payload).wait()
-    return all(same_bits(found.cpu(), tensors[name]) for name, found in wire.unpack(payload, KEY).items())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_of_one_cuda_device_go_over_gloo(tmp_path: Path) -> None:
-    assert run_processes(2, _cuda_over_gloo, tmp_path) == [True, True]

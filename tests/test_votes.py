@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bireme.runtime.pipeline import READ_AHEAD
-from bireme.runtime.thread_transport import ThreadFabric
 from tests.engine_parity import ALL, Setting, pipeline_of
 from tests.regression import WIDTH, regression, regression_plan
 from tests.small_models import Batch, real_batches
+from tests.thread_transport import ThreadFabric
 from tests.together import run_threads
 
 pytestmark = pytest.mark.slow

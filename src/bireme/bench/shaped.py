@@ -174,6 +174,7 @@ class _ShapedTransport:
         num_bytes: Callable[[Message], float],
     ) -> None:
         self.inner = inner
+        self.is_host = inner.is_host
         self._lanes = lanes
         self._into = into
         self._out = out

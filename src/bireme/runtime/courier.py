@@ -13,7 +13,7 @@ from torch import Tensor
 from bireme.runtime.borders import Borders
 from bireme.runtime.microbatches import Feed
 from bireme.runtime.transport import Pending, Transport
-from bireme.runtime.wire import Parcel, WireFormat
+from bireme.runtime.wire import Arrival, Parcel, WireFormat
 from bireme.schedule.instruction import Instruction, Message
 
 __all__ = ["Courier"]
@@ -28,9 +28,12 @@ Tensors = dict[str, Tensor]
 class _Awaited:
     """A receive that was posted, and the memory that it is for."""
 
-    payload: Tensor
-    wire_format: WireFormat
+    arrival: Arrival
     pending: Pending
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arrival.message.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ class Courier:
         self._borders = borders
         self._transport = transport
         self._device = device
+        # Sockets cannot read what lies on an accelerator: there messages go through pinned host memory.
+        self._memory = torch.device("cpu") if transport.is_host else device
+        self._is_staged = self._memory.type != device.type
         self._made: dict[Message, Tensors] = {}
         """Messages made here that are not sent yet, or are for another stage of this rank."""
         self._awaited: dict[Message, _Awaited] = {}
@@ -73,12 +79,11 @@ class Courier:
     def receive(self, step: Instruction) -> None:
         """Post a receive."""
         key = step.carries()
-        wire_format = self._format(key)
-        payload = torch.empty(wire_format.num_bytes, dtype=torch.uint8, device=self._device)
+        arrival = self._format(key).arrival(key, self._memory, is_pinned=self._is_staged)
         source = self._rank_of_stage[key.from_stage]
-        pending = self._transport.receive(key, source, payload)
-        self._awaited[key] = _Awaited(payload, wire_format, pending)
-        self.receive_bytes += wire_format.num_bytes
+        pending = self._transport.receive(key, source, arrival.message)
+        self._awaited[key] = awaited = _Awaited(arrival, pending)
+        self.receive_bytes += awaited.num_bytes
         self.most_receive_bytes = max(self.most_receive_bytes, self.receive_bytes)
 
     def send(self, step: Instruction) -> None:
@@ -112,8 +117,8 @@ class Courier:
             # What a send takes besides the tensors costs nothing now, and would hold up others later.
             self._ready[made] = self._parcel(made)
         awaited.pending.wait()
-        self.receive_bytes -= awaited.wire_format.num_bytes
-        return awaited.wire_format.unpack(awaited.payload, key)
+        self.receive_bytes -= awaited.num_bytes
+        return awaited.arrival.unpack(self._device)
 
     def put(self, step: Instruction, tensors: Tensors) -> None:
         """What an instruction made for a neighbouring stage."""
@@ -135,7 +140,7 @@ class Courier:
         """Room for a message, with its address on it."""
         wire_format = self._format(key)
         free = self._free.get(wire_format)
-        parcel = free.pop() if free else wire_format.parcel(self._device)
+        parcel = free.pop() if free else wire_format.parcel(self._memory, is_pinned=self._is_staged)
         parcel.address(key)
         return parcel
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.dist_transport import open_transport
 from bireme.runtime.meeting import meet
+from bireme.runtime.nccl_transport import NcclTransport
 from bireme.runtime.socket_sums import SocketSums
 from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
@@ -23,9 +24,17 @@ from bireme.sync.group import DistGroup, Group, LonelyGroup, OwnedGroup, Sums
 __all__ = ["DistFabric", "Fabric", "Holder", "LonelyFabric", "fabric_of"]
 
 
-def fabric_of(world: "World | Fabric | None", num_ranks: int) -> "Fabric":
-    """The fabric of a world, or the one given; of one process alone where nothing is given."""
+def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.device) -> "Fabric":
+    """The fabric of a world, or the one given; of one process alone where nothing is given.
+
+    It is for a pipeline of so many ranks, on devices of that type.
+    """
     if isinstance(world, World):
+        if world.device.type == "cuda" and device.type != "cuda":
+            raise BiremeError(
+                f"The world has the backend nccl, which carries messages between CUDA devices, and the "
+                f"pipeline is on {device}. Give it device=world.device, or open the world with backend gloo."
+            )
         return DistFabric(world)
     if world is not None:
         return world
@@ -83,14 +92,14 @@ class DistFabric:
         return self._world.size
 
     def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
-        """Messages between some processes; given up as soon as another one has failed.
+        """Messages between some processes; aborted as soon as another one has failed.
 
-        Between CPUs they go over sockets of their own, between CUDA devices over torch.distributed.
+        With the backend nccl they go between CUDA devices over NCCL, else over sockets of their own.
         """
         world = self._world
         transport: Transport
         if world.device.type == "cuda":
-            transport = open_transport(ranks, rank_of_stage, device=world.device, timeout_s=world.timeout_s)
+            transport = NcclTransport(ranks, rank_of_stage, world.device)
         else:
             place = ranks.index(world.rank)
             # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
@@ -204,6 +213,8 @@ class Holder:
 
 class _Nowhere:
     """A transport between no ranks."""
+
+    is_host = False
 
     def send(self, key: Message, to: int, payload: Tensor) -> Pending:
         raise RuntimeError(f"There is no rank {to} to send the {key} to.")

@@ -3,28 +3,18 @@
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from bireme.runtime.frame import FRAME_BYTES, framed, read_frame
-from bireme.schedule.instruction import Message
+from bireme.errors import BiremeError
+from bireme.runtime.header import HEADER_BYTES, read_header
+from bireme.runtime.socket_line import Job, posted_for
 
-__all__ = ["Freight", "Load"]
+__all__ = ["Freight"]
 
-
-class Load:
-    """One large message under way. `error` says why it will never arrive, `size_sent` that it is another
-    size.
-    """
-
-    __slots__ = ("data", "error", "is_done", "key", "size_sent")
-
-    def __init__(self, key: Message, data: memoryview) -> None:
-        self.key = key
-        self.data = data
-        self.is_done = threading.Event()
-        self.error: OSError | None = None
-        self.size_sent: int | None = None
+CHUNK_BYTES = 1 << 20
+"""What is written at once. A link that moves less than this within the timeout counts as stuck."""
 
 
 class Freight:
@@ -34,38 +24,38 @@ class Freight:
 
     def __init__(self, peer: int, line: socket.socket, ring: Callable[[], None]) -> None:
         self.peer = peer
+        self.sent_s = self.came_s = 0.0
+        """When bytes last moved in each direction."""
         self._line = line
         self._ring = ring
-        self._outgoing: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._posted: dict[Message, Load] = {}
+        self._outgoing: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._posted: dict[bytes, Job] = {}
         self._changed = threading.Condition()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._is_closed = False
         self._has_writer = self._has_reader = False
 
-    def send(self, key: Message, data: memoryview) -> Load:
+    def send(self, job: Job) -> None:
         """Begin to send."""
-        load = Load(key, data)
         if not self._has_writer:
             self._has_writer = True
             threading.Thread(target=self._write, name=f"bireme to {self.peer}", daemon=True).start()
-        self._outgoing.put(load)
-        return load
+        self._outgoing.put(job)
 
-    def receive(self, key: Message, data: memoryview) -> Load:
-        """Begin to receive."""
-        load = Load(key, data)
+    def post(self, job: Job) -> None:
+        """Expect a message."""
         with self._changed:
             if self._error is not None:
-                load.error = self._error
-                load.is_done.set()
-                return load
-            self._posted[key] = load
+                job.error, job.is_done = self._error, True
+                return
+            self._posted[bytes(job.data[:HEADER_BYTES])] = job
             self._changed.notify()
         if not self._has_reader:
             self._has_reader = True
             threading.Thread(target=self._read, name=f"bireme from {self.peer}", daemon=True).start()
-        return load
+
+    def move(self) -> None:
+        """Its threads do that."""
 
     def close(self) -> None:
         """End the threads; nothing is under way any more."""
@@ -77,50 +67,56 @@ class Freight:
             self._line.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
-        while (load := self._outgoing.get()) is not None:
+        while (job := self._outgoing.get()) is not None:
+            if self._error is not None:
+                job.error = self._error
+                self._end(job)
+                continue
             try:
-                if self._error is not None:
-                    raise self._error
-                self._line.sendall(framed(load.key, len(load.data)))
-                self._line.sendall(load.data)
+                while job.rest:
+                    job.rest = job.rest[self._line.send(job.rest[:CHUNK_BYTES]) :]
+                    self.sent_s = time.monotonic()
             except OSError as error:
-                self._error = load.error = error
-            self._end(load)
+                self._error = job.error = error
+            self._end(job)
 
-    def _end(self, load: Load) -> None:
-        load.is_done.set()
+    def _end(self, job: Job) -> None:
+        job.is_done = True
         self._ring()
 
     def _read(self) -> None:
-        load: Load | None = None
+        job: Job | None = None
         try:
             while True:
-                frame = bytearray(FRAME_BYTES)
-                self._fill(memoryview(frame))
-                key, size = read_frame(frame)
-                load = self._expected(key)
-                if load is None:
+                header = bytearray(HEADER_BYTES)
+                self._fill(memoryview(header))
+                job = self._expected(bytes(header))
+                if job is None:
                     return
-                if len(load.data) == size:
-                    self._fill(load.data)
+                if header == job.data[:HEADER_BYTES]:
+                    self._fill(job.data[HEADER_BYTES:])
                 else:
-                    load.size_sent = size
-                    self._fill(memoryview(bytearray(size)))
-                self._end(load)
-                load = None
-        except OSError as error:
+                    self._skip(read_header(bytes(header)).num_bytes - HEADER_BYTES)
+                    job.data[:HEADER_BYTES] = header
+                self._end(job)
+                job = None
+        except (OSError, BiremeError) as error:
             with self._changed:
                 self._error = error
                 left, self._posted = list(self._posted.values()), {}
-            for one in left if load is None else [load, *left]:
+            for one in left if job is None else [job, *left]:
                 one.error = error
                 self._end(one)
 
-    def _expected(self, key: Message) -> Load | None:
+    def _expected(self, header: bytes) -> Job | None:
         """The receive for a message that has come; waits until it is posted."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or key in self._posted)
-            return self._posted.pop(key, None)
+            while not self._is_closed:
+                job = posted_for(header, self._posted)
+                if job is not None:
+                    return job
+                self._changed.wait()
+            return None
 
     def _fill(self, view: memoryview) -> None:
         filled = 0
@@ -128,4 +124,13 @@ class Freight:
             num_bytes = self._line.recv_into(view[filled:])
             if num_bytes == 0:
                 raise ConnectionResetError("the connection was closed")
+            self.came_s = time.monotonic()
             filled += num_bytes
+
+    def _skip(self, num_bytes: int) -> None:
+        """Read that many bytes, which nobody wants."""
+        scratch = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
+        while num_bytes:
+            part = scratch[:num_bytes]
+            self._fill(part)
+            num_bytes -= len(part)

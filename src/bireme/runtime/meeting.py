@@ -1,24 +1,32 @@
 """How ranks find one another for sockets: each says in the store where it listens, the later rank calls.
 
-Addresses are those that the ranks reach the store from, so ranks on one machine meet on its loopback. A word
-that only this run knows keeps strangers out.
+Addresses are those that the ranks reach the store from, so ranks on one machine meet on its loopback. A
+caller greets with a token that only this run knows. Whoever does not is turned away, and holds up nobody.
 """
 
 import os
 import secrets
+import selectors
 import socket
+import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from struct import Struct
 
 from bireme.runtime.peers import PeerLost
+from bireme.runtime.socket_line import ordinary_bytes
 from bireme.runtime.socket_transport import Lines
 from bireme.runtime.stores import Store
 
 __all__ = ["meet"]
 
-WORD_BYTES = 16
-GREETING_BYTES = WORD_BYTES + 5
+TOKEN_BYTES = 16
+GREETING = Struct(f"<{TOKEN_BYTES}sIBI")
+"""The token, who calls, for which of the two lines, and the longest message that goes over the small one."""
+GREETING_S = 5.0
+"""How long a caller may take to greet; a rank does so with its first packet."""
+LOOK_S = 0.5
 
 
 def meet(
@@ -34,63 +42,130 @@ def meet(
 
     `name` must be this meeting's own in the store. All of `ranks` take part.
     """
-    own = ranks[rank]
-    found: dict[int, list[socket.socket | None]] = {peer: [None, None] for peer in neighbours}
+    own_bytes = ordinary_bytes()
     with ExitStack() as undo:
-        listener = socket.create_server(("", 0), backlog=2 * len(neighbours) + 1)
+        listener = socket.create_server(("", 0), backlog=2 * len(neighbours) + 16)
         undo.callback(listener.close)
-        listener.settimeout(timeout_s)
-        word = secrets.token_bytes(WORD_BYTES)
-        port = listener.getsockname()[1]
-        store.set(f"{name}/{own}", f"{_address()} {port} {word.hex()}")
-        limit = timedelta(seconds=timeout_s)
-        for peer in sorted(neighbours):
-            if peer < rank:
-                store.wait([f"{name}/{ranks[peer]}"], limit)
-                host, its_port, its_word = store.get(f"{name}/{ranks[peer]}").decode().split()
-                for line in (0, 1):
-                    made = socket.create_connection((host, int(its_port)), timeout=timeout_s)
-                    undo.callback(made.close)
-                    made.sendall(bytes.fromhex(its_word) + rank.to_bytes(4, "little") + bytes([line]))
-                    found[peer][line] = made
-        missing = 2 * sum(peer > rank for peer in neighbours)
-        while missing:
-            try:
-                made, _ = listener.accept()
-            except TimeoutError as error:
-                absent = min(peer for peer, pair in found.items() if None in pair)
-                raise PeerLost(absent, f"it has not called within {timeout_s:g} s") from error
-            made.settimeout(timeout_s)
-            greeting = _greeting(made)
-            peer = int.from_bytes(greeting[WORD_BYTES:-1], "little")
-            if not secrets.compare_digest(greeting[:WORD_BYTES], word) or peer not in found:
-                made.close()
-                continue
-            undo.callback(made.close)
-            found[peer][greeting[-1]] = made
-            missing -= 1
-        lines = {}
-        for peer, (small, large) in found.items():
-            assert small is not None
-            assert large is not None
-            for one in (small, large):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            small.setblocking(False)
-            large.settimeout(None)
-            lines[peer] = Lines(small, large)
-        undo.pop_all()
-        listener.close()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        here = f"{_address()} {listener.getsockname()[1]} {token.hex()} {own_bytes}"
+        store.set(f"{name}/{ranks[rank]}", here)
+        reception = _Reception(listener, token, {peer for peer in neighbours if peer > rank})
+        undo.callback(reception.close)
+        sockets, limits = reception.sockets, reception.limits
+        for peer in sorted(peer for peer in neighbours if peer < rank):
+            where = f"{name}/{ranks[peer]}"
+            store.wait([where], timedelta(seconds=timeout_s))
+            host, port, its_token, its_bytes = store.get(where).decode().split()
+            limits[peer] = int(its_bytes)
+            for line in (0, 1):
+                made = socket.create_connection((host, int(port)), timeout=timeout_s)
+                sockets[peer, line] = made
+                made.sendall(GREETING.pack(bytes.fromhex(its_token), rank, line, own_bytes))
+        reception.wait(timeout_s)
+        lines = {
+            peer: Lines(sockets[peer, 0], sockets[peer, 1], min(own_bytes, limits[peer]))
+            for peer in neighbours
+        }
+        for pair in lines.values():
+            pair.prepare()
+        sockets.clear()
     return lines
 
 
-def _greeting(line: socket.socket) -> bytes:
-    greeting = b""
-    while len(greeting) < GREETING_BYTES:
-        more = line.recv(GREETING_BYTES - len(greeting))
-        if not more:
-            return bytes(GREETING_BYTES)
-        greeting += more
-    return greeting
+class _Call:
+    """A connection that somebody made, and what it has said so far."""
+
+    __slots__ = ("ends_s", "said", "socket")
+
+    def __init__(self, made: socket.socket) -> None:
+        made.setblocking(False)
+        self.socket = made
+        self.said = b""
+        self.ends_s = time.monotonic() + GREETING_S
+
+    def hear(self) -> None:
+        """Take what has come of the greeting. Who hangs up has said all."""
+        with suppress(BlockingIOError):
+            more = self.socket.recv(GREETING.size - len(self.said))
+            self.said += more or bytes(GREETING.size)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.said) >= GREETING.size
+
+
+class _Reception:
+    """Takes the calls of some ranks while strangers may call as well, and say anything or nothing."""
+
+    def __init__(self, listener: socket.socket, token: bytes, expected: set[int]) -> None:
+        self.sockets: dict[tuple[int, int], socket.socket] = {}
+        """The socket of each rank for each of its two lines."""
+        self.limits: dict[int, int] = {}
+        """The longest message that each rank sends over the small line."""
+        self._token = token
+        self._expected = expected
+        self._listener = listener
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._calls: list[_Call] = []
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when all have called."""
+        ends_s = time.monotonic() + timeout_s
+        wanted = {(peer, line) for peer in self._expected for line in (0, 1)}
+        while absent := wanted - self.sockets.keys():
+            if time.monotonic() > ends_s:
+                raise PeerLost(min(absent)[0], f"it has not called within {timeout_s:g} s")
+            for key, _ in self._selector.select(min(LOOK_S, timeout_s)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            now = time.monotonic()
+            for call in [one for one in self._calls if one.ends_s < now]:
+                self._turn_away(call)
+
+    def close(self) -> None:
+        """Turn away whoever still waits, and close what was not taken."""
+        for call in tuple(self._calls):
+            self._turn_away(call)
+        self._selector.close()
+        for made in self.sockets.values():
+            made.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the caller has hung up already
+            call = _Call(self._listener.accept()[0])
+            self._calls.append(call)
+            self._selector.register(call.socket, selectors.EVENT_READ, call)
+
+    def _hear(self, call: _Call) -> None:
+        with suppress(OSError):
+            call.hear()
+            if not call.is_over:
+                return
+        if not call.is_over or not self._take(call):
+            self._turn_away(call)
+
+    def _take(self, call: _Call) -> bool:
+        """Whether the caller is a rank that is expected; then its socket is among the others."""
+        token, peer, line, its_bytes = GREETING.unpack(call.said[: GREETING.size])
+        is_known = secrets.compare_digest(token, self._token) and peer in self._expected
+        if not is_known or line not in (0, 1) or (peer, line) in self.sockets:
+            return False
+        self._forget(call)
+        self.sockets[peer, line] = call.socket
+        self.limits[peer] = its_bytes
+        return True
+
+    def _turn_away(self, call: _Call) -> None:
+        self._forget(call)
+        call.socket.close()
+
+    def _forget(self, call: _Call) -> None:
+        self._selector.unregister(call.socket)
+        self._calls.remove(call)
 
 
 def _address() -> str:

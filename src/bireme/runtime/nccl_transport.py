@@ -6,6 +6,7 @@ one border, has a process group of its two ranks to itself.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ class NcclTransport:
     returns, so an error shows later; that a message never comes, or with another size, only NCCL's own
     watchdog finds.
     """
+
+    is_host = False
 
     def __init__(self, pipeline: Sequence[int], rank_of_stage: Sequence[int], device: torch.device) -> None:
         own = dist.get_rank()
@@ -67,12 +70,13 @@ class NcclTransport:
     def close(self) -> None:
         """Give the communicators back."""
         for group in self._groups.values():
-            dist.destroy_process_group(group)
+            with suppress(ValueError):  # torch.distributed has ended as a whole
+                dist.destroy_process_group(group)
         self._groups.clear()
 
     def abort(self) -> None:
         """Stop what is under way on all channels."""
-        for group in self._groups.values():
+        for group in tuple(self._groups.values()):
             group.abort()
 
 

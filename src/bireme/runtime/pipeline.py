@@ -101,7 +101,9 @@ class Pipeline:
     ) -> None:
         saved = plan if isinstance(plan, SavedPlan) else SavedPlan(plan)
         plan = saved.plan
-        fabric = Holder(fabric_of(world, plan.num_ranks))
+        self._device = torch.device(device)
+        check_supported(self._device)
+        fabric = Holder(fabric_of(world, plan.num_ranks, self._device))
         made_of = prepared(
             model,
             evaluation=evaluation,
@@ -117,8 +119,6 @@ class Pipeline:
         self.graph = graph
         self.plan = plan
         self.num_trained = 0
-        self._device = torch.device(device)
-        check_supported(self._device)
         if plan.program(1).rule is Rule.STASHED:
             raise BiremeError(
                 f"The engine does not run {plan.schedule}, whose stages step after every micro-batch and so "

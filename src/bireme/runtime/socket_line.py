@@ -2,53 +2,76 @@
 
 import select
 import socket
+import time
 
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.frame import FRAME_BYTES, framed, read_frame
+from bireme.runtime.header import HEADER_BYTES, read_header
 from bireme.schedule.instruction import Message
 
-__all__ = ["LARGE_BYTES", "Line", "Received", "Sent"]
+__all__ = ["BUFFER_BYTES", "LARGE_BYTES", "NUM_UNDER_WAY", "Job", "Line", "ordinary_bytes", "posted_for"]
 
 LARGE_BYTES = 256 * 1024
-"""Messages of more bytes go over the second socket."""
+"""Messages of more bytes go over the second socket, and of fewer where the kernel's buffers are small."""
+
+NUM_UNDER_WAY = 4
+"""Ordinary messages that the kernel should take at once, so that they move while their sender computes."""
+
+BUFFER_BYTES = NUM_UNDER_WAY * LARGE_BYTES
+"""What to ask the kernel for. A new connection would begin with a tenth of that and grow with its traffic."""
 
 STAGING_BYTES = 3 * LARGE_BYTES
 """Of what has come over the small socket and is not looked at yet. The longest message must fit."""
 
 
-class Sent:
-    """A message being written."""
+def ordinary_bytes() -> int:
+    """The longest message that this machine's kernel lets go over the small socket."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        granted = probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    return min(granted // NUM_UNDER_WAY, LARGE_BYTES)
 
-    __slots__ = ("key", "parts", "payload")
 
-    def __init__(self, key: Message, payload: Tensor, data: memoryview) -> None:
+class Job:
+    """One message to send or to receive, which begins with the header that is sent or expected.
+
+    A receive is done as well when another message comes in its place; then the header is that one's.
+    """
+
+    __slots__ = ("data", "error", "is_done", "is_send", "key", "payload", "rest")
+
+    def __init__(self, key: Message, payload: Tensor, *, is_send: bool) -> None:
         self.key = key
         self.payload = payload
-        self.parts: list[memoryview] = [memoryview(framed(key, len(data))), data]
-
-
-class Received:
-    """A message being read."""
-
-    __slots__ = ("data", "is_done", "key", "payload", "size_sent")
-
-    def __init__(self, key: Message, payload: Tensor, data: memoryview) -> None:
-        self.key = key
-        self.payload = payload
-        self.data = data
+        self.data: memoryview = payload.numpy().data
+        self.rest = self.data
+        """What the kernel has not taken yet of a message to send."""
+        self.is_send = is_send
         self.is_done = False
-        self.size_sent: int | None = None
-        """Of the message that came, where that is not the size expected."""
+        self.error: Exception | None = None
 
-    def take(self, body: bytes | memoryview) -> None:
-        """The message has come."""
-        if len(body) == len(self.data):
-            self.data[:] = body
+    def take(self, header: bytes, body: bytes | memoryview) -> None:
+        """A message has come."""
+        if header == self.data[:HEADER_BYTES]:
+            self.data[HEADER_BYTES:] = body
         else:
-            self.size_sent = len(body)
+            self.data[:HEADER_BYTES] = header
         self.is_done = True
+
+
+def posted_for(header: bytes, posted: dict[bytes, Job]) -> Job | None:
+    """The receive that a message belongs to, which is taken out of those posted; None if there is none yet.
+
+    A message that comes first on its channel where another one is expected belongs to that one's receive.
+    """
+    job = posted.pop(header, None)
+    if job is None and posted:
+        come = read_header(header).key
+        for expected, other in posted.items():
+            if other.key.forward == come.forward and other.key.to_stage == come.to_stage:
+                return posted.pop(expected)
+    return job
 
 
 class Line:
@@ -61,11 +84,14 @@ class Line:
     def __init__(self, peer: int, small: socket.socket) -> None:
         self.peer = peer
         self.socket = small
-        self.queue: list[Sent] = []
+        self.queue: list[Job] = []
         self.polled_events = 0
-        self._posted: dict[bytes, Received] = {}
-        """By their frames, so that an ordinary one need not be taken apart."""
-        self._early: dict[Message, bytes] = {}
+        self.sent_s = self.came_s = 0.0
+        """When bytes last moved in each direction."""
+        self._posted: dict[bytes, Job] = {}
+        """By the headers expected, so that an ordinary one need not be taken apart."""
+        self._early: dict[bytes, bytes] = {}
+        """What came before it was expected, by its header."""
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._begin = self._end = 0
 
@@ -78,47 +104,68 @@ class Line:
         """What a wait must wake up for. Bytes that nobody expects yet may stay where they are."""
         return (select.POLLIN if self._posted else 0) | (select.POLLOUT if self.queue else 0)
 
-    def post(self, received: Received) -> None:
+    def post(self, job: Job) -> None:
         """Expect a message; it may have come already."""
-        early = self._early.pop(received.key, None) if self._early else None
-        if early is not None:
-            received.take(early)
-        else:
-            self._posted[framed(received.key, len(received.data))] = received
+        self._posted[bytes(job.data[:HEADER_BYTES])] = job
+        for header, body in self._early.items():
+            found = posted_for(header, self._posted)
+            if found is not None:
+                del self._early[header]
+                found.take(header, body)
+                return
 
-    def write(self) -> None:
+    def move(self) -> None:
+        """Write what goes, and read what has come."""
+        if self.queue:
+            self._write()
+        self._read()
+
+    def _write(self) -> None:
         """Write what the kernel takes of what waits."""
         while self.queue:
-            parts = self.queue[0].parts
+            job = self.queue[0]
             try:
-                num_bytes = self.socket.sendmsg(parts)
+                num_bytes = self.socket.send(job.rest)
             except BlockingIOError:
                 return
-            while parts and num_bytes >= len(parts[0]):
-                num_bytes -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][num_bytes:]
+            self.sent_s = time.monotonic()
+            if num_bytes < len(job.rest):
+                job.rest = job.rest[num_bytes:]
                 return
+            job.is_done = True
             self.queue.pop(0)
 
-    def read(self) -> None:
+    def _read(self) -> None:
         """Read what has come, as long as anything is expected."""
         while self._posted:
-            behind = self._begin + FRAME_BYTES
-            if behind <= self._end:
-                frame = bytes(self._staging[self._begin : behind])
-                received = self._posted.get(frame)
-                after = behind + (len(received.data) if received is not None else _ordinary_size(frame))
+            body = self._begin + HEADER_BYTES
+            if body <= self._end:
+                header = bytes(self._staging[self._begin : body])
+                expected = self._posted.get(header)
+                size = _ordinary_size(header) if expected is None else len(expected.data)
+                after = self._begin + size
                 if after <= self._end:
                     self._begin = after
-                    self._deliver(frame, received, self._staging[behind:after])
+                    if expected is not None:
+                        del self._posted[header]
+                        expected.data[HEADER_BYTES:] = self._staging[body:after]
+                        expected.is_done = True
+                    else:
+                        self._take_unexpected(header, self._staging[body:after])
                     continue
             if not self._stage_more():
                 return
 
+    def _take_unexpected(self, header: bytes, body: memoryview) -> None:
+        job = posted_for(header, self._posted)
+        if job is None:
+            self._early[header] = bytes(body)
+        else:
+            job.take(header, body)
+
     def _stage_more(self) -> bool:
         """Read more behind what is staged; whether there was any."""
-        if STAGING_BYTES - self._begin < FRAME_BYTES + LARGE_BYTES or self._begin == self._end:
+        if STAGING_BYTES - self._begin < LARGE_BYTES or self._begin == self._end:
             rest = self._end - self._begin
             self._staging[:rest] = self._staging[self._begin : self._end]
             self._begin, self._end = 0, rest
@@ -128,29 +175,17 @@ class Line:
             return False
         if num_bytes == 0:
             raise ConnectionResetError("the connection was closed")
+        self.came_s = time.monotonic()
         self._end += num_bytes
         return True
 
-    def _deliver(self, frame: bytes, received: Received | None, body: memoryview) -> None:
-        if received is not None:
-            del self._posted[frame]
-            received.take(body)
-            return
-        key, _ = read_frame(frame)
-        for posted, other in self._posted.items():
-            if other.key == key:  # it was expected in another size
-                del self._posted[posted]
-                other.take(body)
-                return
-        self._early[key] = bytes(body)
 
-
-def _ordinary_size(frame: bytes) -> int:
+def _ordinary_size(header: bytes) -> int:
     """The size of a message on the socket for small ones."""
-    key, size = read_frame(frame)
-    if not 0 <= size <= LARGE_BYTES:
+    size = read_header(header).num_bytes
+    if size > LARGE_BYTES:
         raise BiremeError(
-            f"What came is no message of this version of Bireme: it would be {key} with {size} bytes. Run "
-            "the same version on all ranks."
+            f"What came is no message of this version of Bireme: it would have {size} bytes. Run the same "
+            "version on all ranks."
         )
     return size

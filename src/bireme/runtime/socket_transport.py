@@ -16,9 +16,9 @@ from contextlib import suppress
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.freight import Freight, Load
+from bireme.runtime.freight import Freight
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.socket_line import LARGE_BYTES, Line, Received, Sent
+from bireme.runtime.socket_line import BUFFER_BYTES, LARGE_BYTES, Job, Line
 from bireme.runtime.transport import AbortedError, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
 
@@ -31,17 +31,32 @@ LOOK_S = 0.2
 
 
 class Lines:
-    """The two sockets to one other rank."""
+    """The two sockets to one other rank. Both ends must send the same sizes over the small one."""
 
-    __slots__ = ("large", "small")
+    __slots__ = ("large", "ordinary_bytes", "small")
 
-    def __init__(self, small: socket.socket, large: socket.socket) -> None:
+    def __init__(self, small: socket.socket, large: socket.socket, ordinary_bytes: int = LARGE_BYTES) -> None:
         self.small = small
         self.large = large
+        self.ordinary_bytes = ordinary_bytes
+
+    def prepare(self) -> None:
+        """Set what sockets between two machines need: no delays, and room in the kernel for what is small.
+
+        The large one keeps buffers that grow with what the link can do.
+        """
+        for one in (self.small, self.large):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self.small.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES)
+        self.small.setblocking(False)
+        self.large.settimeout(None)
 
 
 class SocketTransport:
     """The transport of one rank; `lines` lead to those it has borders with."""
+
+    is_host = True
 
     def __init__(self, lines: Mapping[int, Lines], *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -51,6 +66,7 @@ class SocketTransport:
         for one in (self._bell, self._rung):
             one.setblocking(False)
         self._freight = {peer: Freight(peer, pair.large, self._ring) for peer, pair in lines.items()}
+        self._ordinary_bytes = {peer: pair.ordinary_bytes for peer, pair in lines.items()}
         self._sockets = [one for pair in lines.values() for one in (pair.small, pair.large)]
         self._poller = select.poll()
         self._poller.register(self._rung, select.POLLIN)
@@ -61,28 +77,29 @@ class SocketTransport:
     def send(self, key: Message, to: int, payload: Tensor) -> "SocketPending":
         """Begin to send."""
         self.check()
-        data = payload.numpy().data
-        if len(data) > LARGE_BYTES:
-            return _FreightPending(self, to, payload, self._freight[to].send(key, data), is_send=True)
+        job = Job(key, payload, is_send=True)
+        if len(job.data) > self._ordinary_bytes[to]:
+            freight = self._freight[to]
+            freight.send(job)
+            return SocketPending(self, freight, job)
         line = self._lines[to]
-        sent = Sent(key, payload, data)
-        line.queue.append(sent)
+        line.queue.append(job)
         self._move(line)
-        return _SendPending(self, line, sent)
+        return SocketPending(self, line, job)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> "SocketPending":
         """Begin to receive."""
         self.check()
-        data = payload.numpy().data
-        if len(data) > LARGE_BYTES:
-            waiting = self._freight[source].receive(key, data)
-            return _FreightPending(self, source, payload, waiting, is_send=False)
+        job = Job(key, payload, is_send=False)
+        if len(job.data) > self._ordinary_bytes[source]:
+            freight = self._freight[source]
+            freight.post(job)
+            return SocketPending(self, freight, job)
         line = self._lines[source]
-        received = Received(key, payload, data)
-        line.post(received)
+        line.post(job)
         if line.has_staged:
             self._move(line)
-        return _ReceivePending(self, line, received)
+        return SocketPending(self, line, job)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -112,19 +129,27 @@ class SocketTransport:
         self._failure = error
         return error
 
-    def move_until(self, line: "Line", pending: "_SendPending | _ReceivePending") -> None:
-        """Move bytes on all lines until that message has gone or come."""
-        ends_s = 0.0
-        while not pending.is_done():
+    def wait(self, line: Line | Freight, job: Job) -> None:
+        """Move bytes on all lines until that message has gone or come, or for too long none moved on its."""
+        began_s = 0.0
+        while not job.is_done:
             self.check()
             self._move(line)
-            if pending.is_done():
-                return
+            if job.is_done:
+                break
             now = time.monotonic()
-            ends_s = ends_s or now + self.timeout_s
-            if now > ends_s:
-                raise self.fail(pending.too_late(self.timeout_s))
-            self.poll(min(LOOK_S, ends_s - now))
+            began_s = began_s or now
+            moved_s = max(began_s, line.sent_s if job.is_send else line.came_s)
+            if now > moved_s + self.timeout_s:
+                words = nothing_taken if job.is_send else nothing_came
+                raise self.fail(words(job.key, line.peer, job.payload, self.timeout_s))
+            self.poll(min(LOOK_S, moved_s + self.timeout_s - now))
+        if job.error is not None:
+            self.check()
+            if isinstance(job.error, BiremeError):
+                raise self.fail(job.error)
+            lost = PeerLost(line.peer, str(job.error) or type(job.error).__name__)
+            raise self.fail(lost) from job.error
 
     def poll(self, seconds: float) -> None:
         """Sleep until some line can move or a large message is done with, and move what can."""
@@ -151,110 +176,32 @@ class SocketTransport:
         with suppress(OSError):  # full of rings, or closed
             self._bell.send(b"\0")
 
-    def _move(self, line: "Line") -> None:
+    def _move(self, line: Line | Freight) -> None:
         """Write what goes and read what has come; a broken connection means that its rank is gone, or that
         this one gave up.
         """
         try:
-            if line.queue:
-                line.write()
-            line.read()
+            line.move()
         except OSError as error:
             self.check()
             raise self.fail(PeerLost(line.peer, str(error) or type(error).__name__)) from error
 
 
-class _SendPending:
-    """A send under way."""
+class SocketPending:
+    """A message under way, in either direction."""
 
-    __slots__ = ("_line", "_sent", "_transport")
+    __slots__ = ("_job", "_line", "_transport")
 
-    def __init__(self, transport: SocketTransport, line: Line, sent: Sent) -> None:
+    def __init__(self, transport: SocketTransport, line: Line | Freight, job: Job) -> None:
         self._transport = transport
         self._line = line
-        self._sent = sent
+        self._job = job
 
     def is_done(self) -> bool:
-        """Whether the kernel has it all."""
-        return not self._sent.parts
-
-    def too_late(self, timeout_s: float) -> BiremeError:
-        return nothing_taken(self._sent.key, self._line.peer, self._sent.payload, timeout_s)
+        """Whether it has come, or the kernel has all of it."""
+        return self._job.is_done
 
     def wait(self) -> None:
-        """Return when the kernel has it all."""
-        if self._sent.parts:
-            self._transport.move_until(self._line, self)
-
-
-class _ReceivePending:
-    """A receive under way."""
-
-    __slots__ = ("_line", "_received", "_transport")
-
-    def __init__(self, transport: SocketTransport, line: Line, received: Received) -> None:
-        self._transport = transport
-        self._line = line
-        self._received = received
-
-    def is_done(self) -> bool:
-        """Whether the message is there."""
-        return self._received.is_done
-
-    def too_late(self, timeout_s: float) -> BiremeError:
-        return nothing_came(self._received.key, self._line.peer, self._received.payload, timeout_s)
-
-    def wait(self) -> None:
-        """Return when the message is there."""
-        if not self._received.is_done:
-            self._transport.move_until(self._line, self)
-        if self._received.size_sent is not None:
-            raise _other_size(
-                self._received.key, self._line.peer, len(self._received.data), self._received.size_sent
-            )
-
-
-class _FreightPending:
-    """A large message under way, which a thread moves."""
-
-    __slots__ = ("_is_send", "_load", "_payload", "_peer", "_transport")
-
-    def __init__(
-        self, transport: SocketTransport, peer: int, payload: Tensor, load: Load, *, is_send: bool
-    ) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._payload = payload
-        self._load = load
-        self._is_send = is_send
-
-    def is_done(self) -> bool:
-        """Whether it is there, or the kernel has all of it."""
-        return self._load.is_done.is_set()
-
-    def wait(self) -> None:
-        """Return when it is there, or when the kernel has all of it."""
-        load, transport = self._load, self._transport
-        ends_s = time.monotonic() + transport.timeout_s
-        while not load.is_done.is_set():
-            transport.check()
-            if time.monotonic() > ends_s:
-                words = nothing_taken if self._is_send else nothing_came
-                raise transport.fail(words(load.key, self._peer, self._payload, transport.timeout_s))
-            transport.poll(LOOK_S)
-        transport.check()
-        if load.error is not None:
-            lost = PeerLost(self._peer, str(load.error) or type(load.error).__name__)
-            raise transport.fail(lost) from load.error
-        if load.size_sent is not None:
-            raise _other_size(load.key, self._peer, len(load.data), load.size_sent)
-
-
-SocketPending = _SendPending | _ReceivePending | _FreightPending
-
-
-def _other_size(key: Message, source: int, expected: int, sent: int) -> BiremeError:
-    return BiremeError(
-        f"The {key} came from rank {source} with {sent} bytes, and {expected} were expected. The ranks were "
-        "given batches of different shapes: give all ranks the same batches."
-    )
+        """Return when it has come, or when the kernel has all of it."""
+        if not self._job.is_done or self._job.error is not None:
+            self._transport.wait(self._line, self._job)

@@ -24,7 +24,8 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 300.0
-"""How long a rank waits for a message. It must be longer than the longest pause of a healthy neighbour."""
+"""How long a rank waits while nothing of a message moves. It must be longer than the longest pause of a
+healthy neighbour."""
 
 
 class Channel(NamedTuple):
@@ -37,19 +38,24 @@ class Channel(NamedTuple):
 class Transport(Protocol):
     """Point-to-point messages of one rank with the others of its pipeline.
 
-    Ranks are places in the pipeline. `payload` is contiguous, of uint8, on the device that the transport is
+    Ranks are places in the pipeline. `payload` is contiguous, of uint8, in the memory that the transport is
     for, and must stay alive, a sent one also unchanged, until `wait` of what is returned has returned. Stages
     that share a rank need no transport, and none sends to its own rank.
+
+    A payload begins with the header that names its message. On the host a payload to receive into begins with
+    the header expected. Where another message comes in its place, that one's header is there afterwards and
+    the rest is undefined, so whoever takes a message apart must compare.
     """
+
+    @property
+    def is_host(self) -> bool:
+        """Whether payloads lie in host memory, or else on the device."""
 
     def send(self, key: Message, to: int, payload: Tensor) -> Pending:
         """Begin to send. To wait is to know that the payload may be used for something else."""
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
-        """Begin to receive into the payload, which must have the message's size. To wait is to have it.
-
-        Where another size is sent the two never meet, and waiting ends with an error.
-        """
+        """Begin to receive into the payload, which must have the message's size. To wait is to have it."""
 
     def close(self) -> None:
         """Let go of the transport. Every send and receive has been waited for."""
@@ -59,7 +65,7 @@ class Transport(Protocol):
 
 
 def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) -> BiremeError:
-    """The error of a receive that took too long."""
+    """The error of a receive for which nothing moved for too long."""
     return BiremeError(
         f"The {key} ({payload.numel()} bytes) did not come from rank {source} within {waited_s:g} s. That "
         "rank may be gone, or stuck, or was given a batch of other shapes, so that its message has another "
@@ -69,7 +75,7 @@ def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) ->
 
 
 def nothing_taken(key: Message, to: int, payload: Tensor, waited_s: float) -> BiremeError:
-    """The error of a send that took too long."""
+    """The error of a send for which nothing moved for too long."""
     return BiremeError(
         f"Rank {to} did not take the {key} ({payload.numel()} bytes) within {waited_s:g} s. That rank may be "
         "gone, or stuck, or was given a batch of other shapes, so that it waits for a message of another "

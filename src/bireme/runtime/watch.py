@@ -2,7 +2,7 @@
 
 A daemon thread does all the talking to the store, because a store can block; the rank's own thread asks this
 object only, and never waits longer than it says. The thread cannot free the main thread from a wait in gloo
-or NCCL, except by what `on_failure` was given; so it ends the process if that does not end by itself.
+or NCCL, except by aborting what it waits in; so it ends the process if that does not end by itself.
 """
 
 import os

@@ -1,11 +1,10 @@
-"""The message of one micro-batch over one border: all its tensors in one piece of memory, behind a header.
+"""The message of one micro-batch over one border: all its tensors in one piece of memory, after a header.
 
 One message instead of one for each tensor costs one latency, and its header tells whose it is, so that a
 tensor of another micro-batch, shape or dtype is never taken for the right one. Both ends make the format from
 the same graph and micro-batch size; shapes are not sent, only compared.
 """
 
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,14 +14,12 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.runtime.header import HEADER_BYTES, header_of, read_header
 from bireme.schedule.instruction import Message
 
-__all__ = ["Parcel", "TensorSpec", "WireFormat"]
+__all__ = ["Arrival", "Parcel", "TensorSpec", "WireFormat"]
 
 ALIGNMENT_BYTES = 64
-MAGIC = b"BIREME\x00\x01"
-HEADER = struct.Struct("<8sqiiiiQQ16x")
-"""Magic, batch, micro-batch, half, stage, direction, bytes of the message, signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ class WireFormat:
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
         places = []
-        end = HEADER.size
+        end = HEADER_BYTES
         for spec in self.specs:
             places.append(_Place(spec, _strides(spec.shape), end // spec.dtype.itemsize))
             end = _aligned(end + prod(spec.shape) * spec.dtype.itemsize)
@@ -72,53 +69,32 @@ class WireFormat:
         written = ";".join(_shown(spec.shape, spec.dtype) for spec in self.specs)
         self.signature = int.from_bytes(blake2b(written.encode(), digest_size=8).digest(), "little")
 
-    def parcel(self, device: torch.device) -> "Parcel":
-        """Room for one message at a time."""
-        message = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        views = [(place.spec, place.within(message)) for place in self._places]
-        return Parcel(self, message, views)
+    def parcel(self, device: torch.device, *, is_pinned: bool = False) -> "Parcel":
+        """Room for one message at a time, in the memory that the transport sends from."""
+        return Parcel(self, self._memory(device, is_pinned=is_pinned))
 
-    def unpack(self, message: Tensor, key: Message) -> dict[str, Tensor]:
-        """The tensors, by name, as views of the message; raises if it is not the one that `key` names.
+    def arrival(self, key: Message, device: torch.device, *, is_pinned: bool = False) -> "Arrival":
+        """Room for the message that `key` names to come, in the memory that the transport receives into."""
+        return Arrival(self, key, self._memory(device, is_pinned=is_pinned), is_staged=is_pinned)
 
-        On a CUDA device the check waits until the message is there.
-        """
-        if message.numel() != self.num_bytes or message.dtype != torch.uint8:
-            raise ValueError(f"a message of {self.num_bytes} bytes cannot lie in {_shown_tensor(message)}")
-        there = message if message.is_cpu else message[: HEADER.size].cpu()
-        header = there.numpy()[: HEADER.size].tobytes()
-        if header != self.header(key):
-            raise self._mismatch(header, key)
+    def _memory(self, device: torch.device, *, is_pinned: bool) -> Tensor:
+        if is_pinned:
+            return torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=True)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def views(self, message: Tensor) -> dict[str, Tensor]:
+        """The tensors, by name, as views of a message."""
         return {place.spec.name: place.within(message) for place in self._places}
 
     def header(self, key: Message) -> bytes:
-        """What stands ahead of the tensors."""
-        return HEADER.pack(
-            MAGIC,
-            key.batch,
-            -1 if key.microbatch is None else key.microbatch,
-            -1 if key.half is None else key.half,
-            key.to_stage,
-            key.forward,
-            self.num_bytes,
-            self.signature,
-        )
+        """What a message begins with."""
+        return header_of(key, self.num_bytes, self.signature)
 
-    def _mismatch(self, header: bytes, key: Message) -> BiremeError:
-        magic, batch, microbatch, half, to_stage, forward, num_bytes, signature = HEADER.unpack(header)
-        expected = f"This rank expected the {key} ({self._listed()}, {self.num_bytes} bytes in all)"
-        if magic != MAGIC:
-            return BiremeError(
-                f"{expected}, but what came is no message of this version of Bireme: it begins with "
-                f"{magic.hex(' ')}. Run the same version on all ranks."
-            )
-        come = Message(
-            bool(forward),
-            to_stage,
-            batch,
-            None if microbatch < 0 else microbatch,
-            None if half < 0 else half,
-        )
+    def mismatch(self, header: bytes, key: Message) -> BiremeError:
+        """Why a message with that header is not the one that `key` names."""
+        come, num_bytes, signature = read_header(header)
+        listed = ", ".join(map(str, self.specs)) or "no tensors"
+        expected = f"This rank expected the {key} ({listed}, {self.num_bytes} bytes in all)"
         if come != key:
             return BiremeError(
                 f"{expected}, but the {come} came ({num_bytes} bytes). The two ranks do not follow the same "
@@ -126,41 +102,32 @@ class WireFormat:
             )
         return BiremeError(
             f"{expected}, but it came with tensors of other shapes or dtypes ({num_bytes} bytes, signature "
-            f"{signature:016x} instead of {self.signature:016x}). Give all ranks the same model and the same "
-            "batches."
+            f"{signature:016x} instead of {self.signature:016x}). Give all ranks the same batches, and "
+            "the same model."
         )
-
-    def _listed(self) -> str:
-        return ", ".join(map(str, self.specs)) or "no tensors"
 
 
 class Parcel:
     """The memory of a message to be sent, with its tensors as views, made once and packed many times."""
 
-    __slots__ = ("_format", "_header", "_key", "_views", "message")
+    __slots__ = ("_header", "_key", "_views", "message", "wire_format")
 
-    def __init__(
-        self, wire_format: WireFormat, message: Tensor, views: list[tuple[TensorSpec, Tensor]]
-    ) -> None:
+    def __init__(self, wire_format: WireFormat, message: Tensor) -> None:
+        self.wire_format = wire_format
         self.message = message
-        self._format = wire_format
-        self._views = views
-        self._header = message.numpy().data[: HEADER.size] if message.is_cpu else None
+        views = wire_format.views(message)
+        self._views = [(spec, views[spec.name]) for spec in wire_format.specs]
+        self._header = message.numpy().data[:HEADER_BYTES] if message.is_cpu else None
         self._key: Message | None = None
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """What it is a message of."""
-        return self._format
 
     def address(self, key: Message) -> None:
         """Write down which message it is."""
         self._key = key
-        header = self._format.header(key)
+        header = self.wire_format.header(key)
         if self._header is not None:
             self._header[:] = header
         else:
-            self.message[: HEADER.size].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            self.message[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors into it. More than are sent may be given."""
@@ -168,11 +135,44 @@ class Parcel:
             tensor = tensors[spec.name]
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
                 raise BiremeError(
-                    f"The {self._key} should carry {spec}, but the stage made {_shown_tensor(tensor)}. "
+                    f"The {self._key} should carry {spec}, but the stage made "
+                    f"{_shown(tuple(tensor.shape), tensor.dtype)}. "
                     "The graph's shapes do not hold for this batch. Capture the model with inputs like the "
                     "ones it is trained on."
                 )
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+
+
+class Arrival:
+    """The memory of a message to come. On the host it begins with the header expected."""
+
+    __slots__ = ("_expected", "_header", "_is_staged", "_key", "_wire_format", "message")
+
+    def __init__(
+        self, wire_format: WireFormat, key: Message, message: Tensor, *, is_staged: bool = False
+    ) -> None:
+        self.message = message
+        self._wire_format = wire_format
+        self._key = key
+        self._is_staged = is_staged
+        self._expected = wire_format.header(key)
+        self._header = message.numpy().data[:HEADER_BYTES] if message.is_cpu else None
+        if self._header is not None:
+            self._header[:] = self._expected
+
+    def unpack(self, device: torch.device) -> dict[str, Tensor]:
+        """The tensors, by name: views of the message, or of a copy on the device if it is staged on the host.
+
+        Raises if it is not the message expected. On a CUDA device the check waits until it has come.
+        """
+        header = self._header
+        came = self.message[:HEADER_BYTES].cpu().numpy().tobytes() if header is None else bytes(header)
+        if came != self._expected:
+            raise self._wire_format.mismatch(came, self._key)
+        if self._is_staged:
+            # Torch knows of the copy, and does not give pinned memory away before it is made.
+            return self._wire_format.views(self.message.to(device, non_blocking=True))
+        return self._wire_format.views(self.message)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -186,7 +186,3 @@ def _aligned(num_bytes: int) -> int:
 
 def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-def _shown_tensor(tensor: Tensor) -> str:
-    return _shown(tuple(tensor.shape), tensor.dtype)

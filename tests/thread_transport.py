@@ -154,7 +154,9 @@ class _Hub:
 
 
 class _ThreadTransport:
-    """The transport of one rank. Messages of other sizes never meet, as over gloo."""
+    """The transport of one rank. Messages of other sizes never meet."""
+
+    is_host = True
 
     def __init__(self, hub: _Hub, lines: dict[_Channel, _Line], members: tuple[int, ...], rank: int) -> None:
         self._hub = hub
