@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from bireme.schedule.instruction import BACKWARDS, SENDS, Instruction, Kind
 from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule, banks_needed, updates_per_batch, version_used
+from bireme.schedule.rule import Rule, banks_needed, updates_per_batch
 
 __all__ = ["Orders", "every_batch", "weave"]
 
@@ -93,15 +93,7 @@ class _StageWeaver:
         if step.microbatch is None or step.kind not in _COMPUTE_TO_WEAVE:
             yield step
             return
-        version = version_used(
-            self.program.rule,
-            stage=self.stage,
-            num_stages=self.program.num_stages,
-            batch=step.batch,
-            microbatch=step.microbatch,
-            num_microbatches=self.program.num_microbatches,
-            first_batch=self.program.first_batch,
-        )
+        version = self.program.version_of(step)
         if step.kind is Kind.FORWARD:
             yield from self._make(version, step.batch)
         if self.recompute and step.kind in BACKWARDS:
