@@ -2,10 +2,15 @@
 
 A table leads from each kind of instruction to what is done for it; there is no loop of any schedule's own.
 What takes long runs beside it: messages in the transport, the sums of gradients in the reducer.
+
+An evaluation is a program too, of nothing but forwards and their messages: it runs here on other stages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import perf_counter
+from typing import Protocol
+
+from torch import Tensor
 
 from bireme.runtime.courier import Courier
 from bireme.runtime.microbatches import Feed, MicroBatch
@@ -15,10 +20,20 @@ from bireme.runtime.updates import Finished, Updates
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Block
 
-__all__ = ["Interpreter", "OnInstruction", "micro_batch_of", "place_of"]
+__all__ = ["Interpreter", "OnInstruction", "RunsForward", "micro_batch_of", "place_of"]
 
 OnInstruction = Callable[[Instruction], None]
 """Is told each instruction right before it is run."""
+
+
+class RunsForward(Protocol):
+    """What a forward needs of a stage."""
+
+    def forward(
+        self, place: Place, version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run a micro-batch, or half of one; gives what goes to the next stage."""
+        ...
 
 
 class Interpreter:
@@ -32,6 +47,7 @@ class Interpreter:
         on_instruction: OnInstruction,
     ) -> None:
         self._stages = stages
+        self._forwards: Mapping[int, RunsForward] = stages
         self._courier = courier
         self._updates = updates
         self._on_instruction = on_instruction
@@ -52,10 +68,18 @@ class Interpreter:
             Kind.TRIAL: updates.trial,
         }
 
-    def run(self, blocks: Iterable[Block], feed: Feed, recorder: Recorder | None) -> Iterator[Finished]:
+    def run(
+        self,
+        blocks: Iterable[Block],
+        feed: Feed,
+        recorder: Recorder | None = None,
+        *,
+        forwards: Mapping[int, RunsForward] | None = None,
+    ) -> Iterator[Finished]:
         """Run what the blocks say on the batches of the feed; gives what came of each batch when it is
-        done.
+        done. Forwards are those of the stages that train, or of `forwards`.
         """
+        self._forwards = self._stages if forwards is None else forwards
         self._courier.feed = feed
         actions = self._actions
         for block in blocks:
@@ -75,7 +99,7 @@ class Interpreter:
         micro_batch = micro_batch_of(step, self._courier.feed)
         self._began_s = perf_counter()
         assert step.version is not None
-        sends = self._stages[step.stage].forward(place_of(step), step.version, micro_batch, received)
+        sends = self._forwards[step.stage].forward(place_of(step), step.version, micro_batch, received)
         self._courier.put(step, sends)
 
     def _backward(self, step: Instruction) -> None:

@@ -20,6 +20,7 @@ from bireme.model.units import Unit, units_of
 from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.assembly import Assembly
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
@@ -37,8 +38,9 @@ from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.updates import Finished, Settings, Updates
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
+from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
-from bireme.schedule.stream import stream
+from bireme.schedule.source import ProgramSource, source_of
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["READ_AHEAD", "Pipeline", "Result", "Weights"]
@@ -69,7 +71,8 @@ class Result:
 class Pipeline:
     """One rank's part of a pipeline, joined with the others through `world`.
 
-    `plan` is one made by hand, or what `load_plan` gives, which must have been made for this model.
+    `plan` is one made by hand, or what `load_plan` gives, which must have been made for this model; or a
+    program, alone or in a `ProgramPlan` that says how the model is cut for it.
     `model` is a module, captured with `example_inputs` and `loss`, or a graph captured before. `weights`
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
@@ -80,7 +83,7 @@ class Pipeline:
     def __init__(
         self,
         model: Graph | nn.Module,
-        plan: Plan | SavedPlan,
+        plan: Plan | SavedPlan | ProgramPlan | Program,
         world: World | Fabric | None = None,
         *,
         example_inputs: Inputs | None = None,
@@ -97,9 +100,9 @@ class Pipeline:
         compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
     ) -> None:
-        saved = plan if isinstance(plan, SavedPlan) else SavedPlan(plan)
-        plan = saved.plan
-        fabric = fabric_of(world, plan.num_ranks)
+        asked = _by_program(plan)
+        _check_runnable(asked.source)
+        fabric = fabric_of(world, asked.num_ranks)
         made_of = prepared(
             model,
             evaluation=evaluation,
@@ -109,30 +112,24 @@ class Pipeline:
             seed=seed,
         )
         graph = made_of.graph
-        if saved.origin is not None:
-            check_plan_fits(saved.origin, graph, saved.units)
+        if isinstance(plan, SavedPlan) and plan.origin is not None:
+            check_plan_fits(plan.origin, graph, plan.units)
         tell = on_instruction or _teller(world)
         self.graph = graph
-        self.plan = plan
         self.num_trained = 0
         self._device = torch.device(device)
-        if plan.program(1).rule is Rule.STASHED:
-            raise BiremeError(
-                f"The engine does not run {plan.schedule}, whose stages step after every micro-batch and so "
-                "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
-                "simulate` shows both."
-            )
         units = units_of(graph)
-        self.layout = layout_of(graph, units, plan, fabric.rank, fabric.size)
-        self._borders = Borders(graph, _receives(units, plan))
+        self.plan = asked.cut([_work(graph, unit) for unit in units])
+        self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
+        self._borders = Borders(graph, _receives(units, self.plan))
         self._check_halves()
-        assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile)
+        assembly = Assembly(graph, self.plan, self.layout, self._borders, self._device, resolve, compile)
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self._cutter = self._make_cutter(seed)
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._transport = transport
-        is_fresh = plan.program(1).rule is Rule.FRESH
+        is_fresh = self.plan.source.rule is Rule.FRESH
         self._reducer = reducer_of(fabric, self.layout, transport, self._templates(), keep_gradients=is_fresh)
         self._spare = fabric.everyone()
         self._updates = Updates(self.stages, self._reducer, Settings(lr, clip_norm))
@@ -143,11 +140,10 @@ class Pipeline:
             self._evaluator = Evaluator(
                 assembly.evaluation_stages(made_of.evaluation, self.stages),
                 self.layout,
-                plan,
-                self._courier,
+                self.plan,
+                self._interpreter,
                 self._spare,
                 self._cutter,
-                tell,
             )
         self._is_running = False
         self._failure: Exception | None = None
@@ -191,7 +187,7 @@ class Pipeline:
             stage.banks.settle()
         first = self.num_trained
         feed = Feed(batches, self._cutter, first)
-        blocks = stream(self.plan.program, self.layout.pipeline_rank, feed.has, first_batch=first)
+        blocks = self.plan.source.blocks(self.layout.pipeline_rank, feed.has, first_batch=first)
         recorder = Recorder() if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
@@ -292,7 +288,7 @@ class Pipeline:
             raise BiremeError("No training was recorded. Call train(batches, record=True) first.")
         offset_s = clock_offset_s(self._spare)
         starts, ends = (gather_rows(self._spare, [t + offset_s for t in times]) for times in self.recording)
-        program = self.plan.program(len(self._recorded), self._recorded.start)
+        program = self.plan.source.program(len(self._recorded), self._recorded.start)
         return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
 
     @property
@@ -323,8 +319,8 @@ class Pipeline:
         return Cutter(
             width=self.plan.width,
             replica=self.layout.replica,
-            num_microbatches=self.plan.num_microbatches,
-            num_sliced=self.plan.program(1).num_sliced,
+            num_microbatches=self.plan.source.num_microbatches,
+            num_sliced=self.plan.source.num_sliced,
             count=count_of(self.graph),
             required=self.graph.inputs,
             needed=tuple(dict.fromkeys(needed)),
@@ -342,15 +338,42 @@ class Pipeline:
 
     def _check_halves(self) -> None:
         """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
-        if not self.plan.program(1).num_sliced:
+        if not self.plan.source.num_sliced:
             return
         for names in self._borders.receives:
             for name in names:
                 if self._borders.batch_axis(name) is None:
                     raise BiremeError(
-                        f"{self.plan.schedule} sends micro-batches in halves, and {name}, which crosses "
+                        f"{self.plan.source.name} sends micro-batches in halves, and {name}, which crosses "
                         "between stages, is not cut by samples. Use 1f1b."
                     )
+
+
+def _by_program(plan: Plan | SavedPlan | ProgramPlan | Program) -> ProgramPlan:
+    """What the engine asks for, out of all that says it."""
+    match plan:
+        case SavedPlan():
+            return plan.plan.by_program
+        case Plan():
+            return plan.by_program
+        case Program():
+            return ProgramPlan(source_of(plan))
+    return plan
+
+
+def _check_runnable(source: ProgramSource) -> None:
+    """Refuse what is a right program and yet nothing for the engine."""
+    if source.rule is Rule.STASHED:
+        raise BiremeError(
+            f"The engine does not run {source.name}, whose stages step after every micro-batch and so "
+            "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
+            "simulate` shows both."
+        )
+
+
+def _work(graph: Graph, unit: Unit) -> float:
+    """The multiplications of a unit, and a little for each operator, so that none counts for nothing."""
+    return sum(1.0 + graph.operators[place].flops for place in unit.operators)
 
 
 def _teller(world: World | Fabric | None) -> OnInstruction:
@@ -365,7 +388,7 @@ def _teller(world: World | Fabric | None) -> OnInstruction:
     return tell
 
 
-def _receives(units: Sequence[Unit], plan: Plan) -> tuple[tuple[str, ...], ...]:
+def _receives(units: Sequence[Unit], plan: ProgramPlan) -> tuple[tuple[str, ...], ...]:
     """What each stage receives."""
     return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))
 

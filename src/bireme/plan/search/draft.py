@@ -73,12 +73,13 @@ class Draft:
     def plan(self, names: tuple[str, ...]) -> Plan:
         """The plan, with the devices' names."""
         outline = self.outline
+        is_told = outline.stages_per_rank > 1 or outline.schedule in PARTS
         return Plan(
             cuts=self.cuts,
             num_microbatches=outline.num_microbatches,
             schedule=outline.schedule,
             width=outline.width,
-            stages_per_rank=outline.stages_per_rank if outline.schedule in PARTS else None,
+            stages_per_rank=outline.stages_per_rank if is_told else None,
             num_sliced=self.num_sliced,
             lookahead=self.lookahead,
             recompute=self.recompute,
@@ -121,12 +122,11 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             "What a plan takes that runs single units again is not known. Name whole stages to recompute."
         )
-    program = plan.program(1)
-    num_ranks = program.num_ranks
+    num_ranks = plan.source.num_ranks
     outline = Outline(
         plan.schedule,
         num_ranks,
-        program.num_stages // num_ranks,
+        plan.num_stages // num_ranks,
         plan.micro_batch_sizes,
         plan.num_microbatches,
     )
