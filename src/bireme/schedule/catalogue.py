@@ -57,6 +57,7 @@ def generate(
     lookahead: int = 0,
     recompute: Iterable[int] = (),
     first_batch: int = 0,
+    updates_early: bool = False,
     lowered: bool = True,
 ) -> Program:
     """A program of the schedule `name`; long windows come as loops.
@@ -65,7 +66,7 @@ def generate(
     what the one would of which they are parts. `num_sliced` is for `1f1b-sliced`; left out, it is the least
     that is best for equal stages whose backward takes twice the forward. `lookahead` lets 1f1b, 2bw and
     2bw-fresh run further ahead where links are slow. `recompute` names the stages that keep only their
-    inputs.
+    inputs. `updates_early` is for pipelines that sum no gradients over ranks: see `weave.py`.
     """
     schedule = schedule_named(name)
     if first_batch < 0:
@@ -95,6 +96,7 @@ def generate(
             num_batches=batches,
             first_batch=first_batch,
             recompute=stages,
+            updates_early=updates_early,
         )
         return lower(program) if lowered else program
 
