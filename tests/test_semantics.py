@@ -39,6 +39,7 @@ class Request:
     num_sliced: int | None = None
     recompute: frozenset[int] = frozenset()
     first_batch: int = 0
+    updates_early: bool = False
 
     def program(self) -> Program:
         return generate(
@@ -50,6 +51,7 @@ class Request:
             num_sliced=self.num_sliced,
             recompute=self.recompute,
             first_batch=self.first_batch,
+            updates_early=self.updates_early,
         )
 
 
@@ -79,6 +81,7 @@ def requests(draw: st.DrawFn) -> Request:
         num_sliced,
         draw(st.frozensets(st.integers(0, num_stages - 1))),
         draw(st.sampled_from([0, 0, 1, 2, 5])),
+        draw(st.booleans()),
     )
 
 

@@ -24,7 +24,9 @@ class Plan:
     names the stages that run their forward again before the backward, `recompute_units` single units that do
     so within theirs. `micro_batch_sizes` are the samples of a micro-batch in each replica, to which batches
     are cut in proportion; left out, replicas get equal shares. `devices[rank][replica]` names the device of
-    each process, for who starts them.
+    each process, for who starts them. `updates_early` lets 2bw and 2bw-fresh update while the first rank has
+    one set of gradients, which costs time where gradients are summed over ranks; left out, it is so where
+    there is one replica, and the engine takes it back where ranks share parameters.
     """
 
     cuts: tuple[int, ...]
@@ -38,6 +40,7 @@ class Plan:
     recompute_units: tuple[int, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
     devices: tuple[tuple[str, ...], ...] = ()
+    updates_early: bool | None = None
 
     def __post_init__(self) -> None:
         num_ranks = self.by_program.source.num_ranks
@@ -56,6 +59,11 @@ class Plan:
     def num_ranks(self) -> int:
         """How many processes it takes, replicas counted."""
         return self.width * self.source.num_ranks
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it updates early, as far as the plan can tell."""
+        return self.width == 1 if self.updates_early is None else self.updates_early
 
     @property
     def source(self) -> ProgramSource:
@@ -93,4 +101,5 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
         lookahead=plan.lookahead,
         recompute=plan.recompute,
         first_batch=first_batch,
+        updates_early=plan.is_early,
     )

@@ -5,7 +5,7 @@ each batch, is the same on every rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -121,6 +121,8 @@ class Pipeline:
         units = units_of(graph)
         self.plan = asked.cut([_work(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
+        if self.layout.tied:
+            self.plan = _without_hurry(plan, self.plan)
         self._borders = Borders(graph, _receives(units, self.plan))
         self._check_halves()
         assembly = Assembly(graph, self.plan, self.layout, self._borders, self._device, resolve, compile)
@@ -359,6 +361,14 @@ def _by_program(plan: Plan | SavedPlan | ProgramPlan | Program) -> ProgramPlan:
         case Program():
             return ProgramPlan(source_of(plan))
     return plan
+
+
+def _without_hurry(plan: Plan | SavedPlan | ProgramPlan | Program, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where ranks share parameters: their sums take long, so nobody waits for them unless asked."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and named.updates_early is None:
+        return replace(named, updates_early=False).by_program
+    return by_program
 
 
 def _check_runnable(source: ProgramSource) -> None:

@@ -18,10 +18,14 @@ from bireme.errors import BiremeError
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import COMPUTE, Instruction
 from bireme.schedule.program import Block, Program, Track
+from bireme.schedule.residency import gradient_sets
 from bireme.schedule.rule import Rule
 from bireme.schedule.stream import stream
 
 __all__ = ["ProgramSource", "source_like", "source_of"]
+
+SETTLED = 4
+"""Batches after which no schedule keeps more than it has kept."""
 
 Window = Callable[[int, int], Program]
 """Gives the right program of so many batches from the batch of that number on."""
@@ -46,6 +50,13 @@ class ProgramSource:
     """Whether any backward runs in two halves."""
     window: Window
     num_batches: int | None = None
+    least: int = 1
+    """The fewest batches of a window."""
+
+    @property
+    def gradient_sets(self) -> tuple[int, ...]:
+        """For each stage, how many batches' gradients it keeps at once."""
+        return gradient_sets(self.program(self.num_batches or max(self.least, SETTLED)))
 
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank does in a window of batches."""
@@ -83,7 +94,9 @@ class ProgramSource:
             yield from self.program(self.num_batches, first_batch).tracks[rank].blocks()
 
 
-def source_like(program: Program, window: Window, num_batches: int | None = None) -> ProgramSource:
+def source_like(
+    program: Program, window: Window, num_batches: int | None = None, least: int = 1
+) -> ProgramSource:
     """A source of programs that are like this one but for their window."""
     return ProgramSource(
         name=program.name,
@@ -96,6 +109,7 @@ def source_like(program: Program, window: Window, num_batches: int | None = None
         splits_backward=program.splits_backward,
         window=window,
         num_batches=num_batches,
+        least=least,
     )
 
 
@@ -103,8 +117,9 @@ def source_of(program: Program) -> ProgramSource:
     """The source of a program that is given. Refuses one that is not right, and says why."""
     _prove(program)
     given = _Given(_as_loop(program))
-    fixed = None if given.least else program.num_batches
-    return source_like(program, given.window, fixed)
+    if given.least:
+        return source_like(program, given.window, least=given.least)
+    return source_like(program, given.window, program.num_batches, program.num_batches)
 
 
 class _Given:

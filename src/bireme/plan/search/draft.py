@@ -35,6 +35,8 @@ class Draft:
     recompute: tuple[int, ...] = ()
     num_sliced: int | None = None
     lookahead: int = 0
+    updates_early: bool = False
+    """The search asks for no early updates: what they hold is not known before stages are cut."""
 
     @property
     def rule(self) -> Rule:
@@ -68,6 +70,7 @@ class Draft:
             self.num_sliced,
             self.lookahead,
             self.recompute,
+            self.updates_early,
         )
 
     def plan(self, names: tuple[str, ...]) -> Plan:
@@ -85,6 +88,7 @@ class Draft:
             recompute=self.recompute,
             micro_batch_sizes=outline.sizes,
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
+            updates_early=self.updates_early,
         )
 
 
@@ -97,6 +101,7 @@ def _program(
     num_sliced: int | None,
     lookahead: int,
     recompute: tuple[int, ...],
+    updates_early: bool,
 ) -> Program:
     drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
     return generate(
@@ -108,6 +113,7 @@ def _program(
         num_sliced=num_sliced,
         lookahead=lookahead,
         recompute=recompute,
+        updates_early=updates_early,
     )
 
 
@@ -137,4 +143,4 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             f"The plan puts two ranks on {cluster.devices()[twice].name}; each takes a device of its own."
         )
-    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead)
+    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead, plan.is_early)
