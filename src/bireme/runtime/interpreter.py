@@ -20,7 +20,7 @@ from bireme.runtime.updates import Finished, Updates
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Block
 
-__all__ = ["Interpreter", "OnInstruction", "RunsForward", "micro_batch_of", "place_of"]
+__all__ = ["Interpreter", "OnInstruction", "RunsForward"]
 
 OnInstruction = Callable[[Instruction], None]
 """Is told each instruction right before it is run."""
@@ -96,28 +96,28 @@ class Interpreter:
 
     def _forward(self, step: Instruction) -> None:
         received = self._courier.take(step)
-        micro_batch = micro_batch_of(step, self._courier.feed)
+        micro_batch = _micro_batch_of(step, self._courier.feed)
         self._began_s = perf_counter()
         assert step.version is not None
-        sends = self._forwards[step.stage].forward(place_of(step), step.version, micro_batch, received)
+        sends = self._forwards[step.stage].forward(_place_of(step), step.version, micro_batch, received)
         self._courier.put(step, sends)
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._courier.take(step)
         self._began_s = perf_counter()
-        self._courier.put(step, self._stages[step.stage].backward(place_of(step), gradients))
+        self._courier.put(step, self._stages[step.stage].backward(_place_of(step), gradients))
 
     def _backward_input(self, step: Instruction) -> None:
         gradients = self._courier.take(step)
         self._began_s = perf_counter()
-        self._courier.put(step, self._stages[step.stage].backward_input(place_of(step), gradients))
+        self._courier.put(step, self._stages[step.stage].backward_input(_place_of(step), gradients))
 
     def _backward_weight(self, step: Instruction) -> None:
-        self._stages[step.stage].backward_weight(place_of(step))
+        self._stages[step.stage].backward_weight(_place_of(step))
 
     def _recompute(self, step: Instruction) -> None:
         assert step.version is not None
-        self._stages[step.stage].recompute(place_of(step), step.version)
+        self._stages[step.stage].recompute(_place_of(step), step.version)
 
     def _reduce(self, step: Instruction) -> None:
         self._updates.reduce(step, self._courier.feed.portion(step.batch).stamp)
@@ -128,13 +128,13 @@ class Interpreter:
         self._updates.update(step)
 
 
-def place_of(step: Instruction) -> Place:
+def _place_of(step: Instruction) -> Place:
     """The micro-batch that an instruction is about."""
     assert step.microbatch is not None
     return Place(step.batch, step.microbatch)
 
 
-def micro_batch_of(step: Instruction, feed: Feed) -> MicroBatch:
+def _micro_batch_of(step: Instruction, feed: Feed) -> MicroBatch:
     """What the model is given of it, or of the half that it is about."""
     assert step.microbatch is not None
     whole = feed.portion(step.batch).micro_batches[step.microbatch]

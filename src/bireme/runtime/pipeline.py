@@ -5,7 +5,7 @@ each batch, is the same on every rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -18,7 +18,6 @@ from bireme.model.graph import Graph
 from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import Unit, units_of
 from bireme.plan.hashes import check_plan_fits
-from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.assembly import Assembly
@@ -34,13 +33,12 @@ from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
+from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.updates import Finished, Settings, Updates
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
-from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
-from bireme.schedule.source import ProgramSource, source_of
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["READ_AHEAD", "Pipeline", "Result", "Weights"]
@@ -83,7 +81,7 @@ class Pipeline:
     def __init__(
         self,
         model: Graph | nn.Module,
-        plan: Plan | SavedPlan | ProgramPlan | Program,
+        plan: AnyPlan,
         world: World | Fabric | None = None,
         *,
         example_inputs: Inputs | None = None,
@@ -100,8 +98,7 @@ class Pipeline:
         compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
     ) -> None:
-        asked = _by_program(plan)
-        _check_runnable(asked.source)
+        asked = runnable(plan)
         fabric = fabric_of(world, asked.num_ranks)
         made_of = prepared(
             model,
@@ -119,10 +116,10 @@ class Pipeline:
         self.num_trained = 0
         self._device = torch.device(device)
         units = units_of(graph)
-        self.plan = asked.cut([_work(graph, unit) for unit in units])
+        self.plan = asked.cut([work_of(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
         if self.layout.tied:
-            self.plan = _without_hurry(plan, self.plan)
+            self.plan = unhurried(plan, self.plan)
         self._borders = Borders(graph, _receives(units, self.plan))
         self._check_halves()
         assembly = Assembly(graph, self.plan, self.layout, self._borders, self._device, resolve, compile)
@@ -349,41 +346,6 @@ class Pipeline:
                         f"{self.plan.source.name} sends micro-batches in halves, and {name}, which crosses "
                         "between stages, is not cut by samples. Use 1f1b."
                     )
-
-
-def _by_program(plan: Plan | SavedPlan | ProgramPlan | Program) -> ProgramPlan:
-    """What the engine asks for, out of all that says it."""
-    match plan:
-        case SavedPlan():
-            return plan.plan.by_program
-        case Plan():
-            return plan.by_program
-        case Program():
-            return ProgramPlan(source_of(plan))
-    return plan
-
-
-def _without_hurry(plan: Plan | SavedPlan | ProgramPlan | Program, by_program: ProgramPlan) -> ProgramPlan:
-    """The plan where ranks share parameters: their sums take long, so nobody waits for them unless asked."""
-    named = plan.plan if isinstance(plan, SavedPlan) else plan
-    if isinstance(named, Plan) and named.updates_early is None:
-        return replace(named, updates_early=False).by_program
-    return by_program
-
-
-def _check_runnable(source: ProgramSource) -> None:
-    """Refuse what is a right program and yet nothing for the engine."""
-    if source.rule is Rule.STASHED:
-        raise BiremeError(
-            f"The engine does not run {source.name}, whose stages step after every micro-batch and so "
-            "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
-            "simulate` shows both."
-        )
-
-
-def _work(graph: Graph, unit: Unit) -> float:
-    """The multiplications of a unit, and a little for each operator, so that none counts for nothing."""
-    return sum(1.0 + graph.operators[place].flops for place in unit.operators)
 
 
 def _teller(world: World | Fabric | None) -> OnInstruction:
