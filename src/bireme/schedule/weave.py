@@ -64,7 +64,7 @@ def weave(
         recomputed=recomputed,
     )
     is_early = updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
-    markers = _markers(orders[program.rank_of_stage[0]]) if is_early else {}
+    markers = _markers(orders[program.rank_of_stage[0]]) if is_early else None
     tracks = []
     for rank, order in enumerate(orders):
         early = _Early(first_batch, markers)
@@ -97,18 +97,20 @@ def _are_whole(orders: Orders) -> bool:
 @dataclass(slots=True)
 class _Early:
     """When a rank updates early. `markers` are the forwards that the first stage runs first after an update,
-    each with the update's batch; batches in it count from the window's first.
+    each with the update's batch; batches in it count from the window's first. Without, nobody is early.
     """
 
     first_batch: int
-    markers: Mapping[tuple[int, int | None], int]
+    markers: Mapping[tuple[int, int | None], int] | None
     num_reduced: int = 0
     """Batches of which the first stage has all gradients, as far as its rank has been woven."""
 
     def version(self, step: Instruction) -> int:
         """The version that has been made when a step begins; 0 if any will do."""
         batch = step.batch - self.first_batch
-        if step.kind is Kind.BACKWARD and self.markers and batch <= self.num_reduced:
+        if self.markers is None:
+            return 0
+        if step.kind is Kind.BACKWARD and batch <= self.num_reduced:
             return step.batch
         if step.kind is Kind.FORWARD and (batch, step.microbatch) in self.markers:
             return self.first_batch + self.markers[batch, step.microbatch] + 1
