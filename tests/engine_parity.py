@@ -18,6 +18,7 @@ from torch import Tensor
 from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import micro_batch_seed
@@ -64,7 +65,7 @@ def lr(batch: int) -> float:
 class Setting:
     """How to train. `windows` are the batches of each call of train(), one after the other."""
 
-    plan: Plan
+    plan: Plan | ProgramPlan
     optimizer: str = "adamw"
     clip_norm: float | None = None
     bank_dtype: torch.dtype | None = None
@@ -204,9 +205,9 @@ def oracle(
     seen: dict[tuple[int, int], int] = {}
     first = 0
     for window in filter(len, setting.split(data)):
-        seen |= seen_by(plan.program(len(window), first))
+        seen |= seen_by(plan.source.program(len(window), first))
         first += len(window)
-    rule = plan.program(1).rule
+    rule = plan.source.rule
     return run_oracle(
         rule,
         [_Seeded(model.stage(plan, stage), seeds) for stage in range(plan.num_stages)],
@@ -223,21 +224,20 @@ def oracle(
     )
 
 
-def _cut(batch: Batch, model: Model, plan: Plan) -> list[Microbatch]:
+def _cut(batch: Batch, model: Model, plan: Plan | ProgramPlan) -> list[Microbatch]:
     """The micro-batches in which anything counts."""
-    pieces = plan.width * plan.num_microbatches
+    num_microbatches = plan.source.num_microbatches
+    pieces = plan.width * num_microbatches
     ends = pieces if not plan.micro_batch_sizes else _ends(batch, plan)
     parts = zip(*(tensor.tensor_split(ends) for tensor in batch.values()), strict=True)
     rows = [dict(zip(batch, part, strict=True)) for part in parts]
-    cut = [
-        Microbatch(part, model.count(part), place // plan.num_microbatches) for place, part in enumerate(rows)
-    ]
+    cut = [Microbatch(part, model.count(part), place // num_microbatches) for place, part in enumerate(rows)]
     return [one for one in cut if one.weight]
 
 
-def _ends(batch: Batch, plan: Plan) -> list[int]:
+def _ends(batch: Batch, plan: Plan | ProgramPlan) -> list[int]:
     """Where every micro-batch but the last ends, in a batch of just the plan's sizes."""
-    sizes = [size for size in plan.micro_batch_sizes for _ in range(plan.num_microbatches)]
+    sizes = [size for size in plan.micro_batch_sizes for _ in range(plan.source.num_microbatches)]
     assert all(len(tensor) == sum(sizes) for tensor in batch.values())
     return list(accumulate(sizes))[:-1]
 

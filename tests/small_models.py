@@ -17,6 +17,7 @@ from bireme.model.stage import Resolve, StageFunction, stage_function, torch_ope
 from bireme.model.units import Unit, units_of
 from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan
 
 __all__ = [
     "CONTEXT",
@@ -64,7 +65,7 @@ class Model:
     def given(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self.weights[name].clone() for name in names}
 
-    def stage(self, plan: Plan, stage: int) -> StageFunction:
+    def stage(self, plan: Plan | ProgramPlan, stage: int) -> StageFunction:
         units = [self.units[index] for index in plan.units_of(stage, len(self.units))]
         return stage_function(self.graph, units, resolve=self.resolve())
 

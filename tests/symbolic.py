@@ -3,9 +3,10 @@
 The machine here executes a lowered program on terms instead of numbers: a forward's value is the term
 "forward of this stage, with these weights, on this value", and so on up to the weights that the updates
 make. Two programs compute the same where their terms are the same. The machine knows buffers, banks,
-channels and accumulators, and believes no label: what a receive brings is whatever the other rank sent,
-what a backward runs on is whatever lies in the bank. It may not use the checker or the clock, so that it
-can judge them. `expected` writes down the same terms from the update rules alone, without any order.
+channels and accumulators, and that no rank updates before all have a batch's gradients; it believes no
+label: what a receive brings is whatever the other rank sent, what a backward runs on is whatever lies in the
+bank. It may not use the checker or the clock, so that it can judge them. `expected` writes down the same
+terms from the update rules alone, without any order.
 
 Terms are numbers that stand for tuples; equal tuples have equal numbers, so comparing is cheap however
 deep a term is.
@@ -201,7 +202,8 @@ class _Rules:
     def _fresh(self, stage: int, batch: int) -> Term:
         if batch == self.first:
             return self.weights(stage, batch)
-        seen = self.program.num_microbatches - (self.last_stage - stage)
+        ranks = self.program.rank_of_stage
+        seen = self.program.num_microbatches - (ranks[self.last_stage] - ranks[stage])
         gradients = [self.gradient(stage, _Microbatch(batch - 1, k)) for k in range(seen)]
         return _trial(self.weights(stage, batch - 1), seen, gradients)
 
@@ -372,6 +374,10 @@ class _Machine:
 
     def _waits_for(self, rank: int, i: Instruction) -> int | None:
         """The rank without which this instruction cannot go on at the moment."""
+        if i.kind is Kind.UPDATE and self.program.rule is not Rule.STASHED:
+            which = _Sum(i.batch, None)
+            late = [at for at, stage in enumerate(self.stages) if which not in stage.reduced]
+            return self.program.rank_of_stage[late[0]] if late else None
         if i.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             peer = self.program.rank_of_stage[i.stage + _PEER[i.kind]]
             channel = self._channel(rank, peer)
@@ -510,6 +516,8 @@ class _Machine:
         stage, which = self.stages[i.stage], _Sum(i.batch, i.microbatch)
         if which in stage.reduced:
             self._undefined(i, "reduced twice")
+        if i.microbatch is None and any(other.batch > i.batch for other in stage.reduced):
+            self._undefined(i, "sums are made in the order of batches")
         stage.reduced.add(which)
 
     def _update(self, i: Instruction) -> None:

@@ -323,6 +323,23 @@ def test_two_ranks_that_send_before_they_receive_deadlock() -> None:
     assert check(freed).ok
 
 
+def test_an_update_before_what_another_rank_needs_for_the_same_sum_deadlocks() -> None:
+    """The checker knew of messages only: such a file passed, and the engine waited for ever."""
+    program = Request("2bw", 2, 2, 3).program()
+    send = place_of(program, "1SEND_B1 of batch 0")
+    for token in ("1REDUCE of batch 0", "1UPDATE of batch 0 making version 1"):
+        sound, program = program, move(program, place_of(program, token), send)
+        send = Place(send.rank, send.index + 1)
+    assert check(sound).ok
+    assert outcome(program).cycle == (0, 1)
+    report = check(program)
+    assert report.deadlock is not None
+    assert report.deadlock_if_buffered
+    assert report.deadlock[1] == (
+        "rank 1 waits at 1UPDATE of batch 0 making version 1 for rank 0 to come to that batch's REDUCE"
+    )
+
+
 def place_of(program: Program, token: str) -> Place:
     """Where the instruction is that is spelt so."""
     found = [place for place in places(program) if str(program.tracks[place.rank][place.index]) == token]

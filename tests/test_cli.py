@@ -266,7 +266,7 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("schedule 2bw-frsh", "no schedule '2bw-frsh'. Did you mean '2bw-fresh'?"),
         ("schedule zbv --stages 5", "5 stages cannot be dealt out evenly, 2 to a rank"),
         ("schedule zbv --stages 6 --stages-per-rank 3", "not 3. Use interleaved"),
-        ("schedule 1f1b --stages-per-rank 2", "one stage on each rank, not 2"),
+        ("schedule pipedream --stages-per-rank 2", "one stage on each rank, not 2"),
         ("schedule 1f1b --slices 2", "slices no micro-batches"),
         ("schedule 1f1b-sliced --slices 9", "9 micro-batches cannot be sliced"),
         ("schedule 2bw --csv x.csv", "neither weight versions nor updates"),

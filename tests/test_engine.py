@@ -10,6 +10,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
+from bireme.plan.plan import Plan
 from tests.engine_parity import (
     ALL,
     Setting,
@@ -78,6 +79,23 @@ def test_every_schedule_computes_what_one_process_does_to_the_last_bit(schedule:
     data = token_batches(8, 3)
     found = train_on_threads(model, setting, data)
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(schedule))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw", "2bw-fresh"])
+def test_neighbouring_stages_on_a_rank_compute_what_the_one_does_of_which_they_are_parts(
+    schedule: str,
+) -> None:
+    """To the last bit, the norm that clips included; and what one process does."""
+    model, data = gpt(UNTIED), token_batches(8, 5)
+    apart = Setting(Plan((2, 4, 6), 4, schedule, stages_per_rank=2), clip_norm=0.5)
+    whole = Setting(Plan((4,), 4, schedule), clip_norm=0.5)
+    found, expected = (train_on_threads(model, setting, data) for setting in (apart, whole))
+    assert_equal(found, oracle(model, apart, data), tolerance=1e-12)
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == other.losses
+        assert one.norms == other.norms
+        for weights, wanted in zip(one.weights, other.weights, strict=True):
+            assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.slow

@@ -14,13 +14,15 @@ from torch.optim import SGD
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.schedule.checker import check
-from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Message
+from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program
+from bireme.schedule.proofs.deadlock import run_to_end
 from bireme.schedule.rule import Rule
+from bireme.schedule.source import source_of
 from bireme.schedule.weave import Orders, weave
 from tests.engine_parity import (
     ALL,
@@ -45,19 +47,6 @@ WIDTH = 4
 # --- any valid program
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed(Plan):
-    """A plan whose program is given. Asked for one of another length, it gives the one it has."""
-
-    # None stands for the time before it is set: a plan asks for its program as it is made.
-    given: Program | None = field(default=None)
-
-    def program(self, num_batches: int, first_batch: int = 0) -> Program:
-        assert self.given is not None
-        assert first_batch == 0
-        return self.given
-
-
 @dataclass(slots=True)
 class Work:
     """What is left to do of one stage, and what has been done, each micro-batch in its order."""
@@ -67,19 +56,17 @@ class Work:
     num_microbatches: int
     splits: bool
     lag: int
-    """A batch begins once the one so many batches before has its gradients."""
+    """A batch begins once the one so many batches before has its gradients, on all stages."""
     done: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
 
-    def may(self, kind: Kind, before: "Work | None", after: "Work | None", rank: list["Work"]) -> bool:
+    def may(self, kind: Kind, before: "Work | None", after: "Work | None", num_ended: int) -> bool:
         k = self.done[kind]
         if k == self.num_batches * self.num_microbatches:
             return False
         batch = k // self.num_microbatches
         match kind:
             case Kind.FORWARD:
-                # The engine ends a batch on a rank once all of its stages have.
-                ended = min(work.num_ended for work in rank)
-                return ended > batch - self.lag and (before is None or before.done[kind] > k)
+                return num_ended > batch - self.lag and (before is None or before.done[kind] > k)
             case Kind.BACKWARD_WEIGHT:
                 return self.splits and self.done[Kind.BACKWARD_INPUT] > k
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
@@ -120,25 +107,16 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Stages on ranks in any way; at every moment any rank does anything that it could do.
-
-    An update waits for a sum over all ranks, which the order of computations does not show. Where a rank is
-    ahead by a batch with one thing and behind with another that could be a circle: so only a synchronous
-    program has several stages on a rank here, or half backwards over sends that wait.
-    """
+    """Stages on ranks in any way; at every moment any rank does anything that it could do."""
     rule = draw(st.sampled_from([Rule.SYNCHRONOUS, Rule.DELAYED, Rule.FRESH]))
     num_stages = draw(st.integers(1, 5))
-    num_ranks = draw(st.integers(1, num_stages)) if rule is Rule.SYNCHRONOUS else num_stages
+    num_ranks = draw(st.integers(1, num_stages))
     rest = [draw(st.integers(0, num_ranks - 1)) for _ in range(num_stages - num_ranks)]
     rank_of_stage = draw(st.permutations([*range(num_ranks), *rest]))
     rendezvous = draw(st.booleans())
-    may_split = rule is Rule.SYNCHRONOUS or not rendezvous
     num_batches, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     lag = 1 if rule is Rule.SYNCHRONOUS else 2
-    works = [
-        Work(s, num_batches, num_microbatches, may_split and draw(st.booleans()), lag)
-        for s in range(num_stages)
-    ]
+    works = [Work(s, num_batches, num_microbatches, draw(st.booleans()), lag) for s in range(num_stages)]
     orders: Orders = [[] for _ in range(num_ranks)]
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     random = draw(st.randoms(use_true_random=False))
@@ -151,7 +129,7 @@ def cases(draw: st.DrawFn) -> Case:
                 kind,
                 works[work.stage - 1] if work.stage else None,
                 works[work.stage + 1] if work.stage + 1 < num_stages else None,
-                [other for other in works if rank_of_stage[other.stage] == rank_of_stage[work.stage]],
+                min(other.num_ended for other in works),
             )
         ]
         if not ready:
@@ -200,17 +178,7 @@ def blocks() -> Model:
 def test_any_valid_program_computes_what_its_rule_says(case: Case, width: int) -> None:
     """Any number of stages on a rank in any order, half backwards and recomputation stage by stage."""
     program = case.program
-    report = check(program)
-    assert not report.problems, report.problems
-    assert report.deadlock is None
-    plan = Fixed(
-        tuple(range(1, program.num_stages)),
-        program.num_microbatches,
-        width=width,
-        recompute=tuple(sorted(program.recomputed)),
-        given=program,
-    )
-    setting = Setting(plan)
+    setting = Setting(ProgramPlan(source_of(program), tuple(range(1, program.num_stages)), width))
     data = real_batches(width * program.num_microbatches + 1, program.num_batches, WIDTH)
     found = train_on_threads(blocks(), setting, data, rendezvous=case.rendezvous)
     assert_equal(found, oracle(blocks(), setting, data))
@@ -219,47 +187,8 @@ def test_any_valid_program_computes_what_its_rule_says(case: Case, width: int) -
 # --- the sum over all ranks
 
 
-def stuck(program: Program) -> list[str]:
-    """What ranks wait for in vain, if sends wait for their receives, and updates for all ranks' gradients."""
-    places = [0] * program.num_ranks
-    posted: set[Message] = set()
-    sent: set[Message] = set()
-    reduced: set[tuple[int, int]] = set()
-
-    def may(step: Instruction) -> bool:
-        needed = step.needs(program.num_stages)
-        if step.kind in SENDS:
-            return step.carries() in posted
-        if step.kind is Kind.UPDATE:
-            return all((stage, step.batch) in reduced for stage in range(program.num_stages))
-        if (
-            needed is None
-            or program.rank_of_stage[needed.from_stage] == program.rank_of_stage[needed.to_stage]
-        ):
-            return True
-        halves = {needed._replace(half=0), needed._replace(half=1)}
-        return needed in sent or halves <= sent
-
-    tracks = [list(track) for track in program.tracks]
-    moved = True
-    while moved:
-        moved = False
-        for rank, track in enumerate(tracks):
-            while places[rank] < len(track) and may(step := track[places[rank]]):
-                moved = True
-                places[rank] += 1
-                if step.kind in RECEIVES:
-                    posted.add(step.carries())
-                elif step.kind in SENDS:
-                    sent.add(step.carries())
-                elif step.kind is Kind.REDUCE:
-                    reduced.add((step.stage, step.batch))
-    return [str(track[place]) for track, place in zip(tracks, places, strict=True) if place < len(track)]
-
-
 @pytest.mark.parametrize("schedule", ALL)
 def test_no_schedule_waits_in_a_circle_for_the_sum_over_all_ranks(schedule: str) -> None:
-    """The checker knows of messages only."""
     depths = (2, 4, 6) if schedule in ("interleaved", "zbv") else (1, 2, 3, 4, 5)
     able = SCHEDULES[schedule].most_lookahead
     for num_stages, more, num_batches in product(depths, range(4), (1, 2, 4)):
@@ -276,7 +205,7 @@ def test_no_schedule_waits_in_a_circle_for_the_sum_over_all_ranks(schedule: str)
                 )
             except BiremeError:
                 continue  # so far ahead it may not run
-            assert stuck(program) == []
+            assert run_to_end(program, rendezvous=True) is None
 
 
 # --- the delay

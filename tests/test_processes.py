@@ -98,7 +98,7 @@ def assert_all_equal(jobs: Sequence[Job], num_processes: int) -> None:
     for one, outcomes in zip(jobs, zip(*ranks, strict=True), strict=True):
         model = models[one.text]
         expected = oracle(model, one.setting, one.data)
-        tolerance = max(tolerance_of(one.setting.plan.schedule), 1e-12)
+        tolerance = max(tolerance_of(one.setting.plan.source.name), 1e-12)
         assert_equal([outcome.trained for outcome in outcomes], expected, tolerance=tolerance)
         first, *others = outcomes
         for name, tensor in expected[-1].weights.items():
@@ -150,7 +150,7 @@ def test_a_measured_timeline_has_each_instruction_and_can_be_shown(tmp_path: Pat
         timeline, other = timelines
         assert timeline == other
         assert timeline.source == "measured"
-        assert timeline.program == setting.plan.program(12, 2)
+        assert timeline.program == setting.plan.source.program(12, 2)
         assert len(timeline.ranks) == timeline.program.num_ranks
         ended: dict[str, float] = {}
         for rank in timeline.ranks:
@@ -173,6 +173,6 @@ def test_a_measured_timeline_has_each_instruction_and_can_be_shown(tmp_path: Pat
         assert not late or min(late) > -0.005
         shown = io.StringIO()
         print_timeline(timeline, Console(file=shown, width=120))
-        assert setting.plan.schedule in shown.getvalue()
+        assert setting.plan.source.name in shown.getvalue()
         write_trace(timeline, tmp_path / "trace.json")
         assert (tmp_path / "trace.json").stat().st_size > 1000

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bireme.schedule import folding
 from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.checker import check
 from bireme.schedule.generators.shape import Shape
 from bireme.schedule.generators.two_buffer import never_drain
 from bireme.schedule.lowering import lower
@@ -38,6 +39,7 @@ class Request:
     num_sliced: int | None = None
     recompute: frozenset[int] = frozenset()
     first_batch: int = 0
+    updates_early: bool = False
 
     def program(self) -> Program:
         return generate(
@@ -49,6 +51,7 @@ class Request:
             num_sliced=self.num_sliced,
             recompute=self.recompute,
             first_batch=self.first_batch,
+            updates_early=self.updates_early,
         )
 
 
@@ -61,12 +64,14 @@ def requests(draw: st.DrawFn) -> Request:
         per_rank = draw(st.integers(1, 4))
     elif name == "zbv":
         per_rank = 2
+    elif SCHEDULES[name].rule is not Rule.STASHED:
+        per_rank = draw(st.sampled_from((None, None, 2, 3)))
     num_stages = draw(st.integers(1, 8 // (per_rank or 1))) * (per_rank or 1)
-    fewest = num_stages if SCHEDULES[name].rule in DELAYED_ONCE else 1
-    num_microbatches = draw(st.integers(fewest, 12))
+    depth = num_stages // (per_rank or 1)
+    num_microbatches = draw(st.integers(depth if SCHEDULES[name].rule in DELAYED_ONCE else 1, 12))
     num_sliced = None
     if name == "1f1b-sliced":
-        num_sliced = draw(st.none() | st.integers(0, min(num_stages, num_microbatches)))
+        num_sliced = draw(st.none() | st.integers(0, min(depth, num_microbatches)))
     return Request(
         name,
         num_stages,
@@ -76,6 +81,7 @@ def requests(draw: st.DrawFn) -> Request:
         num_sliced,
         draw(st.frozensets(st.integers(0, num_stages - 1))),
         draw(st.sampled_from([0, 0, 1, 2, 5])),
+        draw(st.booleans()),
     )
 
 
@@ -112,6 +118,15 @@ def test_every_schedule_computes_what_its_rule_says(request: Request) -> None:
 def test_every_small_shape_computes_what_its_rule_says(name: str) -> None:
     for request in small_requests(name):
         assert_follows_its_rule(request.program())
+
+
+@pytest.mark.parametrize("name", sorted({*SCHEDULES} - SEVERAL_STAGES - {"pipedream"}))
+def test_neighbours_on_a_rank_compute_what_their_rule_says_and_are_proved(name: str) -> None:
+    for depth, per_rank, first_batch in itertools.product((1, 2, 3), (2, 3), (0, 1)):
+        program = Request(name, depth * per_rank, 4, 3, per_rank, first_batch=first_batch).program()
+        assert program.rank_of_stage == tuple(stage // per_rank for stage in range(depth * per_rank))
+        assert_follows_its_rule(program)
+        assert check(program).ok
 
 
 @pytest.mark.parametrize("num_sliced", range(5))

@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from bireme.model.chain import chain
     from bireme.plan.plan import Plan
     from bireme.plan.plan_file import load_plan
+    from bireme.plan.program_plan import ProgramPlan
     from bireme.plan.search.search import find_plan
     from bireme.runtime.launch import launch
     from bireme.runtime.optimizers import named_optimizer
     from bireme.runtime.pipeline import Pipeline
     from bireme.runtime.world import World
+    from bireme.schedule.source import source_of
 
 __all__ = [
     "BiremeError",
     "Pipeline",
     "Plan",
+    "ProgramPlan",
     "World",
     "__version__",
     "capture",
@@ -32,6 +35,7 @@ __all__ = [
     "launch",
     "load_plan",
     "named_optimizer",
+    "source_of",
 ]
 
 __version__ = "0.1.0"
@@ -39,6 +43,7 @@ __version__ = "0.1.0"
 PLACES = {
     "Pipeline": "bireme.runtime.pipeline",
     "Plan": "bireme.plan.plan",
+    "ProgramPlan": "bireme.plan.program_plan",
     "World": "bireme.runtime.world",
     "capture": "bireme.model.capture",
     "chain": "bireme.model.chain",
@@ -46,6 +51,7 @@ PLACES = {
     "launch": "bireme.runtime.launch",
     "load_plan": "bireme.plan.plan_file",
     "named_optimizer": "bireme.runtime.optimizers",
+    "source_of": "bireme.schedule.source",
 }
 
 

@@ -84,7 +84,7 @@ class Ours:
 
     def window(self, counted: int) -> Window:
         """Flush schedules are steady from the second batch on."""
-        flushes = self.pipeline.plan.program(1).rule is Rule.SYNCHRONOUS
+        flushes = self.pipeline.plan.source.rule is Rule.SYNCHRONOUS
         return Window(1, counted) if flushes else Window(3, counted, 2)
 
     def ends_s(self, num_batches: int) -> list[float]:

@@ -114,7 +114,7 @@ def _check(cluster: Cluster, plans: Sequence[Plan]) -> None:
             "was profiled."
         )
     for plan in plans:
-        if plan.program(1).rule is Rule.STASHED:
+        if plan.source.rule is Rule.STASHED:
             raise BiremeError(f"The engine does not run {plan.schedule}, so it cannot be rehearsed.")
 
 

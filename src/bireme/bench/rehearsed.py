@@ -59,7 +59,7 @@ def rehearsed(profile: Profile, cluster: Cluster, plan: Plan, micro_batch: int |
     `micro_batch` is the size of all micro-batches where the plan does not say it, the profile's first if
     left out. A plan that does not fit its devices is refused.
     """
-    num_ranks = plan.program(1).num_ranks
+    num_ranks = plan.source.num_ranks
     if num_ranks * plan.width > cluster.num_devices:
         raise BiremeError(
             f"The plan is for {num_ranks * plan.width} devices, and the cluster has {cluster.num_devices}."
@@ -178,7 +178,7 @@ def stage_model(one: Rehearsed, rank: int) -> EmulatedModel:
     graph = chain(modules, {INPUT: torch.ones(1, FEATURES)}, loss=square_loss, name="rehearsed")
     costs = one.costs[replica]
     speed = costs.rank_speed[place]
-    slices = plan.program(1).num_sliced > 0
+    slices = plan.source.num_sliced > 0
     for stage, module in enumerate(modules):
         module.whole = Pace(costs.forward_s[stage] / speed, costs.backward_s[stage] / speed)
         module.recompute_s = costs.recompute_s[stage] / speed if stage in plan.recompute else None

@@ -90,7 +90,7 @@ class ShapedFabric:
         self._num_elements = num_elements
         self._lanes = lanes
         self._width = plan.width
-        self._rank_of_stage = plan.program(1).rank_of_stage
+        self._rank_of_stage = plan.source.rank_of_stage
         self._num_asked: dict[tuple[int, ...], int] = {}
 
     @property

@@ -35,7 +35,10 @@ Microbatches = Annotated[
 Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Batches in the window.")]
 StagesPerRank = Annotated[
     int | None,
-    typer.Option(help="Stages on each rank: 2 for interleaved and zbv, else 1.", show_default=False),
+    typer.Option(
+        help="Stages on each rank: 2 for interleaved and zbv, else 1 or several neighbours.",
+        show_default=False,
+    ),
 ]
 Slices = Annotated[
     int | None,

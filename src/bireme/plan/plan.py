@@ -4,12 +4,13 @@ It says nothing about times; who made it, by hand or by search, does not show.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
 
 from bireme.errors import BiremeError
+from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
+from bireme.schedule.source import ProgramSource, source_like
 
 __all__ = ["Plan"]
 
@@ -23,7 +24,9 @@ class Plan:
     names the stages that run their forward again before the backward, `recompute_units` single units that do
     so within theirs. `micro_batch_sizes` are the samples of a micro-batch in each replica, to which batches
     are cut in proportion; left out, replicas get equal shares. `devices[rank][replica]` names the device of
-    each process, for who starts them.
+    each process, for who starts them. `updates_early` lets 2bw and 2bw-fresh update while the first rank has
+    one set of gradients, which costs time where gradients are summed over ranks; left out, it is so where
+    there is one replica, and the engine takes it back where ranks share parameters.
     """
 
     cuts: tuple[int, ...]
@@ -37,21 +40,10 @@ class Plan:
     recompute_units: tuple[int, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
     devices: tuple[tuple[str, ...], ...] = ()
+    updates_early: bool | None = None
 
     def __post_init__(self) -> None:
-        if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):
-            raise BiremeError(
-                f"The cuts {list(self.cuts)} are no way to cut a chain of units: they must rise, from 1 on."
-            )
-        if self.width < 1:
-            raise BiremeError(f"A pipeline has at least one replica, not {self.width}.")
-        sizes = self.micro_batch_sizes
-        if sizes and (len(sizes) != self.width or min(sizes) < 1):
-            raise BiremeError(
-                f"Micro-batches of {', '.join(map(str, sizes))} samples are no shares for {self.width} "
-                "replicas: give a size of 1 or more for each replica."
-            )
-        num_ranks = self.program(1).num_ranks
+        num_ranks = self.by_program.source.num_ranks
         if self.devices and [len(names) for names in self.devices] != [self.width] * num_ranks:
             raise BiremeError(
                 f"The plan names devices for {len(self.devices)} ranks; it needs one for each of "
@@ -66,22 +58,35 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """How many processes it takes, replicas counted."""
-        return self.width * self.program(1).num_ranks
+        return self.width * self.source.num_ranks
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it updates early, as far as the plan can tell."""
+        return self.width == 1 if self.updates_early is None else self.updates_early
+
+    @property
+    def source(self) -> ProgramSource:
+        """What each rank of one replica does."""
+        return _source(self)
+
+    @property
+    def by_program(self) -> ProgramPlan:
+        """The same with its programs instead of a schedule's name, which is all that the engine asks for."""
+        return ProgramPlan(self.source, self.cuts, self.width, self.recompute_units, self.micro_batch_sizes)
 
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""
-        return _program(self, num_batches, first_batch)
+        return self.source.program(num_batches, first_batch)
 
     def units_of(self, stage: int, num_units: int) -> range:
         """The units of a stage, of so many in all."""
-        bounds = [0, *self.cuts, num_units]
-        if self.cuts and self.cuts[-1] >= num_units:
-            raise BiremeError(
-                f"The plan cuts at unit {self.cuts[-1]}, and the model has {num_units} units. It was made "
-                "for another model."
-            )
-        begin, end = list(pairwise(bounds))[stage]
-        return range(begin, end)
+        return units_between(self.cuts, stage, num_units)
+
+
+@lru_cache(maxsize=64)
+def _source(plan: Plan) -> ProgramSource:
+    return source_like(_program(plan, 1, 0), partial(_program, plan))
 
 
 @lru_cache(maxsize=64)
@@ -96,4 +101,5 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
         lookahead=plan.lookahead,
         recompute=plan.recompute,
         first_batch=first_batch,
+        updates_early=plan.is_early,
     )

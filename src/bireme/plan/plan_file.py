@@ -120,6 +120,7 @@ class _PlanTable(_Document):
     recompute_units: list[Place] = Field(default_factory=list)
     micro_batch_sizes: list[Count] = Field(default_factory=list)
     devices: list[list[str]] = Field(default_factory=list)
+    updates_early: bool | None = None
 
     def plan(self) -> Plan:
         plain = self.model_dump() | {"devices": tuple(tuple(names) for names in self.devices)}

@@ -60,7 +60,7 @@ def print_prepared(
         f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}{recompute}",
         highlight=False,
     )
-    if plan.program(1).rule is not Rule.SYNCHRONOUS:
+    if plan.source.rule is not Rule.SYNCHRONOUS:
         say(_about_delay(delayed_from), highlight=False)
     if forecast is not None:
         table = Table("stage", "units", "device", "busy", "memory", "of limit", box=None, header_style="dim")

@@ -9,7 +9,7 @@ from bireme.model.graph import Graph, State
 from bireme.model.segments import SegmentedFunction
 from bireme.model.stage import Resolve, stage_function
 from bireme.model.units import Unit, units_of
-from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.borders import Borders
@@ -27,7 +27,7 @@ class Assembly:
     """What stages are made of, and how they run."""
 
     graph: Graph
-    plan: Plan
+    plan: ProgramPlan
     layout: Layout
     borders: Borders
     device: torch.device
@@ -68,10 +68,10 @@ class Assembly:
             return stage_function(
                 self.graph, units, resolve=self.resolve, compile=self.compiles, outputs=(LOSS,)
             )
-        if self.plan.program(1).splits_backward:
+        if self.plan.source.splits_backward:
             raise BiremeError(
-                f"{self.plan.schedule} runs backwards in two halves, and units that recompute would do so in "
-                "each. Recompute whole stages, or use a schedule whose backwards are whole."
+                f"{self.plan.source.name} runs backwards in two halves, and units that recompute would do so "
+                "in each. Recompute whole stages, or use a schedule whose backwards are whole."
             )
         return SegmentedFunction(
             self.graph, units, again, resolve=self.resolve, compile=self.compiles, outputs=(LOSS,)
@@ -104,12 +104,12 @@ class Assembly:
                     f"The gradient of {name} is of {given[name].dtype}. Several ranks can sum gradients "
                     "of real numbers only. Split the parameter into real ones, or train with one replica."
                 )
-        program = self.plan.program(1)
+        source = self.plan.source
         banks = WeightBanks(
             {name: given[name] for name in function.parameters},
             trainable,
-            rule=program.rule,
-            num_banks=program.banks[stage],
+            rule=source.rule,
+            num_banks=source.banks[stage],
             factory=factory,
             bank_dtype=bank_dtype,
             summed_apart=self.layout.tied.keys(),
@@ -123,7 +123,7 @@ class Assembly:
             self.borders,
             self.batches,
             device=self.device,
-            recomputes=stage in self.plan.recompute,
+            recomputes=stage in source.recomputed,
         )
 
 

@@ -1,27 +1,23 @@
 """Evaluation: batches through the pipeline forward, on the newest weights, in the model's evaluation mode."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bireme.model.stage import StageFunction
-from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.banks import WeightBanks
-from bireme.runtime.courier import Courier
-from bireme.runtime.interpreter import OnInstruction, micro_batch_of
+from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import Layout
 from bireme.runtime.microbatches import Cutter, Feed, MicroBatch, checked, num_samples_of
-from bireme.runtime.stage import LOSS
-from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.lowering import lower
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
+from bireme.runtime.stage import LOSS, Place
+from bireme.schedule.generators.forward_only import forward_only
 from bireme.sync.group import Group
 
-__all__ = ["Evaluation", "EvaluationStage", "Evaluator", "forward_program"]
+__all__ = ["Evaluation", "EvaluationStage", "Evaluator"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +36,17 @@ class Evaluator:
         self,
         stages: "Mapping[int, EvaluationStage]",
         layout: Layout,
-        plan: Plan,
-        courier: Courier,
+        plan: ProgramPlan,
+        interpreter: Interpreter,
         group: Group,
         cutter: Cutter,
-        on_instruction: OnInstruction,
     ) -> None:
         self._stages = stages
         self._layout = layout
         self._plan = plan
         self._group = group
         self._cutter = cutter
-        self._courier = courier
-        self._on_instruction = on_instruction
-        self._actions: dict[Kind, Callable[[Instruction], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.SEND_FORWARD: courier.send,
-            Kind.RECV_FORWARD: courier.receive,
-        }
+        self._interpreter = interpreter
 
     def evaluate(self, batches: Iterable[Mapping[str, Tensor]]) -> Evaluation:
         """The loss over some batches, each of any size down to one sample."""
@@ -76,7 +65,7 @@ class Evaluator:
         """This rank's part of the weighted loss, the weight of all batches, and their samples."""
         loss = weight = 0.0
         num_samples = 0
-        most = self._plan.width * self._plan.num_microbatches
+        most = self._plan.width * self._plan.source.num_microbatches
         for number, given in enumerate(batches):
             batch = checked(given, number, self._cutter.required)
             size = num_samples_of(batch)
@@ -97,17 +86,10 @@ class Evaluator:
 
     def _run(self, feed: Feed, own: range) -> None:
         feed.take(0, own)
-        self._courier.feed = feed
-        program = forward_program(self._layout.rank_of_stage, len(own))
-        for step in program.tracks[self._layout.pipeline_rank]:
-            self._on_instruction(step)
-            self._actions[step.kind](step)
-        self._courier.drain()
-
-    def _forward(self, step: Instruction) -> None:
-        received = self._courier.take(step)
-        micro_batch = micro_batch_of(step, self._courier.feed)
-        self._courier.put(step, self._stages[step.stage].forward(micro_batch, received))
+        program = forward_only(self._layout.rank_of_stage, len(own))
+        blocks = program.tracks[self._layout.pipeline_rank].blocks()
+        for _ in self._interpreter.run(blocks, feed, forwards=self._stages):
+            raise AssertionError("an evaluation finishes no batch of training")
 
 
 class EvaluationStage:
@@ -136,8 +118,10 @@ class EvaluationStage:
         """Let go of them."""
         self._weights = {}
 
-    def forward(self, micro_batch: MicroBatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a micro-batch; gives what goes to the next stage."""
+    def forward(
+        self, _place: Place, _version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run a micro-batch on the newest weights; gives what goes to the next stage."""
         given = {**micro_batch.inputs, **received}
         with torch.no_grad():
             results = self.function(self._weights, self._buffers, given, device=self._device)
@@ -149,28 +133,3 @@ class EvaluationStage:
         """The sum of the losses since it was last asked, each by its share."""
         loss, self._loss = self._loss, 0.0
         return loss
-
-
-def forward_program(rank_of_stage: Sequence[int], num_microbatches: int) -> Program:
-    """One batch forward through all stages, each rank's stages one after the other."""
-    num_ranks = max(rank_of_stage) + 1
-    program = Program(
-        name="evaluation",
-        rule=Rule.SYNCHRONOUS,
-        rank_of_stage=tuple(rank_of_stage),
-        num_microbatches=num_microbatches,
-        num_batches=1,
-        banks=(1,) * len(rank_of_stage),
-        tracks=tuple(
-            Track(
-                tuple(
-                    Instruction(Kind.FORWARD, stage, 0, microbatch, version=0)
-                    for stage, owner in enumerate(rank_of_stage)
-                    if owner == rank
-                    for microbatch in range(num_microbatches)
-                )
-            )
-            for rank in range(num_ranks)
-        ),
-    )
-    return lower(program)

@@ -2,9 +2,14 @@
 
 A table leads from each kind of instruction to what is done for it; there is no loop of any schedule's own.
 What takes long runs beside it: messages in the transport, the sums of gradients in the reducer.
+
+An evaluation is a program too, of nothing but forwards and their messages: it runs here on other stages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from torch import Tensor
 
 from bireme.runtime.courier import Courier
 from bireme.runtime.microbatches import Feed, MicroBatch
@@ -14,10 +19,20 @@ from bireme.runtime.updates import Finished, Updates
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Block
 
-__all__ = ["Interpreter", "OnInstruction", "micro_batch_of", "place_of"]
+__all__ = ["Interpreter", "OnInstruction", "RunsForward"]
 
 OnInstruction = Callable[[Instruction], None]
 """Is told each instruction right before it is run."""
+
+
+class RunsForward(Protocol):
+    """What a forward needs of a stage."""
+
+    def forward(
+        self, place: Place, version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run a micro-batch, or half of one; gives what goes to the next stage."""
+        ...
 
 
 class Interpreter:
@@ -31,6 +46,7 @@ class Interpreter:
         on_instruction: OnInstruction,
     ) -> None:
         self._stages = stages
+        self._forwards: Mapping[int, RunsForward] = stages
         self._courier = courier
         self._updates = updates
         self._on_instruction = on_instruction
@@ -52,10 +68,18 @@ class Interpreter:
             Kind.TRIAL: updates.trial,
         }
 
-    def run(self, blocks: Iterable[Block], feed: Feed, recorder: Recorder | None) -> Iterator[Finished]:
+    def run(
+        self,
+        blocks: Iterable[Block],
+        feed: Feed,
+        recorder: Recorder | None = None,
+        *,
+        forwards: Mapping[int, RunsForward] | None = None,
+    ) -> Iterator[Finished]:
         """Run what the blocks say on the batches of the feed; gives what came of each batch when it is
-        done.
+        done. Forwards are those of the stages that train, or of `forwards`.
         """
+        self._forwards = self._stages if forwards is None else forwards
         self._courier.feed = feed
         actions = self._actions
         self._now = _nobody_asks if recorder is None else recorder.now
@@ -73,28 +97,28 @@ class Interpreter:
 
     def _forward(self, step: Instruction) -> None:
         received = self._courier.take(step)
-        micro_batch = micro_batch_of(step, self._courier.feed)
+        micro_batch = _micro_batch_of(step, self._courier.feed)
         self._began = self._now()
         assert step.version is not None
-        sends = self._stages[step.stage].forward(place_of(step), step.version, micro_batch, received)
+        sends = self._forwards[step.stage].forward(_place_of(step), step.version, micro_batch, received)
         self._courier.put(step, sends)
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._courier.take(step)
         self._began = self._now()
-        self._courier.put(step, self._stages[step.stage].backward(place_of(step), gradients))
+        self._courier.put(step, self._stages[step.stage].backward(_place_of(step), gradients))
 
     def _backward_input(self, step: Instruction) -> None:
         gradients = self._courier.take(step)
         self._began = self._now()
-        self._courier.put(step, self._stages[step.stage].backward_input(place_of(step), gradients))
+        self._courier.put(step, self._stages[step.stage].backward_input(_place_of(step), gradients))
 
     def _backward_weight(self, step: Instruction) -> None:
-        self._stages[step.stage].backward_weight(place_of(step))
+        self._stages[step.stage].backward_weight(_place_of(step))
 
     def _recompute(self, step: Instruction) -> None:
         assert step.version is not None
-        self._stages[step.stage].recompute(place_of(step), step.version)
+        self._stages[step.stage].recompute(_place_of(step), step.version)
 
     def _reduce(self, step: Instruction) -> None:
         self._updates.reduce(step, self._courier.feed.portion(step.batch).stamp)
@@ -110,13 +134,13 @@ def _nobody_asks() -> Moment:
     return 0.0
 
 
-def place_of(step: Instruction) -> Place:
+def _place_of(step: Instruction) -> Place:
     """The micro-batch that an instruction is about."""
     assert step.microbatch is not None
     return Place(step.batch, step.microbatch)
 
 
-def micro_batch_of(step: Instruction, feed: Feed) -> MicroBatch:
+def _micro_batch_of(step: Instruction, feed: Feed) -> MicroBatch:
     """What the model is given of it, or of the half that it is about."""
     assert step.microbatch is not None
     whole = feed.portion(step.batch).micro_batches[step.microbatch]

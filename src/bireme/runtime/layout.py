@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import Unit
-from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan
 
 __all__ = ["Layout", "layout_of"]
 
@@ -49,9 +49,9 @@ class Layout:
         return tuple(replica * self.num_pipeline_ranks + pipeline_rank for replica in range(self.width))
 
 
-def layout_of(graph: Graph, units: Sequence[Unit], plan: Plan, rank: int, num_ranks: int) -> Layout:
+def layout_of(graph: Graph, units: Sequence[Unit], plan: ProgramPlan, rank: int, num_ranks: int) -> Layout:
     """The place of a rank among so many."""
-    rank_of_stage = plan.program(1).rank_of_stage
+    rank_of_stage = plan.source.rank_of_stage
     per_replica = max(rank_of_stage) + 1
     if num_ranks != per_replica * plan.width:
         raise BiremeError(

@@ -19,8 +19,8 @@ from bireme.model.graph import Graph
 from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import Unit, units_of
 from bireme.plan.hashes import check_plan_fits
-from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.assembly import Assembly
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.borders import Borders
@@ -35,12 +35,11 @@ from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
+from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.updates import Finished, Settings, Updates
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
-from bireme.schedule.rule import Rule
-from bireme.schedule.stream import stream
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["READ_AHEAD", "Pipeline", "Result", "Weights"]
@@ -71,7 +70,8 @@ class Result:
 class Pipeline:
     """One rank's part of a pipeline, joined with the others through `world`.
 
-    `plan` is one made by hand, or what `load_plan` gives, which must have been made for this model.
+    `plan` is one made by hand, or what `load_plan` gives, which must have been made for this model; or a
+    program, alone or in a `ProgramPlan` that says how the model is cut for it.
     `model` is a module, captured with `example_inputs` and `loss`, or a graph captured before. `weights`
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
@@ -82,7 +82,7 @@ class Pipeline:
     def __init__(
         self,
         model: Graph | nn.Module,
-        plan: Plan | SavedPlan,
+        plan: AnyPlan,
         world: World | Fabric | None = None,
         *,
         example_inputs: Inputs | None = None,
@@ -99,11 +99,10 @@ class Pipeline:
         compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
     ) -> None:
-        saved = plan if isinstance(plan, SavedPlan) else SavedPlan(plan)
-        plan = saved.plan
+        asked = runnable(plan)
         self._device = torch.device(device)
         check_supported(self._device)
-        fabric = Holder(fabric_of(world, plan.num_ranks, self._device))
+        fabric = Holder(fabric_of(world, asked.num_ranks, self._device))
         made_of = prepared(
             model,
             evaluation=evaluation,
@@ -113,24 +112,22 @@ class Pipeline:
             seed=seed,
         )
         graph = made_of.graph
-        if saved.origin is not None:
-            check_plan_fits(saved.origin, graph, saved.units)
+        if isinstance(plan, SavedPlan) and plan.origin is not None:
+            check_plan_fits(plan.origin, graph, plan.units)
         tell = on_instruction or _teller(world)
         self.graph = graph
-        self.plan = plan
         self.num_trained = 0
-        if plan.program(1).rule is Rule.STASHED:
-            raise BiremeError(
-                f"The engine does not run {plan.schedule}, whose stages step after every micro-batch and so "
-                "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
-                "simulate` shows both."
-            )
         units = units_of(graph)
-        self.layout = layout_of(graph, units, plan, fabric.rank, fabric.size)
-        self._borders = Borders(graph, _receives(units, plan))
+        self.plan = asked.cut([work_of(graph, unit) for unit in units])
+        self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
+        if self.layout.tied:
+            self.plan = unhurried(plan, self.plan)
+        self._borders = Borders(graph, _receives(units, self.plan))
         self._check_halves()
         batches = Batches()
-        assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile, batches)
+        assembly = Assembly(
+            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches
+        )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self._cutter = self._make_cutter(seed)
@@ -146,11 +143,10 @@ class Pipeline:
             self._evaluator = Evaluator(
                 assembly.evaluation_stages(made_of.evaluation, self.stages),
                 self.layout,
-                plan,
-                self._courier,
+                self.plan,
+                self._interpreter,
                 self._spare,
                 self._cutter,
-                tell,
             )
         self._is_running = False
         self._failure: Exception | None = None
@@ -194,7 +190,7 @@ class Pipeline:
             stage.banks.settle()
         first = self.num_trained
         feed = Feed(batches, self._cutter, first)
-        blocks = stream(self.plan.program, self.layout.pipeline_rank, feed.has, first_batch=first)
+        blocks = self.plan.source.blocks(self.layout.pipeline_rank, feed.has, first_batch=first)
         recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
@@ -295,7 +291,7 @@ class Pipeline:
             raise BiremeError("No training was recorded. Call train(batches, record=True) first.")
         offset_s = clock_offset_s(self._spare)
         starts, ends = (gather_rows(self._spare, [t + offset_s for t in times]) for times in self.recording)
-        program = self.plan.program(len(self._recorded), self._recorded.start)
+        program = self.plan.source.program(len(self._recorded), self._recorded.start)
         return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
 
     @property
@@ -328,8 +324,8 @@ class Pipeline:
         return Cutter(
             width=self.plan.width,
             replica=self.layout.replica,
-            num_microbatches=self.plan.num_microbatches,
-            num_sliced=self.plan.program(1).num_sliced,
+            num_microbatches=self.plan.source.num_microbatches,
+            num_sliced=self.plan.source.num_sliced,
             count=count_of(self.graph),
             required=self.graph.inputs,
             needed=tuple(dict.fromkeys(needed)),
@@ -340,13 +336,13 @@ class Pipeline:
 
     def _check_halves(self) -> None:
         """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
-        if not self.plan.program(1).num_sliced:
+        if not self.plan.source.num_sliced:
             return
         for names in self._borders.receives:
             for name in names:
                 if self._borders.batch_axis(name) is None:
                     raise BiremeError(
-                        f"{self.plan.schedule} sends micro-batches in halves, and {name}, which crosses "
+                        f"{self.plan.source.name} sends micro-batches in halves, and {name}, which crosses "
                         "between stages, is not cut by samples. Use 1f1b."
                     )
 
@@ -363,7 +359,7 @@ def _teller(world: World | Fabric | None) -> OnInstruction:
     return tell
 
 
-def _receives(units: Sequence[Unit], plan: Plan) -> tuple[tuple[str, ...], ...]:
+def _receives(units: Sequence[Unit], plan: ProgramPlan) -> tuple[tuple[str, ...], ...]:
     """What each stage receives."""
     return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))
 

@@ -57,29 +57,29 @@ def generate(
     lookahead: int = 0,
     recompute: Iterable[int] = (),
     first_batch: int = 0,
+    updates_early: bool = False,
     lowered: bool = True,
 ) -> Program:
     """A program of the schedule `name`; long windows come as loops.
 
-    `num_sliced` is for `1f1b-sliced`; left out, it is the least that is best for equal stages whose
-    backward takes twice the forward. `lookahead` lets 1f1b, 2bw and 2bw-fresh run further ahead where links
-    are slow. `recompute` names the stages that keep only their inputs.
+    With `stages_per_rank`, a schedule of one stage on each rank has so many neighbours there, which compute
+    what the one would of which they are parts. `num_sliced` is for `1f1b-sliced`; left out, it is the least
+    that is best for equal stages whose backward takes twice the forward. `lookahead` lets 1f1b, 2bw and
+    2bw-fresh run further ahead where links are slow. `recompute` names the stages that keep only their
+    inputs. `updates_early` is for pipelines that sum no gradients over ranks: see `weave.py`.
     """
     schedule = schedule_named(name)
     if first_batch < 0:
         raise BiremeError(f"Batches count from 0, so a window cannot start at batch {first_batch}.")
     per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
-    if per_rank != 1 and schedule.stages_per_rank == 1:
-        raise BiremeError(
-            f"{name} puts one stage on each rank, not {per_rank}. Use interleaved or zbv for several."
-        )
     if num_sliced is not None and not schedule.slices:
         raise BiremeError(f"{name} slices no micro-batches. Use 1f1b-sliced for that.")
-    if num_sliced is None and schedule.slices:
-        num_sliced = min(max(1, -(-(num_stages - 1) // 4)), num_stages, num_microbatches)
     shape = Shape(num_stages, num_microbatches, num_batches, per_rank, num_sliced or 0, lookahead)
-    schedule.check(shape)
-    _check_lookahead(schedule, shape)
+    if num_sliced is None and schedule.slices:
+        depth = schedule.whole(shape).num_stages
+        shape = replace(shape, num_sliced=min(max(1, -(-(depth - 1) // 4)), depth, num_microbatches))
+    schedule.refuse(shape)
+    _check_lookahead(schedule, schedule.whole(shape))
     stages = frozenset(recompute)
     if not stages <= set(range(num_stages)):
         wrong = min(stages - set(range(num_stages)))
@@ -90,12 +90,13 @@ def generate(
         program = weave(
             name,
             schedule.rule,
-            schedule.placement(window),
-            schedule.orders(window),
+            schedule.rank_of_stage(window),
+            schedule.in_order(window),
             num_microbatches=num_microbatches,
             num_batches=batches,
             first_batch=first_batch,
             recompute=stages,
+            updates_early=updates_early,
         )
         return lower(program) if lowered else program
 

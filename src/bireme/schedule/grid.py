@@ -92,7 +92,7 @@ class Drawing:
 
 def grid(program: Program) -> Grid:
     """The program's cells."""
-    wanted = COMPUTE | MAKES_VERSION
+    wanted = COMPUTE | MAKES_VERSION | {Kind.REDUCE}
     tracks = [[step for step in track if step.kind in wanted] for track in program.tracks]
     ticks = clock(tracks, program.num_stages)
     unit = math.gcd(*(end for ends in ticks.ends for end in ends)) or 2
@@ -186,8 +186,8 @@ def _cells(timed: Iterable[tuple[Instruction, int, int]], num_columns: int) -> I
     column = 0
     marks: tuple[Instruction, ...] = ()
     for step, start, end in timed:
-        if step.kind in MAKES_VERSION:
-            marks = (*marks, step)
+        if step.kind not in COMPUTE:
+            marks = (*marks, step) if step.kind in MAKES_VERSION else marks
             continue
         if start > column:
             yield Cell(column, start - column, None, marks)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
-from bireme.schedule.rule import Rule
+from bireme.schedule.rule import Rule, version_used
 
 __all__ = ["Block", "Program", "Track"]
 
@@ -54,6 +54,12 @@ class Track(Sequence[Instruction]):
         if self.repeats:
             yield from self.body
         yield from self.tail
+
+    def repeated(self, repeats: int) -> "Track":
+        """The same loop, run so many times."""
+        more = repeats - self.repeats
+        tail = tuple(step.shifted(more, more * self.versions_per_batch) for step in self.tail)
+        return Track(self.head, self.body, repeats, tail, self.versions_per_batch)
 
     def __len__(self) -> int:
         return len(self.head) + len(self.body) * self.repeats + len(self.tail)
@@ -141,6 +147,18 @@ class Program:
         """How many micro-batches of a batch go forward in halves on the first stage."""
         first = self.tracks[self.rank_of_stage[0]].written()
         return sum(i.half == 0 and i.kind is Kind.FORWARD and i.batch == self.first_batch for i in first)
+
+    def version_of(self, step: Instruction) -> int:
+        """The version that the rule asks for where a compute instruction of a micro-batch runs."""
+        return version_used(
+            self.rule,
+            stage=step.stage,
+            num_stages=self.num_stages,
+            batch=step.batch,
+            microbatch=step.microbatch or 0,
+            num_microbatches=self.num_microbatches,
+            first_batch=self.first_batch,
+        )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, in the model's order."""

@@ -14,7 +14,7 @@ from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 
-__all__ = ["Residency", "Sizes", "resident"]
+__all__ = ["Residency", "Sizes", "gradient_sets", "resident"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,21 @@ def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series:
             ledger.book(index, entry, instruction.batch + block.batches, instruction.microbatch)
             index += 1
     return ledger.result()
+
+
+def gradient_sets(program: Program) -> tuple[int, ...]:
+    """For each stage, how many batches' gradients it keeps at once: from a first backward to the UPDATE."""
+    most = [0] * program.num_stages
+    kept: list[set[tuple[int, int | None]]] = [set() for _ in most]
+    for track in program.tracks:
+        for step in track:
+            key = step.batch, step.microbatch if program.rule is Rule.STASHED else None
+            if step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                kept[step.stage].add(key)
+                most[step.stage] = max(most[step.stage], len(kept[step.stage]))
+            elif step.kind is Kind.UPDATE:
+                kept[step.stage].discard(key)
+    return tuple(most)
 
 
 def _weightless(num_stages: int) -> Sizes:

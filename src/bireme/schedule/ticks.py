@@ -2,7 +2,10 @@
 
 Lowering and pictures need to know what comes before what across ranks, not how long things take. So every
 forward lasts 2 ticks (half a micro-batch 1), a full backward 4, its two parts 2 each, and everything else
-nothing; messages take no time. The clock is exact, and it stops only when the order can never run.
+nothing; messages and sums take no time. The clock is exact, and it stops only when the order can never run.
+
+The UPDATE of a batch waits until every stage has come to the batch's REDUCE: all ranks agree on its norm and
+on whether it is finite. Where each micro-batch has an update of its own (STASHED), none waits.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +14,10 @@ from dataclasses import dataclass
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind, Message
 
-__all__ = ["NeverRunsError", "Ticks", "circle", "clock", "duration", "providers"]
+__all__ = ["NeverRunsError", "Ticks", "circle", "clock", "duration", "providers", "sum_of"]
+
+Need = Message | int
+"""What an instruction waits for: a message, or the sum of the batch of that number."""
 
 
 class NeverRunsError(BiremeError):
@@ -53,12 +59,20 @@ def providers(instruction: Instruction, num_stages: int) -> tuple[Message, ...]:
     return (made,)
 
 
+def sum_of(instruction: Instruction) -> int | None:
+    """The batch whose sum over all stages REDUCE adds to and UPDATE waits for."""
+    is_part = instruction.kind in (Kind.REDUCE, Kind.UPDATE) and instruction.microbatch is None
+    return instruction.batch if is_part else None
+
+
 def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> Ticks:
     """Start and end of every instruction when each rank goes through its track as early as it can."""
     starts: list[list[int]] = [[] for _ in tracks]
     ends: list[list[int]] = [[] for _ in tracks]
-    ready: dict[Message, int] = {}
-    waiting: dict[Message, int] = {}
+    ready: dict[Need, int] = {}
+    waiting: dict[Need, list[int]] = {}
+    reduced: dict[int, dict[int, int]] = {}
+    """For each batch the stages that have come to its REDUCE, and when."""
     rest = [iter(track) for track in tracks]
     held: list[Instruction | None] = [next(steps, None) for steps in rest]
     runnable = list(range(len(tracks)))
@@ -66,43 +80,65 @@ def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> Ticks:
         rank = runnable.pop()
         now = ends[rank][-1] if ends[rank] else 0
         while (instruction := held[rank]) is not None:
-            needed = instruction.needs(num_stages)
+            needed = _need(instruction, num_stages)
             if needed is not None:
                 arrival = ready.get(needed)
                 if arrival is None:
-                    waiting[needed] = rank
+                    waiting.setdefault(needed, []).append(rank)
                     break
                 now = max(now, arrival)
             starts[rank].append(now)
             now += duration(instruction)
             ends[rank].append(now)
-            for message in providers(instruction, num_stages):
-                ready[message] = now
-                if message in waiting:
-                    runnable.append(waiting.pop(message))
+            made: dict[Need, int] = dict.fromkeys(providers(instruction, num_stages), now)
+            if instruction.kind is Kind.REDUCE and (batch := sum_of(instruction)) is not None:
+                parts = reduced.setdefault(batch, {})
+                parts[instruction.stage] = now
+                if len(parts) == num_stages:
+                    made[batch] = max(parts.values())
+            ready |= made
+            for one in made:
+                runnable.extend(waiting.pop(one, ()))
             held[rank] = next(rest[rank], None)
     if waiting:
-        raise _never_runs(tracks, held, waiting, num_stages)
+        raise _never_runs(tracks, held, waiting, reduced, num_stages)
     return Ticks(starts, ends)
+
+
+def _need(instruction: Instruction, num_stages: int) -> Need | None:
+    """What must be there before an instruction can start."""
+    if instruction.kind is Kind.UPDATE:
+        return sum_of(instruction)
+    return instruction.needs(num_stages)
 
 
 def _never_runs(
     tracks: Sequence[Iterable[Instruction]],
     held: Sequence[Instruction | None],
-    waiting: dict[Message, int],
+    waiting: Mapping[Need, Sequence[int]],
+    reduced: Mapping[int, Iterable[int]],
     num_stages: int,
 ) -> NeverRunsError:
     """Who waits for whom, and the circle among them if there is one."""
+    homes = {instruction.stage: rank for rank, track in enumerate(tracks) for instruction in track}
     makers = {
-        message: rank
-        for rank, track in enumerate(tracks)
+        message: homes[instruction.stage]
+        for track in tracks
         for instruction in track
         for message in providers(instruction, num_stages)
     }
-    waits = {
-        rank: f"rank {rank} waits at {held[rank]} for the {message}" for message, rank in waiting.items()
-    }
-    waits_for = {rank: makers[message] for message, rank in waiting.items() if message in makers}
+    waits: dict[int, str] = {}
+    waits_for: dict[int, int] = {}
+    for needed, ranks in waiting.items():
+        if isinstance(needed, Message):
+            maker, what = makers.get(needed), f"the {needed}"
+        else:
+            missing = min(set(range(num_stages)).difference(reduced.get(needed, ())))
+            maker, what = homes.get(missing), f"the REDUCE of batch {needed} on stage {missing}"
+        for rank in ranks:
+            waits[rank] = f"rank {rank} waits at {held[rank]} for {what}"
+            if maker is not None:
+                waits_for[rank] = maker
     cycle = circle(waits_for)
     shown = [waits[rank] for rank in cycle] or [waits[min(waits)]]
     return NeverRunsError(

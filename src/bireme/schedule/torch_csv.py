@@ -331,7 +331,8 @@ def _one_batch(program: Program) -> Program:
     for rank, track in enumerate(program.tracks):
         batches: dict[int, list[Instruction]] = {}
         newest = program.first_batch
-        for step in _shortened(track):
+        # Two rounds of a loop show all there is to see.
+        for step in track.repeated(min(track.repeats, 2)):
             batches.setdefault(step.batch, []).append(step.shifted(-step.batch, -step.batch))
             if step.kind in COMPUTE:
                 if step.batch < newest:
@@ -349,13 +350,6 @@ def _one_batch(program: Program) -> Program:
                 )
         tracks.append(Track(tuple(batches[program.first_batch])))
     return replace(program, tracks=tuple(tracks), num_batches=1, first_batch=0)
-
-
-def _shortened(track: Track) -> Track:
-    """The track with no more than two rounds of its loop: they show all there is to see."""
-    fewer = max(track.repeats - 2, 0)
-    tail = tuple(step.shifted(-fewer, -fewer * track.versions_per_batch) for step in track.tail)
-    return replace(track, repeats=track.repeats - fewer, tail=tail)
 
 
 def _check_order_of_losses(batch: Program) -> None:

@@ -4,14 +4,21 @@ A generator says in which order a rank runs its forwards and backwards. What fol
 is the same for all of them and is added here: the version each instruction runs on, RECOMPUTE before a
 backward, REDUCE as soon as a batch's last gradient is there, and TRIAL and UPDATE as late as the first use
 of what they make allows. Late, because the time between is where a slow network's all-reduce hides.
+
+Where no gradients are summed over ranks, a sum is a few numbers, and `updates_early` gives back memory for
+nothing. The first stage has the last backward of every micro-batch, so when it comes to a batch's REDUCE all
+others have. It updates before the first backward of the next batch, and so keeps one set of gradients where
+it kept two. The other stages cannot without waiting for it: they update before the first micro-batch that
+the first stage sends after its update. So the delay that an update is goes down the pipeline once, and no
+stage waits for the sum.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bireme.schedule.instruction import BACKWARDS, SENDS, Instruction, Kind
 from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule, banks_needed, updates_per_batch, version_used
+from bireme.schedule.rule import Rule, banks_needed, updates_per_batch
 
 __all__ = ["Orders", "every_batch", "weave"]
 
@@ -37,6 +44,7 @@ def weave(
     num_batches: int,
     first_batch: int = 0,
     recompute: Iterable[int] = (),
+    updates_early: bool = False,
 ) -> Program:
     """A program from compute orders whose batches count from 0; communication is still missing.
 
@@ -55,10 +63,13 @@ def weave(
         first_batch=first_batch,
         recomputed=recomputed,
     )
+    is_early = updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
+    markers = _markers(orders[program.rank_of_stage[0]]) if is_early else None
     tracks = []
     for rank, order in enumerate(orders):
+        early = _Early(first_batch, markers)
         stages = {
-            stage: _StageWeaver(program, stage, recompute=stage in recomputed)
+            stage: _StageWeaver(program, stage, early, recompute=stage in recomputed)
             for stage in program.stages_of(rank)
         }
         woven: list[Instruction] = []
@@ -78,12 +89,56 @@ def weave(
     return replace(program, tracks=tuple(tracks))
 
 
+def _are_whole(orders: Orders) -> bool:
+    """Whether all backwards are whole. Where gradients of weights come later, the first stage is not last."""
+    return all(step.kind is not Kind.BACKWARD_WEIGHT for order in orders for step in order)
+
+
+@dataclass(slots=True)
+class _Early:
+    """When a rank updates early. `markers` are the forwards that the first stage runs first after an update,
+    each with the update's batch; batches in it count from the window's first. Without, nobody is early.
+    """
+
+    first_batch: int
+    markers: Mapping[tuple[int, int | None], int] | None
+    num_reduced: int = 0
+    """Batches of which the first stage has all gradients, as far as its rank has been woven."""
+
+    def version(self, step: Instruction) -> int:
+        """The version that has been made when a step begins; 0 if any will do."""
+        batch = step.batch - self.first_batch
+        if self.markers is None:
+            return 0
+        if step.kind is Kind.BACKWARD and batch <= self.num_reduced:
+            return step.batch
+        if step.kind is Kind.FORWARD and (batch, step.microbatch) in self.markers:
+            return self.first_batch + self.markers[batch, step.microbatch] + 1
+        return 0
+
+
+def _markers(order: Iterable[Instruction]) -> dict[tuple[int, int | None], int]:
+    """The markers of `_Early`, from the order of the first stage's rank: it updates a batch before the first
+    backward of the next.
+    """
+    found: dict[tuple[int, int | None], int] = {}
+    opened = updated = -1
+    for step in order:
+        if step.stage == 0 and step.kind is Kind.BACKWARD:
+            opened = max(opened, step.batch)
+        elif step.stage == 0 and step.kind is Kind.FORWARD and opened - 1 > updated:
+            updated = opened - 1
+            found[step.batch, step.microbatch] = updated
+    return found
+
+
 class _StageWeaver:
     """Walks through one stage's part of an order and says what belongs before and after each step."""
 
-    def __init__(self, program: Program, stage: int, *, recompute: bool) -> None:
+    def __init__(self, program: Program, stage: int, early: _Early, *, recompute: bool) -> None:
         self.program = program
         self.stage = stage
+        self.early = early
         self.recompute = recompute
         self.num_gradients: dict[int, int] = {}
         self.pending: list[Instruction] = []
@@ -93,17 +148,10 @@ class _StageWeaver:
         if step.microbatch is None or step.kind not in _COMPUTE_TO_WEAVE:
             yield step
             return
-        version = version_used(
-            self.program.rule,
-            stage=self.stage,
-            num_stages=self.program.num_stages,
-            batch=step.batch,
-            microbatch=step.microbatch,
-            num_microbatches=self.program.num_microbatches,
-            first_batch=self.program.first_batch,
-        )
+        version = self.program.version_of(step)
         if step.kind is Kind.FORWARD:
             yield from self._make(version, step.batch)
+        yield from self._updates_up_to(self.early.version(step))
         if self.recompute and step.kind in BACKWARDS:
             yield Instruction(Kind.RECOMPUTE, self.stage, step.batch, step.microbatch, version)
         yield Instruction(step.kind, self.stage, step.batch, step.microbatch, version, step.half)
@@ -139,6 +187,7 @@ class _StageWeaver:
             self.pending.append(Instruction(Kind.UPDATE, self.stage, batch, microbatch, version=made))
         elif done == m:
             yield Instruction(Kind.REDUCE, self.stage, batch)
+            self.early.num_reduced += self.stage == 0
             self.pending.append(Instruction(Kind.UPDATE, self.stage, batch, version=batch + 1))
 
 

@@ -50,7 +50,7 @@ def compare(
     for schedule in SCHEDULES.values():
         num_stages = costs.num_stages * schedule.stages_per_rank
         shape = Shape(num_stages, num_microbatches, num_batches, schedule.stages_per_rank)
-        parts = spread(costs, schedule.placement(shape))
+        parts = spread(costs, schedule.rank_of_stage(shape))
         slices = None
         if schedule.slices:
             slices = solve_slices(costs, num_microbatches, network, recompute=recompute, overlap=overlap)

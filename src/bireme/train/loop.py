@@ -142,7 +142,7 @@ class Loop:
         del self.pipeline  # so that there need never be room for two
         self.pipeline, self._later = later.make(), None
         self.pipeline.restore(snapshot)
-        self.meta = replace(self.meta, schedule=self.pipeline.plan.schedule)
+        self.meta = replace(self.meta, schedule=self.pipeline.plan.source.name)
         self._record_from = self._recorded_first()
         self.tell("schedule", self.step, schedule=self.meta.schedule)
         self._batch_s.clear()  # what is told is the schedule that stays
@@ -165,7 +165,7 @@ class Loop:
         A run that was stopped then goes on from a moment when it was full, and drains where one does that
         never stopped.
         """
-        return self.pipeline.plan.program(1).rule is Rule.FRESH
+        return self.pipeline.plan.source.rule is Rule.FRESH
 
     def _recorded_first(self) -> int:
         """The step behind which to record; where windows count, it must not depend on where a run stopped."""

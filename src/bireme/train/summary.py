@@ -121,11 +121,11 @@ def _finite(value: float | None) -> float | None:
 
 def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, ...]:
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
-    program = plan.program(1)
+    source = plan.source
     bounds = (0, *plan.cuts, _num_units(prepared))
     found = []
-    for stage, rank in enumerate(program.rank_of_stage):
-        of_rank = [one.own for one in outcomes if one.own.rank % program.num_ranks == rank]
+    for stage, rank in enumerate(source.rank_of_stage):
+        of_rank = [one.own for one in outcomes if one.own.rank % source.num_ranks == rank]
         peaks = [one.peak_bytes for one in of_rank if one.peak_bytes is not None]
         shares = [one.busy_share for one in of_rank if one.busy_share is not None]
         promised = None if forecast is None else forecast.stages[stage]
@@ -140,7 +140,7 @@ def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, 
                 if forecast is None
                 else sum(
                     one.busy_s
-                    for one, of in zip(forecast.stages, program.rank_of_stage, strict=True)
+                    for one, of in zip(forecast.stages, source.rank_of_stage, strict=True)
                     if of == rank
                 )
                 / forecast.batch_s,

@@ -20,6 +20,6 @@ def delayed_from(run: RunFile, saved: SavedPlan) -> int:
 
 def flush_twin(plan: Plan) -> Plan | None:
     """The same plan under 1f1b, which takes no more memory; None where no update is delayed anyway."""
-    if plan.program(1).rule is Rule.SYNCHRONOUS:
+    if plan.source.rule is Rule.SYNCHRONOUS:
         return None
     return replace(plan, schedule="1f1b")

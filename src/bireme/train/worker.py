@@ -189,7 +189,7 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     return CheckpointMeta(
         next_batch=0,
         seed=part.run.data.seed,
-        schedule=plan.schedule,
+        schedule=plan.source.name,
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),

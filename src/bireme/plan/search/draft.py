@@ -35,6 +35,8 @@ class Draft:
     recompute: tuple[int, ...] = ()
     num_sliced: int | None = None
     lookahead: int = 0
+    updates_early: bool = False
+    """The search asks for no early updates: what they hold is not known before stages are cut."""
 
     @property
     def rule(self) -> Rule:
@@ -68,22 +70,25 @@ class Draft:
             self.num_sliced,
             self.lookahead,
             self.recompute,
+            self.updates_early,
         )
 
     def plan(self, names: tuple[str, ...]) -> Plan:
         """The plan, with the devices' names."""
         outline = self.outline
+        is_told = outline.stages_per_rank > 1 or outline.schedule in PARTS
         return Plan(
             cuts=self.cuts,
             num_microbatches=outline.num_microbatches,
             schedule=outline.schedule,
             width=outline.width,
-            stages_per_rank=outline.stages_per_rank if outline.schedule in PARTS else None,
+            stages_per_rank=outline.stages_per_rank if is_told else None,
             num_sliced=self.num_sliced,
             lookahead=self.lookahead,
             recompute=self.recompute,
             micro_batch_sizes=outline.sizes,
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
+            updates_early=self.updates_early,
         )
 
 
@@ -96,6 +101,7 @@ def _program(
     num_sliced: int | None,
     lookahead: int,
     recompute: tuple[int, ...],
+    updates_early: bool,
 ) -> Program:
     drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
     return generate(
@@ -107,6 +113,7 @@ def _program(
         num_sliced=num_sliced,
         lookahead=lookahead,
         recompute=recompute,
+        updates_early=updates_early,
     )
 
 
@@ -121,12 +128,11 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             "What a plan takes that runs single units again is not known. Name whole stages to recompute."
         )
-    program = plan.program(1)
-    num_ranks = program.num_ranks
+    num_ranks = plan.source.num_ranks
     outline = Outline(
         plan.schedule,
         num_ranks,
-        program.num_stages // num_ranks,
+        plan.num_stages // num_ranks,
         plan.micro_batch_sizes,
         plan.num_microbatches,
     )
@@ -137,4 +143,4 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             f"The plan puts two ranks on {cluster.devices()[twice].name}; each takes a device of its own."
         )
-    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead)
+    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead, plan.is_early)

@@ -73,7 +73,7 @@ class Outline:
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank of each stage."""
         shape = ScheduleShape(self.num_stages, self.num_microbatches, 1, self.stages_per_rank)
-        return schedule_named(self.schedule).placement(shape)
+        return schedule_named(self.schedule).rank_of_stage(shape)
 
     @property
     def num_devices(self) -> int:
@@ -131,7 +131,7 @@ class Outlines:
             return False
         try:
             shape = ScheduleShape(outline.num_stages, outline.num_microbatches, 1, outline.stages_per_rank)
-            schedule_named(outline.schedule).check(shape)
+            schedule_named(outline.schedule).refuse(shape)
         except BiremeError as error:
             self.refusal = str(error)
             return False

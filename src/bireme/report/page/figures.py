@@ -12,7 +12,6 @@ from statistics import median
 
 from bireme.plan.forecast import StageForecast
 from bireme.report.page.run import Run, StageSummary
-from bireme.schedule.program import Program
 from bireme.timeline.timeline import BUSY, Timeline
 
 __all__ = ["Headline", "Part", "StageFigures", "State", "headline", "idle_share", "stage_figures", "state"]
@@ -203,19 +202,16 @@ def _busy_share(timeline: Timeline, stage: int) -> float | None:
     return min(own_s / whole_s, 1.0) if whole_s > 0 else None
 
 
-def _program(run: Run) -> Program | None:
-    return None if run.plan is None else run.plan.plan.program(1)
-
-
 def _seen_bytes(run: Run, stage: int) -> float | None:
     """The most that a rank of the stage was seen to hold; ranks go replica by replica."""
-    program, seen = _program(run), run.metrics.peak_bytes
-    if program is None or run.plan is None or not seen:
+    seen = run.metrics.peak_bytes
+    if run.plan is None or not seen:
         return None
     width = run.plan.plan.width
-    rank = program.rank_of_stage[stage]
-    own = [num_bytes for num_bytes in seen[rank :: program.num_ranks] if num_bytes > 0]
-    return max(own, default=None) if len(seen) == width * program.num_ranks else None
+    source = run.plan.plan.source
+    rank = source.rank_of_stage[stage]
+    own = [num_bytes for num_bytes in seen[rank :: source.num_ranks] if num_bytes > 0]
+    return max(own, default=None) if len(seen) == width * source.num_ranks else None
 
 
 def _predicted_batch_s(run: Run) -> float | None:

@@ -52,12 +52,12 @@ def posts(run: Run) -> tuple[Post, ...]:
     if run.plan is None:
         return ()
     plan = run.plan.plan
-    program = plan.program(1)
-    names = _names(run, plan, program.num_ranks)
+    source = plan.source
+    names = _names(run, plan, source.num_ranks)
     return tuple(
-        Post(names[rank][replica], rank, replica, program.stages_of(rank))
+        Post(names[rank][replica], rank, replica, source.stages_of(rank))
         for replica in range(plan.width if names else 0)
-        for rank in range(program.num_ranks)
+        for rank in range(source.num_ranks)
     )
 
 
@@ -65,7 +65,7 @@ def flows(run: Run) -> tuple[Flow, ...]:
     """What goes between the devices of each replica, each pair once."""
     if run.plan is None:
         return ()
-    ranks = run.plan.plan.program(1).rank_of_stage
+    ranks = run.plan.plan.source.rank_of_stage
     pairs = dict.fromkeys((min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1])
     placed = {(post.replica, post.rank): post for post in posts(run)}
     replicas = sorted({replica for replica, _ in placed})

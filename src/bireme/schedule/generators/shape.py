@@ -1,7 +1,7 @@
 """What a generator is given, and what it is: the two small types all generators share."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Instruction, Kind
@@ -73,6 +73,10 @@ class Schedule:
     `orders` gives each rank's forwards and backwards over the whole window, batches counted from 0.
     `check` raises where the schedule is not legal for a shape. `picture` shows it for four ranks, as drawn
     by `ascii_picture`.
+
+    A schedule that has one stage on each rank can have several neighbours there: these run one after the
+    other as the one stage would, of which they are parts. The functions are then asked for a stage on each
+    rank.
     """
 
     name: str
@@ -87,6 +91,46 @@ class Schedule:
     slices: bool = False
     most_lookahead: Callable[[Shape], int] | None = None
     """The greatest lookahead of a shape, for schedules that have one."""
+
+    def whole(self, shape: Shape) -> Shape:
+        """The shape with the neighbours of each rank as one stage."""
+        if self.num_neighbours(shape) == 1:
+            return shape
+        return replace(shape, num_stages=shape.num_ranks, stages_per_rank=1)
+
+    def num_neighbours(self, shape: Shape) -> int:
+        """How many neighbouring stages run as if they were one."""
+        return shape.stages_per_rank if self.stages_per_rank == 1 else 1
+
+    def rank_of_stage(self, shape: Shape) -> tuple[int, ...]:
+        """The rank of each stage."""
+        ranks = self.placement(self.whole(shape))
+        return tuple(rank for rank in ranks for _ in range(self.num_neighbours(shape)))
+
+    def in_order(self, shape: Shape) -> Orders:
+        """What each rank computes, with its neighbours one after the other."""
+        num = self.num_neighbours(shape)
+        orders = self.orders(self.whole(shape))
+        return orders if num == 1 else [list(_apart(order, num)) for order in orders]
+
+    def refuse(self, shape: Shape) -> None:
+        """Raise where the schedule is not legal for the shape."""
+        if self.num_neighbours(shape) > 1 and self.rule is Rule.STASHED:
+            raise BiremeError(
+                f"{self.name} puts one stage on each rank, not {shape.stages_per_rank}: how late its updates "
+                "are depends on the stage, so parts of one would not learn what the whole does."
+            )
+        self.check(self.whole(shape))
+
+
+def _apart(order: Iterable[Instruction], num: int) -> Iterator[Instruction]:
+    """Each step of a stage as a step of each of its parts: forwards from the first on, the others from the
+    last.
+    """
+    for step in order:
+        parts = range(step.stage * num, (step.stage + 1) * num)
+        for part in parts if step.kind is Kind.FORWARD else reversed(parts):
+            yield replace(step, stage=part)
 
 
 def forward(stage: int, microbatch: int, batch: int = 0, half: int | None = None) -> Instruction:

@@ -4,17 +4,20 @@ Two semantics. *Rendezvous*: a send completes only when its receive has been pos
 stands still until then; what is free of deadlock so is free of it everywhere. *Buffered*: a send completes
 at once. In both a receive only posts, and the instruction that uses the message waits for it.
 
+In both, the UPDATE of a batch waits until every stage of every rank has come to the batch's REDUCE, for all
+ranks agree on a batch before any of them steps.
+
 Waiting never helps: a rank that can go on still can later. So it is enough to let each rank run as far as
 it gets, in any order, and to look at what stands still in the end.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Message
+from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
-from bireme.schedule.ticks import circle
+from bireme.schedule.ticks import circle, sum_of
 
 __all__ = ["Standstill", "run_to_end"]
 
@@ -31,7 +34,8 @@ class Standstill:
 
 def run_to_end(program: Program, *, rendezvous: bool) -> Standstill | None:
     """None where the program ends, else what stands still."""
-    ranks = [_Rank(program, rank) for rank in range(program.num_ranks)]
+    sums: dict[int, _Sum] = {}
+    ranks = [_Rank(program, rank, sums) for rank in range(program.num_ranks)]
     channels: dict[tuple[int, int], _Channel] = {}
     runnable = list(range(program.num_ranks))
     while runnable:
@@ -53,12 +57,21 @@ class _Channel:
         self.num_posted = 0
 
 
-class _Rank:
-    """One rank and how far it has got."""
+@dataclass(slots=True)
+class _Sum:
+    """The sum of a batch: the stages that have come to it, and the ranks that wait for the others."""
 
-    def __init__(self, program: Program, number: int) -> None:
+    reduced: set[int] = field(default_factory=set)
+    waiting: list[int] = field(default_factory=list)
+
+
+class _Rank:
+    """One rank and how far it has got. `sums` are those of all ranks, by batch."""
+
+    def __init__(self, program: Program, number: int, sums: dict[int, _Sum]) -> None:
         self.program = program
         self.number = number
+        self.sums = sums
         self.rest: Iterator[Instruction] = iter(program.tracks[number])
         self.current: Instruction | None = next(self.rest, None)
         self.expected: dict[Message, tuple[tuple[int, int], int]] = {}
@@ -76,6 +89,8 @@ class _Rank:
                 self._compute(step, channels)
             elif step.kind in SENDS or step.kind in RECEIVES:
                 self._communicate(step, channels, freed, rendezvous=rendezvous)
+            elif (batch := sum_of(step)) is not None:
+                self._sum(step, self.sums.setdefault(batch, _Sum()), freed)
             if self.waits_for is None:
                 self.current = next(self.rest, None)
         return freed
@@ -113,10 +128,22 @@ class _Rank:
             channel.num_sent += 1
             freed.append(ends[1])
 
+    def _sum(self, step: Instruction, batch_sum: _Sum, freed: list[int]) -> None:
+        missing = set(range(self.program.num_stages)) - batch_sum.reduced
+        if step.kind is Kind.UPDATE and missing:
+            batch_sum.waiting.append(self.number)
+            self.waits_for = self.program.rank_of_stage[min(missing)]
+        elif step.kind is Kind.REDUCE:
+            batch_sum.reduced.add(step.stage)
+            freed.extend(batch_sum.waiting)
+            batch_sum.waiting.clear()
+
     def describe(self) -> str:
         step, other = self.current, self.waits_for
         if step is None:
             return f"rank {self.number} has ended"
+        if step.kind is Kind.UPDATE:
+            return f"rank {self.number} waits at {step} for rank {other} to come to that batch's REDUCE"
         if step.kind in SENDS:
             return f"rank {self.number} waits at {step} for rank {other} to post the receive"
         message = step.needs(self.program.num_stages)

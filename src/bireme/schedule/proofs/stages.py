@@ -2,15 +2,15 @@
 
 Each stage is walked through on its own, in the order of its rank. What is proved: every micro-batch has one
 forward and one whole backward; both run on the version that the update rule asks for; that version has been
-made and not been overwritten; gradients are complete when their batch is reduced, reduced when it is
-updated; trial steps see just the micro-batches they claim to see.
+made and not been overwritten; gradients are complete when their batch is reduced, in the order of
+batches, and reduced when it is updated; trial steps see just the micro-batches they claim to see.
 """
 
 from collections.abc import Iterator
 
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule, version_used
+from bireme.schedule.rule import Rule
 
 __all__ = ["stage_problems"]
 
@@ -47,6 +47,7 @@ class _StageProof:
         """For each version the micro-batches between their forward and the end of their backward."""
         self.finished: dict[int, set[int]] = {}
         """For each batch that is not updated yet, the micro-batches whose gradient is accumulated."""
+        self.newest_reduced = program.first_batch - 1
         self.reduced: set[tuple[int, int | None]] = set()
         self.updated: set[tuple[int, int | None]] = set()
 
@@ -138,7 +139,7 @@ class _StageProof:
     def _gradient(self, step: Instruction) -> Iterator[str]:
         key = _key(step)
         del self.halves[key], self.past[key]
-        version = self._rule_version(step)
+        version = self.program.version_of(step)
         if self.in_use.get(version, 0) > 1:
             self.in_use[version] -= 1
         else:
@@ -159,6 +160,12 @@ class _StageProof:
             )
         elif step.microbatch is not None and step.microbatch not in finished:
             yield f"{step} comes before the gradient that it reduces."
+        elif step.microbatch is None and step.batch != self.newest_reduced + 1:
+            yield (
+                f"{step} follows that of batch {self.newest_reduced}: all ranks must sum up batches in their "
+                "order."
+            )
+        self.newest_reduced = max(self.newest_reduced, step.batch)
         self.reduced.add(key)
 
     def _update(self, step: Instruction) -> Iterator[str]:
@@ -210,29 +217,17 @@ class _StageProof:
         self.oldest = max(self.oldest, version + 1)
 
     def _wrong_version(self, step: Instruction) -> Iterator[str]:
-        version = self._rule_version(step)
+        version = self.program.version_of(step)
         if step.version != version:
             yield f"{step} runs on the wrong version: the {self.program.rule} rule asks for {version}."
 
     def _not_there(self, step: Instruction) -> Iterator[str]:
-        version = self._rule_version(step)
+        version = self.program.version_of(step)
         newest = self.newest_trial if self.program.rule is Rule.FRESH else self.newest
         if version > newest:
             yield f"{step} comes before version {version} has been made."
         elif version < self.oldest:
             yield f"{step} comes after version {version} has been overwritten."
-
-    def _rule_version(self, step: Instruction) -> int:
-        program = self.program
-        return version_used(
-            program.rule,
-            stage=self.stage,
-            num_stages=program.num_stages,
-            batch=step.batch,
-            microbatch=step.microbatch or 0,
-            num_microbatches=program.num_microbatches,
-            first_batch=program.first_batch,
-        )
 
     def _made_by(self, step: Instruction) -> int:
         if step.microbatch is None:

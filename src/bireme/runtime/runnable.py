@@ -1,0 +1,50 @@
+"""What a pipeline is asked to run, by name or as a program, in the one form that the engine knows."""
+
+from dataclasses import replace
+
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.units import Unit
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
+from bireme.plan.program_plan import ProgramPlan
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
+from bireme.schedule.source import source_of
+
+__all__ = ["AnyPlan", "runnable", "unhurried", "work_of"]
+
+AnyPlan = Plan | SavedPlan | ProgramPlan | Program
+
+
+def runnable(plan: AnyPlan) -> ProgramPlan:
+    """What a plan asks for. Refuses a program that is wrong, or right and yet nothing for the engine."""
+    match plan:
+        case SavedPlan():
+            asked = plan.plan.by_program
+        case Plan():
+            asked = plan.by_program
+        case Program():
+            asked = ProgramPlan(source_of(plan))
+        case ProgramPlan():
+            asked = plan
+    if asked.source.rule is Rule.STASHED:
+        raise BiremeError(
+            f"The engine does not run {asked.source.name}, whose stages step after every micro-batch and so "
+            "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
+            "simulate` shows both."
+        )
+    return asked
+
+
+def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where ranks share parameters: their sums take long, so nobody waits for them unless asked."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and named.updates_early is None:
+        return replace(named, updates_early=False).by_program
+    return by_program
+
+
+def work_of(graph: Graph, unit: Unit) -> float:
+    """The multiplications of a unit, and a little for each operator, so that none counts for nothing."""
+    return sum(1.0 + graph.operators[place].flops for place in unit.operators)
