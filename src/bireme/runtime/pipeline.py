@@ -38,16 +38,12 @@ from bireme.runtime.updates import Finished, Settings, Updates
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
 from bireme.schedule.rule import Rule
-from bireme.schedule.stream import stream
+from bireme.schedule.stream import read_ahead, stream
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["READ_AHEAD", "Pipeline", "Result", "Weights"]
+__all__ = ["Pipeline", "Result", "Weights"]
 
 Batch = Mapping[str, Tensor]
-
-READ_AHEAD = 2
-"""How many batches behind a result's own have been read when it comes, at most: so a rank that ends its
-batches so many later ends them where the others do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,7 @@ class Pipeline:
 
         The pipeline stays full from the first batch to the last, so batches are read some ahead, and a result
         comes a while after its batch went in. Take all results: the ranks agree on when to stop only through
-        the batches' end. When a result comes, at most `READ_AHEAD` batches behind its own have been read.
+        the batches' end. When a result comes, at most `read_ahead` batches after its own have been read.
 
         `votes` is asked at the end of each batch for a number that is summed over all ranks and comes back
         with the batch's result, so that they can agree on something without a message of their own.
@@ -294,6 +290,14 @@ class Pipeline:
         starts, ends = (gather_rows(self._spare, [t + offset_s for t in times]) for times in self.recording)
         program = self.plan.program(len(self._recorded), self._recorded.start)
         return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
+
+    @property
+    def read_ahead(self) -> int:
+        """How many batches after a result's own have been read when it comes, at most and on any rank.
+
+        A rank that ends its batches so many later ends them where the others do.
+        """
+        return read_ahead(self.plan.program)
 
     @property
     def most_receive_bytes(self) -> int:

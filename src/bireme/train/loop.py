@@ -13,7 +13,7 @@ from time import perf_counter
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.pipeline import READ_AHEAD, Pipeline, Result
+from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
@@ -228,8 +228,8 @@ class Loop:
             self._log(result, step)
         reason = Reason.of(result.votes) if result.votes else Reason.NONE
         if reason > Reason.SAVE and self._ends is None:
-            # No rank has read a batch behind this one, and those that were read are trained yet.
-            self._reason, self._ends = reason, step + READ_AHEAD
+            # No rank has read further than this, and what was read is still trained on.
+            self._reason, self._ends = reason, step + self.pipeline.read_ahead
             if reason is not Reason.TIME:
                 self._save()  # now, for nobody knows how long there is
         elif self._is_due(step) or reason is Reason.SAVE:
