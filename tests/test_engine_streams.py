@@ -16,10 +16,12 @@ from torch.optim import SGD
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
+from bireme.runtime.courier import MOST_SENDS
 from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.thread_transport import ThreadFabric
 from bireme.schedule.instruction import Instruction, Message
 from tests.engine_parity import (
     ALL,
@@ -29,6 +31,7 @@ from tests.engine_parity import (
     assert_equal,
     evaluated,
     oracle,
+    pipeline_of,
     plan_for,
     tolerance_of,
     train_on_threads,
@@ -42,6 +45,7 @@ from tests.small_models import (
     real_batches,
     token_batches,
 )
+from tests.together import run_threads
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +173,26 @@ def test_micro_batches_may_be_of_unequal_sizes_from_batch_to_batch(schedule: str
     setting = Setting(regression_plan(schedule), clip_norm=0.5)
     found = train_on_threads(regression(), setting, data)
     assert_equal(found, oracle(regression(), setting, data), tolerance=1e-12)
+
+
+def test_room_for_messages_does_not_grow_with_the_number_of_batch_sizes() -> None:
+    """Each size once had room of its own for ever: 300 sizes of a toy model kept 58 MB."""
+    model, setting = regression(), Setting(regression_plan("1f1b"))
+    sizes = range(4, 4 * 50, 4)
+    data = [real_batches(size, 1, WIDTH)[0] for size in sizes]
+    fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+
+    def work(rank: int) -> int:
+        pipeline = pipeline_of(model, setting, fabric.of(rank))
+        most = max(pipeline.send_bytes for _ in pipeline.train(data))
+        pipeline.close()
+        return most
+
+    header_bytes, value_bytes, num_borders = 64, 8, 2
+    largest = header_bytes + 64 * -(-max(sizes) // 4 * WIDTH * value_bytes // 64)
+    # As many messages on their way as may be, as much room again, and what is about to be sent.
+    for most in run_threads(setting.plan.num_ranks, work):
+        assert 0 < most <= num_borders * (2 * MOST_SENDS + 1) * largest
 
 
 # --- the module itself, in an ordinary loop

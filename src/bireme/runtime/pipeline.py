@@ -304,6 +304,11 @@ class Pipeline:
         """The most bytes there have been in receives that were posted and not yet used."""
         return self._courier.most_receive_bytes
 
+    @property
+    def send_bytes(self) -> int:
+        """The bytes of messages on their way, and of the room that is kept for more."""
+        return self._courier.send_bytes
+
     def close(self) -> None:
         """End what runs in the background."""
         self._reducer.close()

@@ -45,7 +45,7 @@ def read_ahead(make: Make) -> int:
 def _most_ahead(track: Track, first_batch: int) -> int:
     if not track.repeats:
         raise BiremeError(
-            f"The program does not repeat itself within {LONG} batches, so it must be given all of its batches "
+            f"The program does not repeat itself within {LONG} batches, so all of its batches must be there "
             "before it begins. Use a schedule that comes to a steady state."
         )
     least = LONG - track.repeats
