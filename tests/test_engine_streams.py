@@ -165,6 +165,36 @@ def test_a_micro_batch_in_which_nothing_counts_changes_nothing(schedule: str) ->
     assert_equal(found, oracle(model, setting, data), tolerance=1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "width"), [*zip(ALL, cycle([2, 1]), strict=False)])
+def test_a_batch_in_which_nothing_counts_takes_no_step(schedule: str, width: int) -> None:
+    """It once ended the run. One process leaves it out: no decay, no momentum, no count of steps, no NaN."""
+    setting = Setting(plan_for(schedule, width=width), clip_norm=0.5)
+    model, data = gpt(UNTIED), token_batches(8 * width, 6)
+    for empty in (0, 3):
+        data[empty]["labels"][:] = -100
+    found = train_on_threads(model, setting, data)
+    assert found[0].skipped == [True, False, False, True, False, False]
+    assert [math.isnan(loss) for loss in found[0].losses] == found[0].skipped
+    assert found[0].norms[0] == found[0].norms[3] == 0.0
+    assert_equal(found, oracle(model, setting, data), tolerance=1e-12)
+
+
+def test_an_evaluation_leaves_out_batches_in_which_nothing_counts() -> None:
+    model, data = gpt(UNTIED), token_batches(8, 3)
+    data[1]["labels"][:] = -100
+    seen: list[Evaluation] = []
+
+    def evaluate(pipeline: Pipeline) -> None:
+        seen.extend((pipeline.evaluate(data), pipeline.evaluate([data[1]])))
+
+    train_on_threads(model, Setting(plan_for("1f1b", 2), windows=(0,)), [], between=evaluate)
+    for some, nothing in zip(seen[::2], seen[1::2], strict=True):
+        assert some.loss == pytest.approx(evaluated(model, model.weights, [data[0], data[2]]), rel=1e-12)
+        assert some.num_samples == 24
+        assert (nothing.weight, nothing.num_samples) == (0.0, 8)
+        assert math.isnan(nothing.loss)
+
+
 @pytest.mark.parametrize("schedule", ALL)
 def test_micro_batches_may_be_of_unequal_sizes_from_batch_to_batch(schedule: str) -> None:
     """A shape that changes never meets what was meant for another one."""

@@ -26,7 +26,10 @@ __all__ = ["Evaluation", "EvaluationStage", "Evaluator", "forward_program"]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The mean loss over everything that counts in some batches, and how much that is."""
+    """The mean loss over everything that counts in some batches, and how much that is.
+
+    It is NaN where nothing counts.
+    """
 
     loss: float
     weight: float

@@ -48,7 +48,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one replica has of a batch. `weight` is that of the whole batch.
+    """What one replica has of a batch. `weight` is that of the whole batch; 0 where nothing in it counts for
+    the loss, and then all shares are 0 too.
 
     `stamp` is equal where batches are. It is made from shapes and from the ends of tensors, so it tells
     apart those that a loader gives, but not two that differ in the middle of a tensor alone.
@@ -93,13 +94,11 @@ class Cutter:
         bounds = list(accumulate(self._sizes(num_samples), initial=0))
         weights = [self.count(_rows(batch, begin, end)) for begin, end in pairwise(bounds)]
         total = sum(weights)
-        if not total:
-            raise BiremeError(f"Nothing in batch {number} counts for the loss. Leave such a batch out.")
 
         def piece(begin: int, end: int, weight: float, seed: int) -> MicroBatch:
             rows = _rows(batch, begin, end)
             inputs = {name: rows[name].to(self.device) for name in self.needed}
-            return MicroBatch(end - begin, weight / total, seed, inputs)
+            return MicroBatch(end - begin, weight / total if total else 0.0, seed, inputs)
 
         def micro_batch(place: int) -> MicroBatch:
             index = self.replica * self.num_microbatches + place

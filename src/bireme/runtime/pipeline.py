@@ -29,7 +29,7 @@ from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
-from bireme.runtime.microbatches import Cutter, Feed
+from bireme.runtime.microbatches import Cutter, Feed, Portion
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
@@ -50,6 +50,9 @@ Batch = Mapping[str, Tensor]
 class Result:
     """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
     one. `votes` is the sum of what the ranks gave along with it.
+
+    `is_skipped` says that the weights stay as they were: the gradient was not finite, or nothing in the batch
+    counts for the loss. Then its `weight`, how much counts in it, is 0, its loss NaN and its norm 0.
     """
 
     batch: int
@@ -59,7 +62,8 @@ class Result:
     is_skipped: bool
     num_samples: int
     seconds: float
-    votes: float = 0.0
+    votes: float
+    weight: float
 
 
 class Pipeline:
@@ -192,7 +196,7 @@ class Pipeline:
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()
-            result = _result(finished, feed.portion(finished.batch).num_samples, now - before)
+            result = _result(finished, feed.portion(finished.batch), now - before)
             feed.drop(finished.batch)
             self.num_trained += 1
             before = now
@@ -379,14 +383,15 @@ def _receives(units: Sequence[Unit], plan: Plan) -> tuple[tuple[str, ...], ...]:
     return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))
 
 
-def _result(finished: Finished, num_samples: int, seconds: float) -> Result:
+def _result(finished: Finished, portion: Portion, seconds: float) -> Result:
     return Result(
         batch=finished.batch,
         loss=finished.loss,
         grad_norm=finished.grad_norm,
         lr_factor=finished.lr_factor,
         is_skipped=finished.is_skipped,
-        num_samples=num_samples,
+        num_samples=portion.num_samples,
         seconds=seconds,
         votes=finished.votes,
+        weight=portion.weight,
     )

@@ -7,7 +7,7 @@ the batch counts.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -34,7 +34,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What came of a batch, the same on all ranks. `is_skipped` says that its gradient was not finite."""
+    """What came of a batch, the same on all ranks. `is_skipped` says that there was no step, for its gradient
+    was not finite or nothing in it counts; in the latter case the loss is NaN and the norm 0.
+    """
 
     batch: int
     loss: float
@@ -52,6 +54,7 @@ class Updates:
         self._reducer = reducer
         self.settings = settings
         self._ended: dict[int, set[int]] = {}
+        self._empty: set[int] = set()
         self._reduced: dict[int, Reduced] = {}
         self._updated: dict[int, set[int]] = {}
         self.finished: list[Finished] = []
@@ -61,13 +64,18 @@ class Updates:
         self.votes: Callable[[], float] = lambda: 0.0
         """What this rank gives along with a batch, to be summed over all."""
 
-    def reduce(self, step: Instruction, stamp: int) -> None:
-        """A stage has all its gradients of a batch, which has this stamp on all ranks."""
+    def reduce(self, step: Instruction, stamp: int, *, counts: bool) -> None:
+        """A stage has all its gradients of a batch, which has this stamp on all ranks.
+
+        `counts` says whether anything in the batch counts for the loss.
+        """
         ended = self._ended.setdefault(step.batch, set())
         ended.add(step.stage)
         if len(ended) < len(self._stages):
             return
         del self._ended[step.batch]
+        if not counts:
+            self._empty.add(step.batch)
         gradients: dict[str, Tensor | None] = {}
         for stage in self._stages.values():
             _merge(gradients, stage.gradients(step.batch))
@@ -77,7 +85,12 @@ class Updates:
     def wait(self, batch: int) -> None:
         """Wait until a batch's sums are there."""
         if batch not in self._reduced:
-            reduced = self._reduced[batch] = self._reducer.finish(batch)
+            reduced = self._reducer.finish(batch)
+            if batch in self._empty:
+                self._empty.remove(batch)
+                # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
+                reduced = replace(reduced, loss=math.nan, grad_norm=0.0, is_finite=False)
+            self._reduced[batch] = reduced
             self.scale = self._scale(reduced)
 
     def update(self, step: Instruction) -> None:
@@ -130,7 +143,7 @@ class Updates:
 
     def _scale(self, reduced: Reduced) -> float:
         limit = self.settings.clip_norm
-        if limit is None or not math.isfinite(reduced.grad_norm):
+        if limit is None or not reduced.is_finite:
             return 1.0 if limit is None else self.scale
         return min(1.0, limit / (reduced.grad_norm + 1e-6))
 

@@ -236,8 +236,14 @@ class Loop:
             self._save()
 
     def _note_skipped(self, result: Result) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
         self._num_skipped += result.is_skipped
+        if not result.weight:
+            self._warn(
+                f"Step {result.batch + 1} is left out: nothing in its batch counts for the loss.",
+                result.batch + 1,
+            )
+            return
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
         most = self.run.training.most_skipped_in_a_row
         if result.is_skipped:
             self._warn(f"Step {result.batch + 1} is left out: its gradient is not finite.", result.batch + 1)
@@ -296,7 +302,9 @@ class Loop:
         order = Order(len(samples), self.run.data.seed)
         with Batches(samples, order, min(size, len(samples)), 0, count) as batches:
             found = self.pipeline.evaluate(batches)
-        self._evaluated, self._evaluated_at = found.loss, self.step
+        self._evaluated, self._evaluated_at = found.loss if found.weight else None, self.step
+        if not found.weight:
+            self._warn("The evaluation has no loss: nothing in its batches counts for one.")
         self.tell("evaluation", self.step, loss=found.loss, num_samples=found.num_samples)
 
     def _outcome(self) -> Outcome:
