@@ -19,7 +19,7 @@ from bireme.schedule.instruction import Message
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network
-from bireme.sync.group import Group, Sums
+from bireme.sync.group import Group, MessageGroup, Sums
 
 __all__ = ["Groups", "ShapedFabric", "Wiring", "wiring_of"]
 
@@ -133,7 +133,7 @@ class ShapedFabric:
         assert isinstance(transport, _ShapedTransport)
         return self._groups.fabric.sums(transport.inner)
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """All ranks, whose few numbers are not late."""
         return self._groups.fabric.everyone()
 

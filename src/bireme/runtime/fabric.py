@@ -18,7 +18,7 @@ from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
-from bireme.sync.group import DistGroup, Group, LonelyGroup, Sums
+from bireme.sync.group import DistGroup, Group, LonelyGroup, MessageGroup, Sums
 
 __all__ = ["DistFabric", "Fabric", "LonelyFabric", "fabric_of"]
 
@@ -59,7 +59,7 @@ class Fabric(Protocol):
         threads; None where only a group's background can.
         """
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """All ranks, for what their own threads do together."""
 
     def group(self, ranks: Sequence[int]) -> Group | None:
@@ -116,7 +116,7 @@ class DistFabric:
             return None
         return SocketSums(transport, self.rank, self.size)
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """The group that torch.distributed makes of all processes when they join."""
         everyone = dist.group.WORLD
         assert everyone is not None, "a world that is open has joined it"
@@ -148,7 +148,7 @@ class LonelyFabric:
         """This process alone."""
         return LonelyGroup()
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """This process alone."""
         return LonelyGroup()
 

@@ -227,6 +227,10 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of this rank's newest weights and of its persistent buffers, by the model's own names."""
+        return {name: tensor.detach().clone() for name, tensor in self._held().items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        """What there are copies of in `state_dict`."""
         persistent = {state.name for state in self.graph.buffers if state.persistent}
         buffers = {
             name: tensor
@@ -234,7 +238,7 @@ class Pipeline:
             for name, tensor in stage.buffers.items()
             if name in persistent
         }
-        return {name: tensor.detach().clone() for name, tensor in (self.parameters() | buffers).items()}
+        return self.parameters() | buffers
 
     def snapshot(self, *, all_held: bool = False) -> Snapshot:
         """Copies of what this rank answers for behind the last batch whose result it has taken.
@@ -273,10 +277,7 @@ class Pipeline:
         wanted = [state for state in (*self.graph.parameters, *self.graph.buffers) if state.persistent]
         owners = self.layout.owners
         held = [state for state in wanted if state.name in owners]
-        whole: dict[str, Tensor] = {}
-        for name, tensor in gather_tensors(self._spare, held, self.state_dict(), owners):
-            if self._spare.rank == 0:
-                whole[name] = tensor
+        whole = dict(gather_tensors(self._spare, held, self._held(), owners))
         return {
             name: whole[state.name]
             for state in held

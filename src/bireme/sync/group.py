@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CollectiveError", "DistGroup", "Group", "LonelyGroup", "Pending", "Sums"]
+__all__ = ["CollectiveError", "DistGroup", "Group", "LonelyGroup", "MessageGroup", "Pending", "Sums"]
 
 
 class CollectiveError(Exception):
@@ -49,6 +49,16 @@ class Group(Sums, Protocol):
 
     def barrier(self) -> None:
         """Return once every member has called this."""
+
+
+class MessageGroup(Group, Protocol):
+    """A group whose members can also send to one another; a send and its receive are matched by order."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to the member `to`; returns when the tensor may be used for something else."""
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with what the member `source` sends."""
 
 
 class DistGroup:
@@ -95,6 +105,20 @@ class DistGroup:
         except RuntimeError as error:
             raise self._failed("barrier", error) from error
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to the member `to`."""
+        try:
+            dist.send(tensor, group=self._group, group_dst=to)
+        except RuntimeError as error:
+            raise self._failed("send", error) from error
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with what the member `source` sends."""
+        try:
+            dist.recv(tensor, group=self._group, group_src=source)
+        except RuntimeError as error:
+            raise self._failed("receive", error) from error
+
     def _failed(self, what: str, error: RuntimeError) -> CollectiveError:
         members = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
         return CollectiveError(f"A {what} over the processes {members} failed: {error}")
@@ -131,6 +155,14 @@ class LonelyGroup:
 
     def barrier(self) -> None:
         """There is nobody to wait for."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """There is nobody to send to."""
+        raise RuntimeError(f"There is no rank {to} to send to.")
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Nobody sends."""
+        raise RuntimeError(f"There is no rank {source} to receive from.")
 
 
 class _Done:

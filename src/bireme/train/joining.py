@@ -19,7 +19,7 @@ import torch
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_text import cluster_text
-from bireme.cluster.machine import host_name
+from bireme.cluster.machine import host_name, num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
@@ -234,7 +234,7 @@ class _Joined:
             return
         threads = orders.threads
         if threads is None and orders.backend == "gloo":
-            threads = max(1, len(os.sched_getaffinity(0)) // num_local)
+            threads = max(1, num_cores() // num_local)
         place = self.place = orders.places.index(rank)
         checkpoint = None if orders.checkpoint is None else Path(orders.checkpoint)
         with World(

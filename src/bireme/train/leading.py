@@ -4,7 +4,6 @@ A run that torchrun has started again finds its folder by its name and goes on i
 was if the devices did, and is made anew if there are others.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,6 +13,7 @@ from typing import Any
 
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
+from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.report.progress import progress_bar
@@ -167,7 +167,7 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
         return run.model_copy(update={"cluster": settled})
     threads = asked.threads_per_worker
     if threads is None and device == "cpu":
-        threads = max(1, len(os.sched_getaffinity(0)) // len(next(iter(nodes.values()))))
+        threads = max(1, num_cores() // len(next(iter(nodes.values()))))
     backend = "nccl" if device == "cuda" else "gloo"
     changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
     plan = run.plan
