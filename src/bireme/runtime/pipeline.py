@@ -4,7 +4,7 @@ Every rank makes one, with the same arguments, and gives it the same batches. Wh
 each batch, is the same on every rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -21,6 +21,7 @@ from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.assembly import Assembly
+from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
@@ -42,8 +43,6 @@ from bireme.schedule.stream import read_ahead, stream
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "Result", "Weights"]
-
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,8 @@ class Pipeline:
         assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile)
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
-        self._cutter = self._make_cutter(seed)
+        self.cutter = self._make_cutter(seed)
+        """What this rank takes of each batch."""
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._transport = transport
         is_fresh = plan.program(1).rule is Rule.FRESH
@@ -143,10 +143,9 @@ class Pipeline:
             self._evaluator = Evaluator(
                 assembly.evaluation_stages(made_of.evaluation, self.stages),
                 self.layout,
-                plan,
                 self._courier,
                 self._spare,
-                self._cutter,
+                self.cutter,
                 tell,
             )
         self._is_running = False
@@ -190,7 +189,7 @@ class Pipeline:
         for stage in self.stages.values():
             stage.banks.settle()
         first = self.num_trained
-        feed = Feed(batches, self._cutter, first)
+        feed = Feed(batches, self.cutter, first)
         blocks = stream(self.plan.program, self.layout.pipeline_rank, feed.has, first_batch=first)
         recorder = Recorder() if record else None
         before = perf_counter()
@@ -333,6 +332,7 @@ class Pipeline:
             )
 
     def _make_cutter(self, seed: int) -> Cutter:
+        sizes = self.plan.micro_batch_sizes
         needed = [name for stage in self.stages.values() for name in stage.function.inputs]
         return Cutter(
             width=self.plan.width,
@@ -344,7 +344,7 @@ class Pipeline:
             needed=tuple(dict.fromkeys(needed)),
             device=self._device,
             seed=seed,
-            shares=self.plan.micro_batch_sizes,
+            shares=lambda _batch: sizes,
         )
 
     def _templates(self) -> dict[str, Tensor]:

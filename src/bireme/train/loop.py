@@ -5,12 +5,10 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-
-from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.pipeline import Pipeline, Result
@@ -19,9 +17,9 @@ from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.loader import Batches
 from bireme.train.data.order import Order
 from bireme.train.data.prepare import RunData
+from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.run_file import RunFile
@@ -194,11 +192,11 @@ class Loop:
         if records and self._ends is None:
             self.timeline = self.pipeline.timeline()
 
-    def _batches(self, end: int) -> Iterator[Mapping[str, Tensor]]:
+    def _batches(self, end: int) -> Iterator[PartlyRead]:
         """The batches of a window. It ends early where the ranks have agreed to stop."""
         asked, first = self.run.data, self.step
         order = Order(len(self.data.training), asked.seed)
-        with Batches(
+        with RankBatches(
             self.data.training,
             order,
             self.run.training.batch_size,
@@ -206,6 +204,7 @@ class Loop:
             end - first,
             prefetch=asked.prefetch,
             num_workers=asked.num_workers,
+            wanted=self.pipeline.cutter.wanted,
         ) as batches:
             for number, batch in enumerate(batches, first):
                 if self._ends is not None and number >= self._ends:
@@ -300,7 +299,8 @@ class Loop:
         count = min(self.run.training.evaluation_batches, len(samples) // size) or 1
         # The same samples every time, from everywhere in the data.
         order = Order(len(samples), self.run.data.seed)
-        with Batches(samples, order, min(size, len(samples)), 0, count) as batches:
+        wanted = self.pipeline.cutter.wanted_to_evaluate
+        with RankBatches(samples, order, min(size, len(samples)), 0, count, wanted=wanted) as batches:
             found = self.pipeline.evaluate(batches)
         self._evaluated, self._evaluated_at = found.loss if found.weight else None, self.step
         if not found.weight:
