@@ -129,7 +129,7 @@ def run_oracle(
             if count is not None:
                 tried = _tried(training, sums[:count], rate, factor)
                 trials[place] = {name: tried[name] for name in computed_on[place]}
-        is_skipped = not math.isfinite(norm)
+        is_skipped = not math.isfinite(norm) or not unit.microbatches
         if not is_skipped:
             factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
             training.step(gradients, rate, factor)
@@ -209,7 +209,7 @@ class _Model:
     around: Callable[[int, int], AbstractContextManager[object]]
 
     def run(self, unit: _Unit, weights: Mapping[Place, Tensors]) -> _Result:
-        result = _Result({place: [] for place in weights}, [])
+        result = _Result({place: [] for place in weights}, [], 0.0 if unit.microbatches else math.nan)
         total = sum(microbatch.weight for microbatch in unit.microbatches.values())
         for index, microbatch in unit.microbatches.items():
             share = microbatch.weight / total

@@ -19,6 +19,7 @@ __all__ = [
     "paced",
     "regressed",
     "regression",
+    "uncounted",
 ]
 
 PACE = "BIREME_TEST_PACE_S"
@@ -41,6 +42,18 @@ class Paced:
 
 def paced() -> Paced:
     return Paced()
+
+
+class Uncounted(Paced):
+    """Rows whose tokens are read, and none of them is to be learnt."""
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        sample = super().__getitem__(number)
+        return sample | {"labels": torch.full_like(sample["labels"], -100)}
+
+
+def uncounted() -> Uncounted:
+    return Uncounted()
 
 
 class Network(nn.Module):

@@ -22,7 +22,7 @@ WIDTH = 6
 class Regression(nn.Module):
     """Layers one after the other."""
 
-    def __init__(self, layers: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
 

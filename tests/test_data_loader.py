@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
+from bireme.runtime.batches import Rows
 from bireme.train.data.loader import Batches
 from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples
-from bireme.train.data.samples import Batch, PackedSamples, packed
+from bireme.train.data.rank_batches import RankBatches
+from bireme.train.data.samples import Batch, PackedSamples, Samples, packed
 from bireme.train.data.tokens import Tokens
 
 SAMPLES = packed(Tokens("corpus", np.arange(84, dtype=np.uint16)), 4)
@@ -76,11 +78,16 @@ def test_no_more_is_made_ahead_than_was_asked() -> None:
     caught_up = threading.Event()
 
     class Counting(PackedSamples):
-        def take(self, numbers: Sequence[int]) -> Batch:
+        def take(
+            self,
+            numbers: Sequence[int],
+            names: Sequence[str] | None = None,
+            seeds: Sequence[int] | None = None,
+        ) -> Batch:
             made.append(1)
             if len(made) == 4:
                 caught_up.set()
-            return PackedSamples.take(self, numbers)
+            return PackedSamples.take(self, numbers, names, seeds)
 
     counting = Counting(SAMPLES.tokens, 4, 0, 84)
     with Batches(counting, Order(len(counting)), 4, prefetch=2) as loader:
@@ -103,13 +110,33 @@ def test_an_error_comes_where_its_batch_was_due_and_names_the_sample() -> None:
         assert loader.state() == 3
 
 
-def test_only_the_named_tensors_are_given_of_as_many_samples() -> None:
-    loader = Batches(SAMPLES, Order(len(SAMPLES)), 4, num_batches=1, names=("labels",))
-    [batch] = loader
-    assert list(batch) == ["labels"]
-    assert len(batch["labels"]) == 4
+def test_of_a_batch_there_are_the_tensors_and_rows_that_are_wanted() -> None:
+    whole = next(iter(batches()))
+    labels, ids = Rows(("labels",), 0, 4), Rows(("input_ids",), 1, 3)
+    order = Order(len(SAMPLES), 3)
+    [batch] = RankBatches(SAMPLES, order, 4, num_batches=1, wanted=lambda _number, _size: (labels, ids))
+    assert batch.num_samples == 4
+    assert batch.rows(labels).keys() == {"labels"}
+    assert torch.equal(batch.rows(labels)["labels"], whole["labels"])
+    assert torch.equal(batch.rows(ids)["input_ids"], whole["input_ids"][1:3])
     with pytest.raises(BiremeError, match="hold input_ids, labels, and not pixels"):
-        list(Batches(SAMPLES, Order(len(SAMPLES)), 4, num_batches=1, names=("pixels",)))
+        list(RankBatches(SAMPLES, order, 4, num_batches=1, wanted=lambda *_: (Rows(("pixels",), 0, 1),)))
+
+
+def stamps(samples: Samples, *, seed: int = 3, size: int = 4, first: int = 0) -> list[int]:
+    loader = RankBatches(samples, Order(len(samples), seed), size, first, 3, wanted=lambda *_: ())
+    return [batch.stamp for batch in loader]
+
+
+def test_a_stamp_is_that_of_the_batch_though_ranks_read_other_parts_of_it() -> None:
+    """Or nothing: it tells data, their order, and places in it apart."""
+    found = stamps(SAMPLES)
+    assert found == stamps(SAMPLES)
+    assert stamps(SAMPLES, first=1)[:2] == found[1:]
+    assert len(set(found)) == 3
+    other = packed(Tokens("corpus", np.arange(1, 85, dtype=np.uint16)), 4)
+    for changed in (stamps(SAMPLES, seed=4), stamps(SAMPLES, size=5), stamps(other)):
+        assert not set(changed) & set(found)
 
 
 def test_a_batch_may_be_larger_than_an_epoch() -> None:

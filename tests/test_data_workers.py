@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
+from bireme.runtime.batches import Rows
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
 from bireme.train.data.loader import Batches
 from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples, own_samples
+from bireme.train.data.rank_batches import RankBatches
 from bireme.train.data.samples import Batch
 
 pytestmark = pytest.mark.slow
@@ -38,6 +40,14 @@ def test_batches_and_their_draws_do_not_depend_on_the_number_of_workers() -> Non
     for one, other in zip(alone, inline, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in ("number", "pixels", "flag"))
     assert not torch.equal(alone[0]["drawn"], alone[5]["drawn"])
+
+
+def test_what_a_sample_draws_does_not_depend_on_which_others_a_rank_reads() -> None:
+    """Draws were seeded batch by batch: a rank that read half of one would have drawn otherwise."""
+    samples = own_samples("tests.slow_samples:numbered")
+    order, part = Order(len(samples), 2**63), Rows(("drawn",), 3, 6)
+    [batch] = RankBatches(samples, order, 8, 1, 1, num_workers=1, wanted=lambda *_: (part,))
+    assert torch.equal(batch.rows(part)["drawn"], made_by(1, "numbered", first=1, count=1)[0]["drawn"][3:6])
 
 
 def test_an_error_in_a_worker_names_the_sample_and_keeps_its_trace() -> None:

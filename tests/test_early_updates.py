@@ -3,7 +3,6 @@
 from itertools import product
 
 import pytest
-from bireme.runtime.thread_transport import ThreadFabric
 
 from bireme.plan.plan import Plan
 from bireme.schedule.catalogue import generate
@@ -14,6 +13,7 @@ from bireme.simulate.simulator import simulate
 from tests.engine_parity import Setting, pipeline_of
 from tests.small_models import gpt
 from tests.symbolic import expected, outcome
+from tests.thread_transport import ThreadFabric
 from tests.together import run_threads
 
 FLOWING = ("2bw", "2bw-fresh")

@@ -72,7 +72,6 @@ BATCHES: list[tuple[str, Callable[[Batch], object], str]] = [
     ("shape", lambda b: b.update(labels=b["labels"][:, :5]), r"labels is of shape \[8, 5\].* for \[b, 8\]"),
     ("axes", lambda b: b.update(labels=b["labels"][:, 0]), r"labels is of shape \[8\]"),
     ("lengths", lambda b: b.update(labels=b["labels"][:4]), r"first axes of lengths \[4, 8\]"),
-    ("nothing", lambda b: b.update(labels=torch.full_like(b["labels"], -100)), "Nothing in batch 1 counts"),
 ]
 
 

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
+from bireme.runtime.courier import MOST_SENDS
 from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.optimizers import OptimizerFactory
@@ -29,6 +30,7 @@ from tests.engine_parity import (
     assert_equal,
     evaluated,
     oracle,
+    pipeline_of,
     plan_for,
     tolerance_of,
     train_on_threads,
@@ -42,6 +44,8 @@ from tests.small_models import (
     real_batches,
     token_batches,
 )
+from tests.thread_transport import ThreadFabric
+from tests.together import run_threads
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +165,36 @@ def test_a_micro_batch_in_which_nothing_counts_changes_nothing(schedule: str) ->
     assert_equal(found, oracle(model, setting, data), tolerance=1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "width"), [*zip(ALL, cycle([2, 1]), strict=False)])
+def test_a_batch_in_which_nothing_counts_takes_no_step(schedule: str, width: int) -> None:
+    """It once ended the run. One process leaves it out: no decay, no momentum, no count of steps, no NaN."""
+    setting = Setting(plan_for(schedule, width=width), clip_norm=0.5)
+    model, data = gpt(UNTIED), token_batches(8 * width, 6)
+    for empty in (0, 3):
+        data[empty]["labels"][:] = -100
+    found = train_on_threads(model, setting, data)
+    assert found[0].skipped == [True, False, False, True, False, False]
+    assert [math.isnan(loss) for loss in found[0].losses] == found[0].skipped
+    assert found[0].norms[0] == found[0].norms[3] == 0.0
+    assert_equal(found, oracle(model, setting, data), tolerance=1e-12)
+
+
+def test_an_evaluation_leaves_out_batches_in_which_nothing_counts() -> None:
+    model, data = gpt(UNTIED), token_batches(8, 3)
+    data[1]["labels"][:] = -100
+    seen: list[Evaluation] = []
+
+    def evaluate(pipeline: Pipeline) -> None:
+        seen.extend((pipeline.evaluate(data), pipeline.evaluate([data[1]])))
+
+    train_on_threads(model, Setting(plan_for("1f1b", 2), windows=(0,)), [], between=evaluate)
+    for some, nothing in zip(seen[::2], seen[1::2], strict=True):
+        assert some.loss == pytest.approx(evaluated(model, model.weights, [data[0], data[2]]), rel=1e-12)
+        assert some.num_samples == 24
+        assert (nothing.weight, nothing.num_samples) == (0.0, 8)
+        assert math.isnan(nothing.loss)
+
+
 @pytest.mark.parametrize("schedule", ALL)
 def test_micro_batches_may_be_of_unequal_sizes_from_batch_to_batch(schedule: str) -> None:
     """A shape that changes never meets what was meant for another one."""
@@ -169,6 +203,26 @@ def test_micro_batches_may_be_of_unequal_sizes_from_batch_to_batch(schedule: str
     setting = Setting(regression_plan(schedule), clip_norm=0.5)
     found = train_on_threads(regression(), setting, data)
     assert_equal(found, oracle(regression(), setting, data), tolerance=1e-12)
+
+
+def test_room_for_messages_does_not_grow_with_the_number_of_batch_sizes() -> None:
+    """Each size once had room of its own for ever: 300 sizes of a toy model kept 58 MB."""
+    model, setting = regression(), Setting(regression_plan("1f1b"))
+    sizes = range(4, 4 * 50, 4)
+    data = [real_batches(size, 1, WIDTH)[0] for size in sizes]
+    fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+
+    def work(rank: int) -> int:
+        pipeline = pipeline_of(model, setting, fabric.of(rank))
+        most = max(pipeline.send_bytes for _ in pipeline.train(data))
+        pipeline.close()
+        return most
+
+    header_bytes, value_bytes, num_borders = 64, 8, 2
+    largest = header_bytes + 64 * -(-max(sizes) // 4 * WIDTH * value_bytes // 64)
+    # As many messages on their way as may be, as much room again, and what is about to be sent.
+    for most in run_threads(setting.plan.num_ranks, work):
+        assert 0 < most <= num_borders * (2 * MOST_SENDS + 1) * largest
 
 
 # --- the module itself, in an ordinary loop

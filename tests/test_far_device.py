@@ -19,12 +19,12 @@ from bireme.model.sources import load_source
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import LonelyFabric
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.thread_transport import ThreadFabric
 from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.engine_parity import Setting, Trained, plan_for, train_rank
 from tests.far_device import FAR, make_far_device
 from tests.small_models import Model, captured, gpt, real_batches, token_batches
+from tests.thread_transport import ThreadFabric
 from tests.together import run_processes, run_threads
 
 pytestmark = [
@@ -210,11 +210,15 @@ def crosses() -> None:
     parcel = format_.parcel(torch.device(FAR))
     parcel.address(key)
     parcel.pack(given)
-    for name, tensor in format_.unpack(parcel.message, key).items():
+    arrival = format_.arrival(key, torch.device(FAR))
+    arrival.message.copy_(parcel.message)
+    for name, tensor in arrival.unpack(torch.device(FAR)).items():
         assert tensor.device.type == FAR
         assert torch.equal(tensor.cpu(), given[name].cpu())
+    strange = format_.arrival(other, torch.device(FAR))
+    strange.message.copy_(parcel.message)
     with pytest.raises(BiremeError, match="do not follow the same program"):
-        format_.unpack(parcel.message, other)
+        strange.unpack(torch.device(FAR))
 
 
 def sources_load() -> None:

@@ -1,7 +1,6 @@
 """Launching on this machine: results by rank, what cannot be launched, one process as a world of its own."""
 
 import functools
-import os
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.launch import launch
@@ -32,9 +32,7 @@ def test_results_come_back_in_the_order_of_ranks() -> None:
 
 @pytest.mark.slow
 def test_one_process_is_a_launch_too_and_has_all_cores() -> None:
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-
-    assert launch(report_threads, 1) == [(num_cores, str(num_cores))]
+    assert launch(report_threads, 1) == [(num_cores(), str(num_cores()))]
 
 
 @pytest.mark.slow

@@ -265,6 +265,23 @@ def test_too_many_of_them_in_a_row_end_the_run_with_a_sentence(
     assert metrics(tmp_path / "runs" / "run")[-1]["kind"] == "stop"
 
 
+def test_a_run_over_data_in_which_nothing_counts_takes_no_step_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first such batch once ended the run. It is not one that has diverged, so none may be too many."""
+    path = write_run(tmp_path, data="tests.paced_samples:uncounted")
+    more = settings(training__steps=3, training__most_skipped_in_a_row=0)
+    document = trained(capsys, path, *more)
+    assert (document["steps"], document["num_skipped"]) == (3, 3)
+    assert document["train_loss"] is document["eval_loss"] is None
+    run = tmp_path / "runs" / "run"
+    assert [line["loss"] for line in metrics(run, "train")] == [None] * 3
+    warnings = [line["text"] for line in metrics(run, "warning")]
+    assert warnings[0] == "Step 1 is left out: nothing in its batch counts for the loss."
+    assert warnings[-1].startswith("The evaluation has no loss")
+    assert not any("diverged" in text for text in document["warnings"])
+
+
 def test_a_time_limit_ends_a_run_as_if_it_had_done_all_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

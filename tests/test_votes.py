@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bireme.runtime.pipeline import READ_AHEAD
 from tests.engine_parity import ALL, Setting, pipeline_of
 from tests.regression import WIDTH, regression, regression_plan
 from tests.small_models import Batch, real_batches
@@ -14,14 +13,17 @@ from tests.together import run_threads
 
 pytestmark = pytest.mark.slow
 
-ASKED_BEHIND = 5
+ASKED_AFTER = 5
 
 
-@pytest.mark.parametrize("schedule", ALL)
-def test_all_ranks_stop_behind_the_same_batch_that_one_of_them_asks_at(schedule: str) -> None:
-    """Each ends its batches `READ_AHEAD` behind the result that brings the wish, and none has read more."""
+@pytest.mark.parametrize(("schedule", "lookahead"), [*((name, 0) for name in ALL), ("2bw", 2)])
+def test_all_ranks_stop_after_the_same_batch_that_one_of_them_asks_at(schedule: str, lookahead: int) -> None:
+    """Each ends its batches `read_ahead` after the result that brings the wish, and none has read more.
+
+    2bw reads further ahead at the greatest lookahead: there ranks ended after different batches.
+    """
     model, data = regression(), real_batches(8, 40, WIDTH)
-    setting = Setting(regression_plan(schedule))
+    setting = Setting(regression_plan(schedule, lookahead=lookahead))
     num_ranks = setting.plan.num_ranks
     fabric = ThreadFabric(num_ranks, timeout_s=60.0)
 
@@ -40,16 +42,16 @@ def test_all_ranks_stop_behind_the_same_batch_that_one_of_them_asks_at(schedule:
                 yield batch
 
         def vote() -> float:
-            return float(rank == num_ranks - 1 and trained >= ASKED_BEHIND)
+            return float(rank == num_ranks - 1 and trained >= ASKED_AFTER)
 
         seen = []
         try:
             for result in pipeline.train(batches(), votes=vote):
                 trained = result.batch + 1
-                assert num_read <= trained + READ_AHEAD
+                assert num_read <= trained + pipeline.read_ahead
                 seen.append(result.votes)
                 if result.votes and ends is None:
-                    ends = trained + READ_AHEAD
+                    ends = trained + pipeline.read_ahead
         finally:
             pipeline.close()
         return trained, seen
@@ -57,5 +59,5 @@ def test_all_ranks_stop_behind_the_same_batch_that_one_of_them_asks_at(schedule:
     torch.set_num_threads(1)
     found = run_threads(num_ranks, work)
     assert len({trained for trained, _ in found}) == 1
-    assert ASKED_BEHIND + READ_AHEAD < found[0][0] < len(data)
+    assert ASKED_AFTER + 2 < found[0][0] < len(data)
     assert all(seen == found[0][1] for _, seen in found)

@@ -17,7 +17,7 @@ from torch import Tensor
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.transport import AbortedError, Pending, Transport, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
-from bireme.sync.group import CollectiveError, Group, OwnedGroup, Sums
+from bireme.sync.group import CollectiveError, MessageGroup, OwnedGroup, Sums
 
 __all__ = ["ThreadFabric", "ThreadRank"]
 
@@ -62,11 +62,10 @@ class ThreadRank:
         lines = self._hub.lines[self._key(members)]
         return _ThreadTransport(self._hub, lines, members, members.index(self.rank))
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """Sums and broadcasts over all ranks."""
-        group = self.group(range(self.size))
-        assert group is not None, "every rank is one of all"
-        return group
+        members = tuple(range(self.size))
+        return _ThreadGroup(self._hub, self._hub.rounds[self._key(members)], members, self.rank)
 
     def sums(self, _transport: Transport) -> Sums | None:
         """Sums over all ranks, which no thread but theirs makes."""
@@ -139,6 +138,7 @@ class _Hub:
         self.changed = threading.Condition()
         self.lost: set[int] = set()
         self.lines: dict[_Key, dict[_Channel, _Line]] = defaultdict(lambda: defaultdict(_Line))
+        self.mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.rounds: dict[_Key, dict[int, _Round]] = defaultdict(dict)
 
     def lose(self, rank: int) -> None:
@@ -260,6 +260,24 @@ class _ThreadGroup:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a copy to the member `to`."""
+        with self._hub.changed:
+            self._hub.mail[self._members[self.rank], self._members[to]].append(tensor.clone())
+            self._hub.changed.notify_all()
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with what the member `source` sends."""
+        way = self._members[source], self._members[self.rank]
+        if not self._hub.wait(lambda: bool(self._hub.mail[way]), way):
+            raise CollectiveError(f"Member {self.rank} waits for member {source} in vain.")
+        sent = self._hub.mail[way].popleft()
+        if (sent.shape, sent.dtype) != (tensor.shape, tensor.dtype):
+            raise CollectiveError(
+                f"Member {source} sent {sent.dtype} {list(sent.shape)} to member {self.rank}."
+            )
+        tensor.copy_(sent)
 
     def _bring(self, what: str, tensor: Tensor) -> int:
         """Take part in the next collective; gives its number."""

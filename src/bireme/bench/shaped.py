@@ -19,7 +19,7 @@ from bireme.schedule.instruction import Message
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network
-from bireme.sync.group import Group, OwnedGroup, Sums
+from bireme.sync.group import MessageGroup, OwnedGroup, Sums
 
 __all__ = ["ShapedFabric", "Wiring", "wiring_of"]
 
@@ -114,7 +114,7 @@ class ShapedFabric:
         assert isinstance(transport, _ShapedTransport)
         return self._fabric.sums(transport.inner)
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """All ranks, whose few numbers are not late."""
         return self._fabric.everyone()
 

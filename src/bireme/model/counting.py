@@ -6,6 +6,7 @@ graph: what its loss is the mean of.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +17,21 @@ from bireme.model.units import Unit
 
 __all__ = ["Count", "count_of"]
 
-Count = Callable[[Mapping[str, Tensor]], float]
-"""From the inputs of some samples to the weight that the mean of their losses has."""
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """From the inputs of some samples to the weight that the mean of their losses has.
+
+    It depends on the inputs in `reads` alone, and on the number of samples where there are none.
+    """
+
+    reads: tuple[str, ...]
+    weigh: Callable[[Mapping[str, Tensor]], float]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> float:
+        """The weight."""
+        return self.weigh(inputs)
+
 
 LOSS = "loss"
 
@@ -35,14 +49,14 @@ def count_of(graph: Graph) -> Count:
     """The count for a graph."""
     found = _mean_loss(graph)
     if found is None:
-        return _num_samples
+        return Count((), _num_samples)
     _, target, _, _, ignored = _arguments(found)
     assert isinstance(target, Reference)
     if target.name in {value.name for value in graph.inputs}:
-        return lambda inputs: _num_counted(inputs[target.name], ignored)
+        return Count((target.name,), lambda inputs: _num_counted(inputs[target.name], ignored))
     places = _makers(graph, target.name)
     if places is None:
-        return _num_samples
+        return Count((), _num_samples)
     read = {name for place in places for name in graph.operators[place].reads()}
     unit = Unit(
         index=0,
@@ -62,7 +76,7 @@ def count_of(graph: Graph) -> Count:
             made = function({}, {}, inputs)[target.name]
         return _num_counted(made, ignored)
 
-    return count
+    return Count(unit.inputs, count)
 
 
 def _num_counted(target: Tensor, ignored: Argument) -> float:

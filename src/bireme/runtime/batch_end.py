@@ -51,9 +51,10 @@ class StagePart:
 
 @dataclass(slots=True)
 class BatchEnd:
-    """A batch under way, with a part for each stage of the rank."""
+    """A batch under way, with a part for each stage. `counts` says whether its loss is of anything."""
 
     parts: dict[int, StagePart] = field(default_factory=dict)
+    counts: bool = True
     num_ended: int = 0
     num_updated: int = 0
     gradients: BatchGradients | None = None

@@ -19,7 +19,8 @@ from bireme.schedule.instruction import Instruction, Message
 __all__ = ["Courier"]
 
 MOST_SENDS = 4
-"""Sends over one border in one direction that may be under way; before another, the oldest is waited for."""
+"""Sends over one border in one direction that may be under way; before another, the oldest is waited for. As
+much room is kept for more messages over it, and no more: that of the messages that went last."""
 
 Tensors = dict[str, Tensor]
 
@@ -70,8 +71,8 @@ class Courier:
         self._sent: dict[tuple[bool, int], deque[_Sent]] = {}
         self._ready: dict[Message, Parcel] = {}
         """Room for messages that are about to be made."""
-        self._free: dict[WireFormat, list[Parcel]] = {}
-        """Room whose last message has gone."""
+        self._free: dict[tuple[bool, int], deque[Parcel]] = {}
+        """Room whose last message has gone, by border and direction; what was used last is last."""
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
         self.most_receive_bytes = 0
@@ -92,11 +93,12 @@ class Courier:
         tensors = self._here(key)
         if tensors is None:
             raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
-        channel = self._sent.setdefault((key.forward, key.to_stage), deque())
+        border = key.forward, key.to_stage
+        channel = self._sent.setdefault(border, deque())
         if len(channel) >= MOST_SENDS:
             oldest = channel.popleft()
             oldest.pending.wait()
-            self._free.setdefault(oldest.parcel.wire_format, []).append(oldest.parcel)
+            self._free_over(border).append(oldest.parcel)
         parcel = self._ready.pop(key, None) or self._parcel(key)
         parcel.pack(tensors)
         pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message)
@@ -126,11 +128,22 @@ class Courier:
         if key is not None:
             self._made[key] = tensors
 
+    @property
+    def send_bytes(self) -> int:
+        """Of the messages on their way and of the room that is kept for more."""
+        under_way = (one.parcel for channel in self._sent.values() for one in channel)
+        free = (parcel for parcels in self._free.values() for parcel in parcels)
+        return sum(parcel.message.nbytes for parcel in (*under_way, *free, *self._ready.values()))
+
     def drain(self) -> None:
         """Wait until everything that was sent has left this rank's memory."""
         for channel in self._sent.values():
             while channel:
                 channel.popleft().pending.wait()
+
+    def _free_over(self, border: tuple[bool, int]) -> deque[Parcel]:
+        """The room for more messages over a border; of too much, what was used least recently goes."""
+        return self._free.setdefault(border, deque(maxlen=MOST_SENDS))
 
     def _stays(self, key: Message) -> bool:
         """Whether a message is for another stage of this rank."""
@@ -139,8 +152,12 @@ class Courier:
     def _parcel(self, key: Message) -> Parcel:
         """Room for a message, with its address on it."""
         wire_format = self._format(key)
-        free = self._free.get(wire_format)
-        parcel = free.pop() if free else wire_format.parcel(self._memory, is_pinned=self._is_staged)
+        free = self._free_over((key.forward, key.to_stage))
+        parcel = next((one for one in free if one.wire_format is wire_format), None)
+        if parcel is None:
+            parcel = wire_format.parcel(self._memory, is_pinned=self._is_staged)
+        else:
+            free.remove(parcel)
         parcel.address(key)
         return parcel
 

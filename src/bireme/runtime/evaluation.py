@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bireme.model.stage import StageFunction
-from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.banks import WeightBanks
+from bireme.runtime.batches import Batch
 from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import Layout
-from bireme.runtime.microbatches import Cutter, Feed, MicroBatch, checked, num_samples_of
+from bireme.runtime.microbatches import Cutter, Feed, MicroBatch, Portion
 from bireme.runtime.stage import LOSS, Place
 from bireme.schedule.generators.forward_only import forward_only
 from bireme.sync.group import Group
@@ -22,7 +22,10 @@ __all__ = ["Evaluation", "EvaluationStage", "Evaluator"]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The mean loss over everything that counts in some batches, and how much that is."""
+    """The mean loss over everything that counts in some batches, and how much that is.
+
+    It is NaN where nothing counts.
+    """
 
     loss: float
     weight: float
@@ -36,19 +39,17 @@ class Evaluator:
         self,
         stages: "Mapping[int, EvaluationStage]",
         layout: Layout,
-        plan: ProgramPlan,
         interpreter: Interpreter,
         group: Group,
         cutter: Cutter,
     ) -> None:
         self._stages = stages
         self._layout = layout
-        self._plan = plan
         self._group = group
         self._cutter = cutter
         self._interpreter = interpreter
 
-    def evaluate(self, batches: Iterable[Mapping[str, Tensor]]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         """The loss over some batches, each of any size down to one sample."""
         for stage in self._stages.values():
             stage.load()
@@ -61,32 +62,23 @@ class Evaluator:
         self._group.all_reduce(total).wait()
         return Evaluation(float(total) / weight if weight else math.nan, weight, num_samples)
 
-    def _sums(self, batches: Iterable[Mapping[str, Tensor]]) -> tuple[float, float, int]:
+    def _sums(self, batches: Iterable[Batch]) -> tuple[float, float, int]:
         """This rank's part of the weighted loss, the weight of all batches, and their samples."""
         loss = weight = 0.0
         num_samples = 0
-        most = self._plan.width * self._plan.source.num_microbatches
         for number, given in enumerate(batches):
-            batch = checked(given, number, self._cutter.required)
-            size = num_samples_of(batch)
-            pieces = min(size, most)
-            # One replica's cutter gives all pieces; the replicas take turns at them.
-            cutter = replace(
-                self._cutter, width=1, replica=0, num_microbatches=pieces, num_sliced=0, shares=()
-            )
-            feed = Feed([batch], cutter, 0)
-            feed.has(1)
-            weight += feed.portion(0).weight
-            num_samples += size
-            own = range(self._layout.replica, pieces, self._plan.width)
-            if len(own):
-                self._run(feed, own)
-                loss += feed.portion(0).weight * sum(stage.take_loss() for stage in self._stages.values())
+            portion = self._cutter.cut_to_evaluate(given, number)
+            weight += portion.weight
+            num_samples += portion.num_samples
+            if portion.micro_batches:
+                self._run(portion)
+                loss += portion.weight * sum(stage.take_loss() for stage in self._stages.values())
         return loss, weight, num_samples
 
-    def _run(self, feed: Feed, own: range) -> None:
-        feed.take(0, own)
-        program = forward_only(self._layout.rank_of_stage, len(own))
+    def _run(self, portion: Portion) -> None:
+        feed = Feed((), self._cutter, 0)
+        feed.hold(0, portion)
+        program = forward_only(self._layout.rank_of_stage, len(portion.micro_batches))
         blocks = program.tracks[self._layout.pipeline_rank].blocks()
         for _ in self._interpreter.run(blocks, feed, forwards=self._stages):
             raise AssertionError("an evaluation finishes no batch of training")

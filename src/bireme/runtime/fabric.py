@@ -19,7 +19,7 @@ from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
-from bireme.sync.group import DistGroup, Group, LonelyGroup, OwnedGroup, Sums
+from bireme.sync.group import DistGroup, LonelyGroup, MessageGroup, OwnedGroup, Sums
 
 __all__ = ["DistFabric", "Fabric", "Holder", "LonelyFabric", "fabric_of"]
 
@@ -68,7 +68,7 @@ class Fabric(Protocol):
         threads; None where only a group's background can.
         """
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """All ranks, for what their own threads do together."""
 
     def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
@@ -125,7 +125,7 @@ class DistFabric:
             return None
         return SocketSums(transport, self.rank, self.size)
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """The group that torch.distributed makes of all processes when they join."""
         everyone = dist.group.WORLD
         assert everyone is not None, "a world that is open has joined it"
@@ -136,7 +136,7 @@ class DistFabric:
         made = dist.new_group(list(ranks))
         return self._watched(made) if self.rank in ranks else None
 
-    def _watched(self, made: dist.ProcessGroup) -> OwnedGroup:
+    def _watched(self, made: dist.ProcessGroup) -> DistGroup:
         group = DistGroup(made)
         self._world.watch.abort_on_failure(group)
         return group
@@ -162,7 +162,7 @@ class LonelyFabric:
         """This process alone."""
         return LonelyGroup()
 
-    def everyone(self) -> Group:
+    def everyone(self) -> MessageGroup:
         """This process alone."""
         return LonelyGroup()
 

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from bireme.model.graph import State
-from bireme.sync.group import Group
+from bireme.sync.group import Group, MessageGroup
 
 __all__ = ["clock_offset_s", "gather_rows", "gather_tensors"]
 
 NUM_ROUNDS = 15
 """Of looking at the clocks together."""
+
+PIECE_ELEMENTS = 4 * 2**20
+"""How much of a tensor goes in one message: 16 MiB in float32."""
 
 
 def clock_offset_s(group: Group) -> float:
@@ -46,18 +49,30 @@ def gather_rows(group: Group, row: Sequence[float]) -> list["array[float]"]:
 
 
 def gather_tensors(
-    group: Group, states: Sequence[State], own: Mapping[str, Tensor], owner: Mapping[str, int]
+    group: MessageGroup, states: Sequence[State], own: Mapping[str, Tensor], owner: Mapping[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each of the states from the rank that owns it, one after the other, on the CPU, on every rank."""
-    dtype = {name: tensor.dtype for name, tensor in own.items()}
-    kinds = _agreed_dtypes(group, states, dtype)
+    """Each of the states from the rank that owns it, one after the other, as a new tensor on rank 0's CPU.
+
+    Other ranks are given nothing: they send what they own, in pieces, and need room for one piece.
+    """
+    kinds = _agreed_dtypes(group, states, {name: tensor.dtype for name, tensor in own.items()})
     for state, kind in zip(states, kinds, strict=True):
-        if owner[state.name] == group.rank:
-            tensor = own[state.name].detach().cpu().clone()
-        else:
-            tensor = torch.empty(state.shape, dtype=kind)
-        group.broadcast(tensor, owner[state.name])
-        yield state.name, tensor
+        source = owner[state.name]
+        if source == group.rank == 0:
+            yield state.name, own[state.name].detach().cpu().clone()
+        elif source == group.rank:
+            for piece in _pieces(own[state.name].detach().reshape(-1)):
+                group.send(piece.cpu(), 0)
+        elif group.rank == 0:
+            whole = torch.empty(state.shape, dtype=kind)
+            for piece in _pieces(whole.view(-1)):
+                group.receive(piece, source)
+            yield state.name, whole
+
+
+def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
+    """A tensor in views of bounded size; nothing of one without elements."""
+    return torch.split(flat, PIECE_ELEMENTS) if flat.numel() else ()
 
 
 DTYPES = (

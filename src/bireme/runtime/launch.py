@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import Blame, Failure, grace_s
@@ -72,7 +73,7 @@ def launch(
         port=store.port,
         num_processes=num_processes,
         timeout_s=timeout_s,
-        num_threads=threads_per_process or max(1, _num_cores() // num_processes),
+        num_threads=threads_per_process or max(1, num_cores() // num_processes),
         backend=backend,
         device=device,
     )
@@ -226,12 +227,6 @@ def _pickled(function: Callable[..., object], args: Iterable[object]) -> bytes:
             f"The arguments of {name} cannot be handed to new processes: {error}. Pass tensors, numbers, "
             "texts, and lists, dicts and data classes of them; make the rest inside of the function."
         ) from error
-
-
-def _num_cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _signal_name(number: int) -> str:

@@ -1,13 +1,13 @@
 """Batches, cut into the micro-batches of every replica, with what each weighs in the batch's loss.
 
-Every rank is given whole batches, the same ones, and takes from them what its stages and its replica need. So
-each knows the sizes and weights of all micro-batches without a message.
+Every rank is given the same batches, and reads of them what its stages and its replica need. The sizes of all
+micro-batches follow from the number of samples alone. So do their weights, unless the loss leaves out some
+targets: then every rank reads the inputs that the targets are made of, the labels, of the whole batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,20 +15,9 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.model.counting import Count
 from bireme.model.graph import Value
-from bireme.model.length import evaluate
+from bireme.runtime.batches import Batch, LazyBatch, Rows, lazy, read, rows_of
 
-__all__ = [
-    "Cutter",
-    "Feed",
-    "MicroBatch",
-    "Portion",
-    "apportioned",
-    "checked",
-    "micro_batch_seed",
-    "num_samples_of",
-]
-
-Batch = Mapping[str, Tensor]
+__all__ = ["Cutter", "Feed", "MicroBatch", "Portion", "apportioned", "micro_batch_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +37,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one replica has of a batch. `weight` is that of the whole batch.
+    """What one replica has of a batch. `weight` is that of the whole batch; 0 where nothing in it counts for
+    the loss, and then all shares are 0 too.
 
-    `stamp` is equal where batches are. It is made from shapes and from the ends of tensors, so it tells
-    apart those that a loader gives, but not two that differ in the middle of a tensor alone.
+    `stamp` is equal where batches are (see `LazyBatch`).
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -61,12 +50,33 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a batch is cut: micro-batch i has the samples from `bounds[i]` up to but without the next bound.
+
+    `own` are those of this replica, one after the other.
+    """
+
+    bounds: tuple[int, ...]
+    own: range
+
+    @property
+    def num_samples(self) -> int:
+        """Of the whole batch."""
+        return self.bounds[-1]
+
+    @property
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The bounds of each micro-batch."""
+        return pairwise(self.bounds)
+
+
+@dataclass(frozen=True, slots=True)
 class Cutter:
     """Cuts batches for one replica of some.
 
     `required` are all inputs of the model, `needed` those that this rank's stages take. The first
-    `num_sliced` micro-batches are cut in halves. `shares` are in what proportion the replicas' micro-batches
-    are large; they are equal if it is empty.
+    `num_sliced` micro-batches are cut in halves. `shares` says for each batch in what proportion the
+    replicas' micro-batches are large; they are equal if it is empty.
     """
 
     width: int
@@ -78,11 +88,28 @@ class Cutter:
     needed: tuple[str, ...]
     device: torch.device
     seed: int
-    shares: tuple[int, ...] = ()
+    shares: Callable[[int], Sequence[int]] = lambda _batch: ()
 
-    def cut(self, batch: Batch, number: int) -> Portion:
+    def wanted(self, number: int, num_samples: int) -> tuple[Rows, ...]:
+        """What this rank reads of the batch of that number, to train on it."""
+        return self._wanted(self._to_train(number, num_samples))
+
+    def cut(self, given: Batch, number: int) -> Portion:
         """This replica's portion of a batch, which is the one of that number."""
-        num_samples = num_samples_of(batch)
+        batch = lazy(given, number, self.required)
+        cut = self._to_train(number, batch.num_samples)
+        return self._portion(batch, number, cut, self.num_sliced, batch.stamp)
+
+    def wanted_to_evaluate(self, number: int, num_samples: int) -> tuple[Rows, ...]:
+        """What this rank reads of a batch to evaluate with."""
+        return self._wanted(self._to_evaluate(num_samples))
+
+    def cut_to_evaluate(self, given: Batch, number: int) -> Portion:
+        """This replica's portion of a batch of any size to evaluate with, in which it may have no part."""
+        batch = lazy(given, number, self.required)
+        return self._portion(batch, number, self._to_evaluate(batch.num_samples), 0, 0)
+
+    def _to_train(self, number: int, num_samples: int) -> _Cut:
         pieces = self.width * self.num_microbatches
         if num_samples < (2 * pieces if self.num_sliced else pieces):
             raise BiremeError(
@@ -90,39 +117,72 @@ class Cutter:
                 f"micro-batches ({self.num_microbatches} for each of {self.width} replicas). Leave such a "
                 "batch out, or plan for fewer micro-batches."
             )
-        bounds = list(accumulate(self._sizes(num_samples), initial=0))
-        weights = [self.count(_rows(batch, begin, end)) for begin, end in pairwise(bounds)]
+        shares = self.shares(number) or (1,) * self.width
+        sizes = apportioned(num_samples, [share for share in shares for _ in range(self.num_microbatches)])
+        first = self.replica * self.num_microbatches
+        return _Cut(tuple(accumulate(sizes, initial=0)), range(first, first + self.num_microbatches))
+
+    def _to_evaluate(self, num_samples: int) -> _Cut:
+        pieces = min(num_samples, self.width * self.num_microbatches)
+        first, end = (pieces * replica // self.width for replica in (self.replica, self.replica + 1))
+        bounds = (num_samples * piece // max(pieces, 1) for piece in range(pieces + 1))
+        return _Cut(tuple(bounds), range(first, end))
+
+    def _wanted(self, cut: _Cut) -> tuple[Rows, ...]:
+        found = []
+        if self.count.reads:
+            found.append(Rows(self.count.reads, 0, cut.num_samples))
+        rest = tuple(name for name in self.needed if name not in self.count.reads)
+        if rest and cut.own:
+            found.append(Rows(rest, cut.bounds[cut.own.start], cut.bounds[cut.own.stop]))
+        return tuple(found)
+
+    def _portion(self, batch: LazyBatch, number: int, cut: _Cut, num_sliced: int, stamp: int) -> Portion:
+        columns = {
+            name: _Column(tensor, wanted.begin)
+            for wanted in self._wanted(cut)
+            for name, tensor in read(batch, wanted, number, self.required).items()
+        }
+
+        def weight(begin: int, end: int) -> float:
+            if not self.count.reads:
+                return float(end - begin)
+            return self.count({name: columns[name].rows(begin, end) for name in self.count.reads})
+
+        weights = [weight(begin, end) for begin, end in cut.pieces]
         total = sum(weights)
-        if not total:
-            raise BiremeError(f"Nothing in batch {number} counts for the loss. Leave such a batch out.")
 
         def piece(begin: int, end: int, weight: float, seed: int) -> MicroBatch:
-            rows = _rows(batch, begin, end)
-            inputs = {name: rows[name].to(self.device) for name in self.needed}
-            return MicroBatch(end - begin, weight / total, seed, inputs)
+            inputs = {name: columns[name].rows(begin, end).to(self.device) for name in self.needed}
+            return MicroBatch(end - begin, weight / total if total else 0.0, seed, inputs)
 
-        def micro_batch(place: int) -> MicroBatch:
-            index = self.replica * self.num_microbatches + place
-            begin, end = bounds[index], bounds[index + 1]
+        def micro_batch(place: int, index: int) -> MicroBatch:
+            begin, end = cut.bounds[index], cut.bounds[index + 1]
             seed = micro_batch_seed(self.seed, number, index)
             whole = piece(begin, end, weights[index], seed)
-            if place >= self.num_sliced:
+            if place >= num_sliced:
                 return whole
             middle = (begin + end + 1) // 2
-            parts = [(begin, middle), (middle, end)]
-            counts = [self.count(_rows(batch, *part)) for part in parts]
             halves = (
-                piece(*part, count, seed + SECOND_HALF * half)
-                for half, (part, count) in enumerate(zip(parts, counts, strict=True))
+                piece(*part, weight(*part), seed + SECOND_HALF * half)
+                for half, part in enumerate(((begin, middle), (middle, end)))
             )
             return replace(whole, halves=tuple(halves))
 
-        cut = tuple(map(micro_batch, range(self.num_microbatches)))
-        return Portion(cut, total, num_samples, _stamp(batch))
+        own = tuple(micro_batch(place, index) for place, index in enumerate(cut.own))
+        return Portion(own, total, cut.num_samples, stamp)
 
-    def _sizes(self, num_samples: int) -> list[int]:
-        shares = self.shares or (1,) * self.width
-        return apportioned(num_samples, [share for share in shares for _ in range(self.num_microbatches)])
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """What was read of an input, from the sample `first` on."""
+
+    tensor: Tensor
+    first: int
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Those of some samples of the batch."""
+        return rows_of(self.tensor, begin - self.first, end - self.first)
 
 
 SECOND_HALF = 1 << 62
@@ -153,7 +213,7 @@ class Feed:
                 self._has_ended = True
                 break
             index = self._first + self._num_read
-            self._portions[index] = self._cutter.cut(checked(batch, index, self._cutter.required), index)
+            self._portions[index] = self._cutter.cut(batch, index)
             self._num_read += 1
         return self._num_read >= number
 
@@ -161,81 +221,13 @@ class Feed:
         """This replica's portion of a batch."""
         return self._portions[batch]
 
-    def take(self, batch: int, places: Iterable[int]) -> None:
-        """Keep of a batch only the micro-batches at these places."""
-        portion = self._portions[batch]
-        kept = tuple(portion.micro_batches[place] for place in places)
-        self._portions[batch] = replace(portion, micro_batches=kept)
+    def hold(self, batch: int, portion: Portion) -> None:
+        """Have a portion that was not read here."""
+        self._portions[batch] = portion
 
     def drop(self, batch: int) -> None:
         """Forget a batch."""
         del self._portions[batch]
-
-
-def checked(batch: Batch, number: int, required: Sequence[Value]) -> Batch:
-    """The model's inputs in a batch, if they are there and like those that it was captured with."""
-    if not isinstance(batch, Mapping):
-        raise BiremeError(
-            f"Batch {number} is a {type(batch).__name__}. A batch is a dict of tensors by the names of the "
-            "model's inputs."
-        )
-    missing = [value.name for value in required if not isinstance(batch.get(value.name), Tensor)]
-    if missing:
-        raise BiremeError(
-            f"Batch {number} lacks {', '.join(missing)}: its tensors are "
-            f"{', '.join(name for name, one in batch.items() if isinstance(one, Tensor)) or 'none'}. A batch "
-            "holds every input that the model was captured with."
-        )
-    for value in required:
-        _check_like(batch[value.name], value, number)
-    return {value.name: batch[value.name] for value in required}
-
-
-def _check_like(tensor: Tensor, value: Value, number: int) -> None:
-    """The first axis is the batch, and of any length."""
-    inner = tuple(evaluate(length, len(tensor) if tensor.ndim else 1) for length in value.shape[1:])
-    found = str(tensor.dtype).removeprefix("torch.")
-    if tensor.ndim != len(value.shape) or tuple(tensor.shape[1:]) != inner:
-        captured = ", ".join(map(str, value.shape))
-        raise BiremeError(
-            f"In batch {number}, {value.name} is of shape {list(tensor.shape)}, and the model was captured "
-            f"for [{captured}], where b is the number of samples. Capture it with inputs like those that it "
-            "is trained on, or cut or pad these."
-        )
-    if found != value.dtype:
-        raise BiremeError(
-            f"In batch {number}, {value.name} is {found}, and the model was captured with {value.dtype} "
-            f"there. Convert it: {value.name}.to(torch.{value.dtype})."
-        )
-
-
-def _stamp(batch: Batch) -> int:
-    """From shapes, dtypes, and the ends of the tensors, which cost nothing to read."""
-    stamp = 0
-    for name, tensor in batch.items():
-        stamp = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), stamp)
-        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        for end in (flat[:STAMPED_ELEMENTS], flat[-STAMPED_ELEMENTS:]):
-            stamp = crc32(end.cpu().view(torch.uint8).numpy().data, stamp)
-    return stamp
-
-
-STAMPED_ELEMENTS = 1 << 10
-
-
-def num_samples_of(batch: Batch) -> int:
-    """How many samples a batch has."""
-    sizes = {len(value) for value in batch.values() if value.ndim}
-    if len(sizes) != 1:
-        raise BiremeError(
-            f"A batch has first axes of lengths {sorted(sizes)}. The first axis of each tensor is the "
-            "batch, and equally long."
-        )
-    return sizes.pop()
-
-
-def _rows(batch: Batch, begin: int, end: int) -> dict[str, Tensor]:
-    return {name: value[begin:end] if value.ndim else value for name, value in batch.items()}
 
 
 def apportioned(num_samples: int, shares: Sequence[int]) -> list[int]:

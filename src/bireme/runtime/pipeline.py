@@ -4,7 +4,7 @@ Every rank makes one, with the same arguments, and gives it the same batches. Wh
 each batch, is the same on every rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -23,6 +23,7 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.assembly import Assembly
 from bireme.runtime.batch_end import Batches
+from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
@@ -31,7 +32,7 @@ from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
-from bireme.runtime.microbatches import Cutter, Feed
+from bireme.runtime.microbatches import Cutter, Feed, Portion
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
@@ -42,19 +43,16 @@ from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["READ_AHEAD", "Pipeline", "Result", "Weights"]
-
-Batch = Mapping[str, Tensor]
-
-READ_AHEAD = 2
-"""How many batches behind a result's own have been read when it comes, at most: so a rank that ends its
-batches so many later ends them where the others do."""
+__all__ = ["Pipeline", "Result", "Weights"]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
     one. `votes` is the sum of what the ranks gave along with it.
+
+    `is_skipped` says that the weights stay as they were: the gradient was not finite, or nothing in the batch
+    counts for the loss. Then its `weight`, how much counts in it, is 0, its loss NaN and its norm 0.
     """
 
     batch: int
@@ -64,7 +62,8 @@ class Result:
     is_skipped: bool
     num_samples: int
     seconds: float
-    votes: float = 0.0
+    votes: float
+    weight: float
 
 
 class Pipeline:
@@ -130,7 +129,8 @@ class Pipeline:
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
-        self._cutter = self._make_cutter(seed)
+        self.cutter = self._make_cutter(seed)
+        """What this rank takes of each batch."""
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device)
@@ -143,10 +143,9 @@ class Pipeline:
             self._evaluator = Evaluator(
                 assembly.evaluation_stages(made_of.evaluation, self.stages),
                 self.layout,
-                self.plan,
                 self._interpreter,
                 self._spare,
-                self._cutter,
+                self.cutter,
             )
         self._is_running = False
         self._failure: Exception | None = None
@@ -166,7 +165,7 @@ class Pipeline:
 
         The pipeline stays full from the first batch to the last, so batches are read some ahead, and a result
         comes a while after its batch went in. Take all results: the ranks agree on when to stop only through
-        the batches' end. When a result comes, at most `READ_AHEAD` batches behind its own have been read.
+        the batches' end. When a result comes, at most `read_ahead` batches after its own have been read.
 
         `votes` is asked at the end of each batch for a number that is summed over all ranks and comes back
         with the batch's result, so that they can agree on something without a message of their own.
@@ -189,13 +188,13 @@ class Pipeline:
         for stage in self.stages.values():
             stage.banks.settle()
         first = self.num_trained
-        feed = Feed(batches, self._cutter, first)
+        feed = Feed(batches, self.cutter, first)
         blocks = self.plan.source.blocks(self.layout.pipeline_rank, feed.has, first_batch=first)
         recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()
-            result = _result(finished, feed.portion(finished.batch).num_samples, now - before)
+            result = _result(finished, feed.portion(finished.batch), now - before)
             feed.drop(finished.batch)
             self.num_trained += 1
             before = now
@@ -226,6 +225,10 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of this rank's newest weights and of its persistent buffers, by the model's own names."""
+        return {name: tensor.detach().clone() for name, tensor in self._held().items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        """What there are copies of in `state_dict`."""
         persistent = {state.name for state in self.graph.buffers if state.persistent}
         buffers = {
             name: tensor
@@ -233,7 +236,7 @@ class Pipeline:
             for name, tensor in stage.buffers.items()
             if name in persistent
         }
-        return {name: tensor.detach().clone() for name, tensor in (self.parameters() | buffers).items()}
+        return self.parameters() | buffers
 
     def snapshot(self, *, all_held: bool = False) -> Snapshot:
         """Copies of what this rank answers for behind the last batch whose result it has taken.
@@ -272,10 +275,7 @@ class Pipeline:
         wanted = [state for state in (*self.graph.parameters, *self.graph.buffers) if state.persistent]
         owners = self.layout.owners
         held = [state for state in wanted if state.name in owners]
-        whole: dict[str, Tensor] = {}
-        for name, tensor in gather_tensors(self._spare, held, self.state_dict(), owners):
-            if self._spare.rank == 0:
-                whole[name] = tensor
+        whole = dict(gather_tensors(self._spare, held, self._held(), owners))
         return {
             name: whole[state.name]
             for state in held
@@ -295,9 +295,22 @@ class Pipeline:
         return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
 
     @property
+    def read_ahead(self) -> int:
+        """How many batches after a result's own have been read when it comes, at most and on any rank.
+
+        A rank that ends its batches so many later ends them where the others do.
+        """
+        return self.plan.source.read_ahead
+
+    @property
     def most_receive_bytes(self) -> int:
         """The most bytes there have been in receives that were posted and not yet used."""
         return self._courier.most_receive_bytes
+
+    @property
+    def send_bytes(self) -> int:
+        """The bytes of messages on their way, and of the room that is kept for more."""
+        return self._courier.send_bytes
 
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""
@@ -320,6 +333,7 @@ class Pipeline:
             )
 
     def _make_cutter(self, seed: int) -> Cutter:
+        sizes = self.plan.micro_batch_sizes
         needed = [name for stage in self.stages.values() for name in stage.function.inputs]
         return Cutter(
             width=self.plan.width,
@@ -331,7 +345,7 @@ class Pipeline:
             needed=tuple(dict.fromkeys(needed)),
             device=self._device,
             seed=seed,
-            shares=self.plan.micro_batch_sizes,
+            shares=lambda _batch: sizes,
         )
 
     def _check_halves(self) -> None:
@@ -364,14 +378,15 @@ def _receives(units: Sequence[Unit], plan: ProgramPlan) -> tuple[tuple[str, ...]
     return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))
 
 
-def _result(finished: Finished, num_samples: int, seconds: float) -> Result:
+def _result(finished: Finished, portion: Portion, seconds: float) -> Result:
     return Result(
         batch=finished.batch,
         loss=finished.loss,
         grad_norm=finished.grad_norm,
         lr_factor=finished.lr_factor,
         is_skipped=finished.is_skipped,
-        num_samples=num_samples,
+        num_samples=portion.num_samples,
         seconds=seconds,
         votes=finished.votes,
+        weight=portion.weight,
     )

@@ -7,7 +7,7 @@ the batch counts.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.stage import Stage
@@ -30,7 +30,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What came of a batch, the same on all ranks. `is_skipped` says that its gradient was not finite."""
+    """What came of a batch, the same on all ranks. `is_skipped` says that there was no step, for its gradient
+    was not finite or nothing in it counts; in the latter case the loss is NaN and the norm 0.
+    """
 
     batch: int
     loss: float
@@ -62,9 +64,13 @@ class Updates:
         self.votes: Callable[[], float] = lambda: 0.0
         """What this rank gives along with a batch, to be summed over all."""
 
-    def reduce(self, step: Instruction, stamp: int) -> None:
-        """A stage has all its gradients of a batch, which has this stamp on all ranks."""
+    def reduce(self, step: Instruction, stamp: int, *, counts: bool) -> None:
+        """A stage has all its gradients of a batch, which has this stamp on all ranks.
+
+        `counts` says whether anything in the batch counts for the loss.
+        """
         end = self._batches[step.batch]
+        end.counts = counts
         end.num_ended += 1
         if end.num_ended < len(self._stages):
             return
@@ -84,9 +90,13 @@ class Updates:
         end = self._batches[batch]
         if end.reduced is None:
             assert end.reduction is not None, "a checked program reduces a batch before it updates"
-            end.reduced = self._reducer.finish(end.reduction)
+            reduced = self._reducer.finish(end.reduction)
             end.spread()
-            self.scale = self._scale(end.reduced)
+            if not end.counts:
+                # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
+                reduced = replace(reduced, loss=math.nan, grad_norm=0.0, is_finite=False)
+            end.reduced = reduced
+            self.scale = self._scale(reduced)
 
     def update(self, step: Instruction) -> None:
         """Make a stage's next weights from a batch's whole gradient, which must have been waited for."""
@@ -140,6 +150,6 @@ class Updates:
 
     def _scale(self, reduced: Reduced) -> float:
         limit = self.settings.clip_norm
-        if limit is None or not math.isfinite(reduced.grad_norm):
+        if limit is None or not reduced.is_finite:
             return 1.0 if limit is None else self.scale
         return min(1.0, limit / (reduced.grad_norm + 1e-6))

@@ -32,7 +32,7 @@ def fold(make: Callable[[int], Program], num_batches: int) -> Program:
         ):
             tracks = tuple(track for track in folded if track is not None)
             return replace(first, tracks=tracks, num_batches=num_batches)
-        short *= 2
+        short += short // 2
     return make(num_batches)
 
 

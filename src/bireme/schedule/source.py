@@ -20,7 +20,7 @@ from bireme.schedule.instruction import COMPUTE, Instruction
 from bireme.schedule.program import Block, Program, Track
 from bireme.schedule.residency import gradient_sets
 from bireme.schedule.rule import Rule
-from bireme.schedule.stream import stream
+from bireme.schedule.stream import read_ahead, stream
 
 __all__ = ["ProgramSource", "source_like", "source_of"]
 
@@ -57,6 +57,11 @@ class ProgramSource:
     def gradient_sets(self) -> tuple[int, ...]:
         """For each stage, how many batches' gradients it keeps at once."""
         return gradient_sets(self.program(self.num_batches or max(self.least, SETTLED)))
+
+    @property
+    def read_ahead(self) -> int:
+        """How many batches after a batch have been read, at most, on any rank, once that one is updated."""
+        return read_ahead(self.program) if self.num_batches is None else self.num_batches - 1
 
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank does in a window of batches."""

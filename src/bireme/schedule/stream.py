@@ -6,18 +6,21 @@ batches are about to end. To know when, one must look some batches ahead.
 
 from collections.abc import Callable, Iterator
 
+from bireme.errors import BiremeError
 from bireme.schedule.folding import WRITTEN_OUT
+from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Block, Program, Track
 
-__all__ = ["stream"]
+__all__ = ["read_ahead", "stream"]
 
 LONG = 8 * WRITTEN_OUT
 
+Make = Callable[[int, int], Program]
+"""Gives the program of n batches from batch `first` on."""
 
-def stream(
-    make: Callable[[int, int], Program], rank: int, has: Callable[[int], bool], *, first_batch: int = 0
-) -> Iterator[Block]:
-    """What a rank does, run by run, where `make(n, first)` is the program of n batches from `first` on.
+
+def stream(make: Make, rank: int, has: Callable[[int], bool], *, first_batch: int = 0) -> Iterator[Block]:
+    """What a rank does, run by run.
 
     `has(n)` tells whether there are at least n batches. It is asked for larger and larger n, so a source of
     batches need be read only a little ahead of what is worked on.
@@ -29,6 +32,31 @@ def stream(
     versions_late = late * track.versions_per_batch
     for block in _from_base(track, lambda count: make(count, base).tracks[rank], has):
         yield Block(block.instructions, block.batches + late, block.versions + versions_late)
+
+
+def read_ahead(make: Make) -> int:
+    """How many batches after a batch a stream has read, at most and on any rank, once that batch is updated.
+
+    So ranks that learn from the result of a batch that they are to end can all end this many batches later.
+    """
+    return max(_most_ahead(track, base) for base in (0, 1) for track in make(LONG, base).tracks)
+
+
+def _most_ahead(track: Track, first_batch: int) -> int:
+    if not track.repeats:
+        raise BiremeError(
+            f"The program does not repeat itself within {LONG} batches, so all of its batches must be there "
+            "before it begins. Use a schedule that comes to a steady state."
+        )
+    least = LONG - track.repeats
+    # A body is run once the batch after those before it is there; the tail once there are no more.
+    parts = ((least, track.head), (least + 1, track.body), (LONG, track.tail))
+    return max(
+        num_read - 1 - (step.batch - first_batch)
+        for num_read, steps in parts
+        for step in steps
+        if step.kind is Kind.UPDATE
+    )
 
 
 def _from_base(track: Track, make: Callable[[int], Track], has: Callable[[int], bool]) -> Iterator[Block]:

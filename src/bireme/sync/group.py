@@ -18,6 +18,7 @@ __all__ = [
     "DistGroup",
     "Group",
     "LonelyGroup",
+    "MessageGroup",
     "OwnedGroup",
     "Pending",
     "Sums",
@@ -79,6 +80,16 @@ class OwnedGroup(Group, Protocol):
         """Give back what the group holds. Nobody waits here any more."""
 
 
+class MessageGroup(Group, Protocol):
+    """A group whose members can also send to one another; a send and its receive are matched by order."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to the member `to`; returns when the tensor may be used for something else."""
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with what the member `source` sends."""
+
+
 class DistGroup:
     """A process group of torch.distributed, which nobody else may use: its collectives have no names.
 
@@ -124,6 +135,20 @@ class DistGroup:
             dist.barrier(group=self._group)
         except RuntimeError as error:
             raise self._failed("barrier", error) from error
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to the member `to`."""
+        try:
+            dist.send(tensor, group=self._group, group_dst=to)
+        except RuntimeError as error:
+            raise self._failed("send", error) from error
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with what the member `source` sends."""
+        try:
+            dist.recv(tensor, group=self._group, group_src=source)
+        except RuntimeError as error:
+            raise self._failed("receive", error) from error
 
     def abort(self) -> None:
         """Give up, from any thread."""
@@ -197,6 +222,14 @@ class LonelyGroup:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """There is nobody to send to."""
+        raise RuntimeError(f"There is no rank {to} to send to.")
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Nobody sends."""
+        raise RuntimeError(f"There is no rank {source} to receive from.")
 
 
 class _Done:

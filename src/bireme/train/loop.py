@@ -5,23 +5,21 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
-from torch import Tensor
-
 from bireme.errors import BiremeError
-from bireme.runtime.pipeline import READ_AHEAD, Pipeline, Result
+from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.loader import Batches
 from bireme.train.data.order import Order
 from bireme.train.data.prepare import RunData
+from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.run_file import RunFile
@@ -194,11 +192,11 @@ class Loop:
         if records and self._ends is None:
             self.timeline = self.pipeline.timeline()
 
-    def _batches(self, end: int) -> Iterator[Mapping[str, Tensor]]:
+    def _batches(self, end: int) -> Iterator[PartlyRead]:
         """The batches of a window. It ends early where the ranks have agreed to stop."""
         asked, first = self.run.data, self.step
         order = Order(len(self.data.training), asked.seed)
-        with Batches(
+        with RankBatches(
             self.data.training,
             order,
             self.run.training.batch_size,
@@ -206,6 +204,7 @@ class Loop:
             end - first,
             prefetch=asked.prefetch,
             num_workers=asked.num_workers,
+            wanted=self.pipeline.cutter.wanted,
         ) as batches:
             for number, batch in enumerate(batches, first):
                 if self._ends is not None and number >= self._ends:
@@ -228,16 +227,22 @@ class Loop:
             self._log(result, step)
         reason = Reason.of(result.votes) if result.votes else Reason.NONE
         if reason > Reason.SAVE and self._ends is None:
-            # No rank has read a batch behind this one, and those that were read are trained yet.
-            self._reason, self._ends = reason, step + READ_AHEAD
+            # No rank has read further than this, and what was read is still trained on.
+            self._reason, self._ends = reason, step + self.pipeline.read_ahead
             if reason is not Reason.TIME:
                 self._save()  # now, for nobody knows how long there is
         elif self._is_due(step) or reason is Reason.SAVE:
             self._save()
 
     def _note_skipped(self, result: Result) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
         self._num_skipped += result.is_skipped
+        if not result.weight:
+            self._warn(
+                f"Step {result.batch + 1} is left out: nothing in its batch counts for the loss.",
+                result.batch + 1,
+            )
+            return
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
         most = self.run.training.most_skipped_in_a_row
         if result.is_skipped:
             self._warn(f"Step {result.batch + 1} is left out: its gradient is not finite.", result.batch + 1)
@@ -294,9 +299,12 @@ class Loop:
         count = min(self.run.training.evaluation_batches, len(samples) // size) or 1
         # The same samples every time, from everywhere in the data.
         order = Order(len(samples), self.run.data.seed)
-        with Batches(samples, order, min(size, len(samples)), 0, count) as batches:
+        wanted = self.pipeline.cutter.wanted_to_evaluate
+        with RankBatches(samples, order, min(size, len(samples)), 0, count, wanted=wanted) as batches:
             found = self.pipeline.evaluate(batches)
-        self._evaluated, self._evaluated_at = found.loss, self.step
+        self._evaluated, self._evaluated_at = found.loss if found.weight else None, self.step
+        if not found.weight:
+            self._warn("The evaluation has no loss: nothing in its batches counts for one.")
         self.tell("evaluation", self.step, loss=found.loss, num_samples=found.num_samples)
 
     def _outcome(self) -> Outcome:

@@ -7,27 +7,33 @@ where the run began. So the state of a loader is one number.
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import count
+from typing import Generic, Self, TypeVar
 
 from bireme.errors import BiremeError
+from bireme.runtime.batches import Rows
 from bireme.train.data.order import Order
-from bireme.train.data.samples import Batch, Samples, only
-from bireme.train.data.workers import Task, batches_of_workers
+from bireme.train.data.samples import Batch, Samples
+from bireme.train.data.workers import Made, Task, batches_of_workers, made
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "Loader"]
+
+Given = TypeVar("Given")
+"""What a loader gives for each batch."""
 
 JOIN_S = 5.0
 SEED_FACTOR = 1_000_003
 SEED_LIMIT = 1 << 62
 
 
-class Batches:
+class Loader(Generic[Given]):
     """The batches `first_batch` up to but without `first_batch + num_batches`; without end if that is None.
 
     A background thread keeps up to `prefetch` of them ready; with 0, and no workers, each is made when it is
     asked for. Samples that are not quick are made by `num_workers` processes, if there are to be some: a
-    batch by each, in turns. With `names` a batch has these tensors alone, and as many samples.
+    batch by each, in turns.
 
     It can be iterated more than once, one iteration at a time: each begins where the last one was left. The
     end of an iteration, `close` and the end of a `with` block end threads and processes.
@@ -43,7 +49,6 @@ class Batches:
         *,
         prefetch: int = 2,
         num_workers: int = 0,
-        names: Sequence[str] | None = None,
     ) -> None:
         for what, number, least in (
             ("batch size", batch_size, 1),
@@ -66,17 +71,16 @@ class Batches:
         self._end = None if num_batches is None else first_batch + num_batches
         self._prefetch = prefetch
         self._num_workers = 0 if samples.is_quick else num_workers
-        self._names = None if names is None else tuple(names)
-        self._ahead: _Ahead | None = None
+        self._ahead: _Ahead[Given] | None = None
 
     def state(self) -> int:
         """The number of the next batch that is given."""
         return self._next
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Given]:
         self.close()
         if not self._num_workers and not self._prefetch:
-            yield from self._counted(map(self._made, self._tasks()))
+            yield from self._counted(self._source(lambda: True))
             return
         ahead = self._ahead = _Ahead(self._source, max(self._prefetch, 1))
         try:
@@ -84,7 +88,7 @@ class Batches:
         finally:
             ahead.close()
 
-    def __enter__(self) -> "Batches":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,34 +100,50 @@ class Batches:
             self._ahead.close()
             self._ahead = None
 
-    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _wanted(self, number: int) -> tuple[Rows, ...] | None:
+        """What is read of a batch; None is all of it."""
+        return None
+
+    def _given(self, done: Made) -> Given:
+        """What to give for a batch that was made."""
+        raise NotImplementedError
+
+    def _counted(self, batches: Iterator[Given]) -> Iterator[Given]:
         for batch in batches:
             self._next += 1
             yield batch
 
-    def _source(self, is_wanted: Callable[[], bool]) -> Iterator[Batch]:
-        if self._num_workers:
-            return batches_of_workers(self._samples, self._tasks(), self._num_workers, is_wanted)
-        return map(self._made, self._tasks())
+    def _source(self, is_wanted: Callable[[], bool]) -> Iterator[Given]:
+        if not self._num_workers:
+            yield from (self._given(made(self._samples, task)) for task in self._tasks())
+            return
+        with closing(
+            batches_of_workers(self._samples, self._tasks(), self._num_workers, is_wanted)
+        ) as batches:
+            yield from map(self._given, batches)
 
     def _tasks(self) -> Iterator[Task]:
         numbers = count(self._next) if self._end is None else range(self._next, self._end)
         for number in numbers:
             chosen = tuple(map(int, self._order.batch(number, self._batch_size)))
-            seed = (self._order.seed * SEED_FACTOR + number) % SEED_LIMIT
-            yield Task(number, chosen, seed, self._names)
-
-    def _made(self, task: Task) -> Batch:
-        return only(self._samples.take(task.numbers), task.names)
+            seed = (self._order.seed * SEED_FACTOR + number * self._batch_size) % SEED_LIMIT
+            yield Task(number, chosen, seed, self._wanted(number))
 
 
-class _Ahead:
+class Batches(Loader[Batch]):
+    """Whole batches: dicts of tensors."""
+
+    def _given(self, done: Made) -> Batch:
+        return done.parts[None]
+
+
+class _Ahead(Generic[Given]):
     """A thread that runs ahead of who iterates. Its errors are raised where its result was due."""
 
-    def __init__(self, source: Callable[[Callable[[], bool]], Iterator[Batch]], most_ready: int) -> None:
+    def __init__(self, source: Callable[[Callable[[], bool]], Iterator[Given]], most_ready: int) -> None:
         self._source = source
         self._most_ready = most_ready
-        self._ready: deque[Batch] = deque()
+        self._ready: deque[Given] = deque()
         self._error: BaseException | None = None
         self._has_ended = False
         self._is_closed = False
@@ -133,10 +153,10 @@ class _Ahead:
         atexit.register(self.close)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Given]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Given:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._has_ended or self._is_closed)
             if self._ready and not self._is_closed:
@@ -160,7 +180,7 @@ class _Ahead:
         return not self._is_closed
 
     def _run(self) -> None:
-        batches: Iterator[Batch] | None = None
+        batches: Iterator[Given] | None = None
         try:
             batches = self._source(self._is_wanted)
             for batch in batches:
@@ -176,7 +196,7 @@ class _Ahead:
                 self._has_ended = True
                 self._changed.notify_all()
 
-    def _keep(self, batch: Batch) -> bool:
+    def _keep(self, batch: Given) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._most_ready or self._is_closed)
             self._ready.append(batch)

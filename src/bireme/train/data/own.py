@@ -7,6 +7,7 @@ process calls it for itself, so it must make the same dataset each time.
 
 import importlib
 import importlib.util
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError, closest
-from bireme.train.data.samples import Batch
+from bireme.train.data.samples import Batch, only
 
 __all__ = ["OwnSamples", "is_own", "own_samples"]
 
@@ -79,9 +80,23 @@ class OwnSamples:
             return own_samples, (self._origin,)
         return OwnSamples, (self._origin, self._dataset)
 
-    def take(self, numbers: Sequence[int]) -> Batch:
+    @property
+    def is_columnar(self) -> bool:
+        """Tensors that are there can be had one by one; a sample that is made is made whole."""
+        return isinstance(self._dataset, _Rows)
+
+    def take(
+        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> Batch:
         """The samples of these numbers, stacked."""
-        samples = [self._sample(int(number)) for number in numbers]
+        if isinstance(self._dataset, _Rows):
+            rows = [int(number) for number in numbers]
+            return {name: column[rows] for name, column in only(self._dataset.columns, names).items()}
+        samples = []
+        for place, number in enumerate(numbers):
+            if seeds is not None:
+                _seed(seeds[place])
+            samples.append(self._sample(int(number)))
         first = _kinds(samples[0])
         for number, sample in zip(numbers, samples, strict=True):
             if _kinds(sample) != first:
@@ -90,7 +105,8 @@ class OwnSamples:
                     f"{_shown(samples[0])}, and {_shown(sample)}. Give all the same names, cut or pad "
                     "them to the same sizes, and convert them to one type."
                 )
-        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        chosen = only(samples[0], names)
+        return {name: torch.stack([sample[name] for sample in samples]) for name in chosen}
 
     def _sample(self, number: int) -> Batch:
         try:
@@ -133,13 +149,13 @@ class _Rows:
                 f"{origin} returns a dict that is no set of samples: its values must be tensors whose "
                 "first axes are equally long."
             )
-        self._columns = {name: torch.as_tensor(column) for name, column in columns.items()}
+        self.columns = {name: torch.as_tensor(column).detach() for name, column in columns.items()}
 
     def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
+        return len(next(iter(self.columns.values())))
 
     def __getitem__(self, number: int) -> Batch:
-        return {name: column[number] for name, column in self._columns.items()}
+        return {name: column[number] for name, column in self.columns.items()}
 
 
 def _length_of(origin: str, dataset: Any) -> int:
@@ -198,6 +214,12 @@ def _from_package(name: str) -> ModuleType:
                 "the file: file.py:function."
             ) from None
         raise BiremeError(f"The Python module {name} cannot be imported: {_reason(error)}.") from error
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
 
 
 def _kinds(sample: Batch) -> dict[str, tuple[torch.dtype, torch.Size]]:

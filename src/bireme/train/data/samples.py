@@ -4,7 +4,7 @@ Samples have numbers from 0 on, and a number always means the same sample. What 
 last part, and no token of it is trained on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.runtime.batches import Rows
 from bireme.train.data.tokens import IGNORED, Tokens
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "packed",
     "split_samples",
     "split_tokens",
+    "take_rows",
 ]
 
 Batch = dict[str, Tensor]
@@ -37,11 +39,21 @@ class Samples(Protocol):
     def is_quick(self) -> bool:
         """Whether samples only have to be read: no work for other processes."""
 
+    @property
+    def is_columnar(self) -> bool:
+        """Whether some tensors of a sample can be had without the work that the others take."""
+
     def __len__(self) -> int:
         """How many samples there are."""
 
-    def take(self, numbers: Sequence[int]) -> Batch:
-        """The samples of these numbers, stacked: the first axis of each tensor is the samples."""
+    def take(
+        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> Batch:
+        """The samples of these numbers, stacked: the first axis of each tensor is the samples.
+
+        With `names` there are these tensors alone. With `seeds` the random draws of each sample begin with
+        its own; that sets the generators of the process.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +82,18 @@ class PackedSamples:
         """Tokens are only read."""
         return True
 
+    @property
+    def is_columnar(self) -> bool:
+        """Ids are read for labels too, and not kept."""
+        return True
+
     def __len__(self) -> int:
         return max(self.end - self.begin, 0) // self.length
 
-    def take(self, numbers: Sequence[int]) -> Batch:
-        """The samples of these numbers, stacked."""
+    def take(
+        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> Batch:
+        """The samples of these numbers, stacked. They draw nothing."""
         rows = np.empty((len(numbers), self.length), np.int64)
         for row, number in zip(rows, numbers, strict=True):
             first = self.begin + int(number) * self.length
@@ -83,7 +102,7 @@ class PackedSamples:
         ids = rows if uncounted is None else np.where(uncounted, -1 - rows, rows)
         self._check(ids, numbers)
         labels = ids.copy() if uncounted is None else np.where(uncounted, IGNORED, ids)
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        return only({"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}, names)
 
     def _check(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], numbers: Sequence[int]) -> None:
         if self.vocabulary is None or not ids.size or (ids.max() < self.vocabulary and ids.min() >= 0):
@@ -110,12 +129,19 @@ class Part:
         """As the others are."""
         return self.samples.is_quick
 
+    @property
+    def is_columnar(self) -> bool:
+        """As the others are."""
+        return self.samples.is_columnar
+
     def __len__(self) -> int:
         return self.end - self.begin
 
-    def take(self, numbers: Sequence[int]) -> Batch:
+    def take(
+        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> Batch:
         """The samples of these numbers, stacked."""
-        return self.samples.take([self.begin + int(number) for number in numbers])
+        return self.samples.take([self.begin + int(number) for number in numbers], names, seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +160,22 @@ def only(batch: Batch, names: Sequence[str] | None) -> Batch:
     if missing:
         raise BiremeError(f"The samples hold {', '.join(batch)}, and not {', '.join(missing)}.")
     return {name: batch[name] for name in names}
+
+
+def take_rows(
+    samples: Samples, numbers: Sequence[int], wanted: Sequence[Rows], seeds: Sequence[int] | None = None
+) -> Mapping[Rows | None, Batch]:
+    """What is wanted of a batch of the samples of these numbers. No sample is made twice."""
+    if samples.is_columnar:
+        return {one: samples.take(numbers[one.begin : one.end], one.names) for one in wanted}
+    if not wanted:
+        return {}
+    begin, end = min(one.begin for one in wanted), max(one.end for one in wanted)
+    names = tuple(dict.fromkeys(name for one in wanted for name in one.names))
+    made = samples.take(numbers[begin:end], names, None if seeds is None else seeds[begin:end])
+    return {
+        one: {name: made[name][one.begin - begin : one.end - begin] for name in one.names} for one in wanted
+    }
 
 
 def packed(tokens: Tokens, length: int, vocabulary: int | None = None) -> PackedSamples:

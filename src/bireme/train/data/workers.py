@@ -8,12 +8,11 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,9 +22,10 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.train.data.samples import Batch, Samples, only
+from bireme.runtime.batches import Rows
+from bireme.train.data.samples import Batch, Samples, take_rows
 
-__all__ = ["Task", "batches_of_workers"]
+__all__ = ["Made", "Task", "batches_of_workers", "made"]
 
 LOOK_S = 0.2
 """How long to wait for a worker before looking whether the batches are still wanted."""
@@ -38,17 +38,46 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A batch to make: of the samples of these numbers. `seed` is what its random draws begin with."""
+    """A batch to make: of the samples of these numbers, all of it or what is wanted.
+
+    `seed` is what the random draws of the first sample begin with; the next ones' seeds follow. So a draw
+    depends on where its sample stands in the run, and not on which others a rank reads.
+    """
 
     batch: int
     numbers: tuple[int, ...]
     seed: int
-    names: tuple[str, ...] | None
+    wanted: tuple[Rows, ...] | None
+
+    @property
+    def seeds(self) -> range:
+        """One for each sample."""
+        return range(self.seed, self.seed + len(self.numbers))
+
+
+Parts = Mapping[Rows | None, Batch]
+"""What was made of a batch: what was wanted, or under None all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A task that is done."""
+
+    task: Task
+    parts: Parts
+
+
+def made(samples: Samples, task: Task, *, seeded: bool = False) -> Made:
+    """Make a batch. Draws begin with the task's seeds where that is asked for."""
+    seeds = task.seeds if seeded else None
+    if task.wanted is None:
+        return Made(task, {None: samples.take(task.numbers, seeds=seeds)})
+    return Made(task, take_rows(samples, task.numbers, task.wanted, seeds))
 
 
 def batches_of_workers(
     samples: Samples, tasks: Iterator[Task], num_workers: int, is_wanted: Callable[[], bool]
-) -> Iterator[Batch]:
+) -> Generator[Made]:
     """The batches of the tasks, in their order. Ends early when they are no longer wanted.
 
     The workers are there while the iterator is; one batch for each is being made ahead.
@@ -91,7 +120,7 @@ class _Worker:
 
     def __init__(self, place: int, num_workers: int, pickled: bytes) -> None:
         self._name = f"data worker {place + 1} of {num_workers}"
-        self._batch = 0
+        self._task: Task | None = None
         self.connection, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self.process = context.Process(target=_work, args=(theirs, pickled), name=f"bireme {self._name}")
@@ -104,12 +133,12 @@ class _Worker:
         task = next(tasks, None)
         if task is None:
             return
-        self._batch = task.batch
+        self._task = task
         waiting.append(self)
         with contextlib.suppress(OSError):  # It is gone then; that shows when its result is due.
             self.connection.send(task)
 
-    def result(self, is_wanted: Callable[[], bool]) -> Batch | None:
+    def result(self, is_wanted: Callable[[], bool]) -> Made | None:
         """The batch that the worker was to make; None when it is no longer wanted."""
         try:
             while not self.connection.poll(LOOK_S):
@@ -122,16 +151,22 @@ class _Worker:
             error = (BiremeError if answer.is_for_people else RuntimeError)(answer.sentence)
             error.add_note(f"In {self._name}:\n{answer.trace}")
             raise error
-        return {name: _unpacked(part) for name, part in answer.items()}
+        assert self._task is not None, "who has a result had a task"
+        parts = {
+            rows: {name: _unpacked(tensor) for name, tensor in batch.items()}
+            for rows, batch in answer.items()
+        }
+        return Made(self._task, parts)
 
     def _death(self) -> BiremeError:
         self.process.join(GRACE_S)
         code = self.process.exitcode
+        number = None if self._task is None else self._task.batch
         how = (
             f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
         )
         return BiremeError(
-            f"The {self._name} {how} while it made batch {self._batch}. If memory ran out, use a smaller "
+            f"The {self._name} {how} while it made batch {number}. If memory ran out, use a smaller "
             "num_workers; else see what it wrote to standard error."
         )
 
@@ -176,7 +211,12 @@ def _work(connection: Connection, pickled: bytes) -> None:
         try:
             if samples is None:
                 samples = pickle.loads(pickled)
-            answer: Any = _made(samples, task)
+            # Draws are then the same in whichever worker a sample is made, and on all ranks.
+            parts = made(samples, task, seeded=True).parts
+            answer: Any = {
+                rows: {name: _packed(tensor) for name, tensor in batch.items()}
+                for rows, batch in parts.items()
+            }
         except Exception as error:  # whatever it is, it is the parent's to know
             is_for_people = isinstance(error, BiremeError)
             sentence = str(error) if is_for_people else f"Batch {task.batch}: {type(error).__name__}: {error}"
@@ -201,15 +241,6 @@ class _Packed:
     dtype: torch.dtype
     shape: tuple[int, ...]
     data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
-
-def _made(samples: Samples, task: Task) -> dict[str, _Packed]:
-    # Draws are then the same in whichever worker the batch is made, and on all ranks.
-    random.seed(task.seed)
-    np.random.seed(task.seed % (1 << 32))
-    torch.manual_seed(task.seed)
-    batch = only(samples.take(task.numbers), task.names)
-    return {name: _packed(tensor) for name, tensor in batch.items()}
 
 
 def _packed(tensor: Tensor) -> _Packed:
