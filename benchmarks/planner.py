@@ -201,15 +201,19 @@ def alike(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def baselines(profile: Profile, cluster: Cluster, chosen: Plan) -> dict[str, Plan]:
-    """The chosen schedule on all devices in a row, cut by people's planners."""
+    """The chosen schedule on all devices in a row, cut by people's planners.
+
+    They know one stage to a device; where the chosen one has several, theirs is 1f1b.
+    """
+    schedule = chosen.schedule if chosen.stages_per_rank == 1 else "1f1b"
     size = chosen.micro_batch_sizes[0] if chosen.micro_batch_sizes else profile.micro_batches[0]
     count = BATCH_SIZE // size
     rows = [(one,) for one in range(cluster.num_devices)]
     names = [placed.name for placed in cluster.devices()]
-    setting = Setting(chosen.schedule, count, Recompute.WHERE_NEEDED)
+    setting = Setting(schedule, count, Recompute.WHERE_NEEDED)
     loads = loads_for(profile, cluster, rows, size, setting)
     return {
-        name: plan_of(loads, BASELINES[name](loads), chosen.schedule, count, 1, size, rows, names)
+        name: plan_of(loads, BASELINES[name](loads), schedule, count, 1, size, rows, names)
         for name in ("uniform", "piper")
     }
 
