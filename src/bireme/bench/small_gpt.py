@@ -32,10 +32,10 @@ SAMPLES = 4
 """In a micro-batch."""
 VOCAB, CONTEXT = 256, 128
 MODEL = f"gpt:layers=8,width=256,heads=8,vocab={VOCAB},context={CONTEXT}"
-SCHEDULES = ("1f1b", "gpipe", "2bw")
-PEERS = ("Schedule1F1B", "ScheduleGPipe", "1f1b")
+SCHEDULES = ("2bw", "1f1b", "gpipe")
+PEERS = ("Schedule1F1B", "1f1b", "ScheduleGPipe")
 ALONE = "one process, two threads"
-COUNTED, ROUNDS = 2, 2
+COUNTED, ROUNDS = 2, 5
 
 CPU = torch.device("cpu")
 
@@ -75,12 +75,15 @@ class GptTimes:
 
 @dataclass(frozen=True, slots=True)
 class GptRow:
-    """Tokens a second of a contender, and as multiples of torch's best schedule and of one process."""
+    """Tokens a second of a contender, and as multiples of torch's best schedule, of its 1F1B and of one
+    process.
+    """
 
     name: str
     num_microbatches: int
     tokens_per_s: Spread
     over_torch: Spread
+    over_1f1b: Spread
     over_alone: Spread
 
 
@@ -102,13 +105,12 @@ def measure_gpt(world: World, effort: Effort) -> list[GptTimes]:
     for m in effort.small_gpt:
         say(world, f"small GPT, {m} micro-batches")
         batch = gpt.batch(m)
-        contenders: list[Contender] = [
-            Ours(
-                schedule, Pipeline(gpt.graph, Plan(gpt.cuts, m, schedule), fabric, weights=gpt.weights), batch
-            )
-            for schedule in SCHEDULES
-        ]
-        contenders += [_torch(kind, world, gpt, m) for kind in PEERS]
+        contenders: list[Contender] = []
+        # Who is compared goes right after the other: a machine that others use is another one soon.
+        for schedule, peer in zip(SCHEDULES, PEERS, strict=True):
+            plan = Plan(gpt.cuts, m, schedule)
+            contenders.append(Ours(schedule, Pipeline(gpt.graph, plan, fabric, weights=gpt.weights), batch))
+            contenders.append(_torch(peer, world, gpt, m))
         contenders.append(_Alone(ALONE, world, _OneStage(gpt, 0, len(gpt.units)), m, batch))
         with closing(contenders):
             seconds = take_turns(contenders, counted=COUNTED, rounds=ROUNDS)
@@ -134,6 +136,7 @@ def gpt_rows(first: Sequence[GptTimes], second: Sequence[GptTimes]) -> list[GptR
                 one.num_microbatches,
                 Spread.of(tokens / taken for taken in seconds),
                 ratios(seconds, slower[best]),
+                ratios(seconds, slower[PEERS[0]]),
                 ratios(seconds, slower[ALONE]),
             )
             for name, seconds in slower.items()
