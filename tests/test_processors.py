@@ -86,7 +86,7 @@ def test_the_engine_is_counted_where_it_works(shared: bool) -> None:
     network = Links(ranks_per_server=1).network(program) if shared else None
     timeline = simulate(program, costs, network, agree=True)
     send_s, late_s, take_s = 1 + 2 + 0.5 * 8, 5 + 0.125 * 8, 4 + 0.25 * 8
-    # The first rank posts its receive before it sends, which the message waits for.
+    # The first rank posts its receive before it begins.
     there = (1 + 10) + (1 + 3) + send_s + late_s + take_s + (1 + 10)
     back = (1 + 20) + send_s + late_s + take_s + (1 + 20)
     end = (1 + 40 + 6) + 7 + (1 + 30)
