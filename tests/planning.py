@@ -42,6 +42,8 @@ def profile_of(
             optimizer_bytes=2 * parameters[place],
             buffer_bytes=0,
             update_s=update[place],
+            trial_s=update[place],
+            reduce_s=0.0,
             tied=(),
             costs=tuple(
                 UnitCost(

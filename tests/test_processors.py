@@ -65,7 +65,7 @@ def test_a_rank_takes_as_many_cores_as_it_has_threads_and_no_more() -> None:
 
 
 def test_processors_are_whole_and_there() -> None:
-    for cores, machines, threads in [((0,), (0,), (1,)), ((1,), (1,), (1,)), ((1,), (0,), (1, 1))]:
+    for cores, machines, threads in [((0.0,), (0,), (1,)), ((1,), (1,), (1,)), ((1,), (0,), (1, 1))]:
         with pytest.raises(BiremeError):
             Processors(cores, machines, threads)
 

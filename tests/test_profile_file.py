@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
-from bireme.profile import profiler
+from bireme.profile import measuring, profiler
 from bireme.profile.cache import cache_folder
 from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile, save_profile
@@ -23,8 +23,8 @@ from tests.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     found = Bench()
-    monkeypatch.setattr(profiler, "time_benches", found)
-    monkeypatch.setattr(profiler, "time_update", lambda *_: 0.5)
+    monkeypatch.setattr(measuring, "time_benches", found)
+    monkeypatch.setattr(measuring, "time_update", lambda *_: 0.5)
     return found
 
 

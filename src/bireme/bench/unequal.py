@@ -47,6 +47,8 @@ def unequal_units(num_units: int = 40, unit_s: float = 0.004, seed: int = 0) -> 
                 optimizer_bytes=16_000_000,
                 buffer_bytes=0,
                 update_s=0.0005,
+                trial_s=0.0005,
+                reduce_s=0.0,
                 tied=(),
                 costs=costs,
             )

@@ -18,17 +18,20 @@ __all__ = ["Processors"]
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The cores of each machine, and for each rank its machine and its threads."""
+    """The cores of each machine, and for each rank its machine and its threads.
 
-    cores: tuple[int, ...]
+    Where others compute on a machine too, its cores may be a share and no whole number.
+    """
+
+    cores: tuple[float, ...]
     machine_of_rank: tuple[int, ...]
     threads_of_rank: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if min(*self.cores, *self.threads_of_rank) < 1:
+        if min(self.cores) <= 0 or min(self.threads_of_rank) < 1:
             raise BiremeError(
                 f"Machines of {', '.join(map(str, self.cores))} cores cannot run ranks of "
-                f"{', '.join(map(str, self.threads_of_rank))} threads: each has one at least."
+                f"{', '.join(map(str, self.threads_of_rank))} threads."
             )
         if len(self.machine_of_rank) != len(self.threads_of_rank) or not all(
             0 <= machine < len(self.cores) for machine in self.machine_of_rank
@@ -39,7 +42,7 @@ class Processors:
         """Whether the ranks of a machine can want more cores than it has."""
         wanted: Counter[int] = Counter()
         for machine, threads in zip(self.machine_of_rank, self.threads_of_rank, strict=True):
-            wanted[machine] += min(threads, self.cores[machine])
+            wanted[machine] += threads
         return any(wanted[machine] > cores for machine, cores in enumerate(self.cores))
 
     def traffic(self) -> Traffic:
@@ -54,4 +57,4 @@ class Processors:
 
     def work(self, rank: int, seconds: float) -> float:
         """The seconds on one core in what takes a rank so long on cores of its own."""
-        return seconds * min(self.threads_of_rank[rank], self.cores[self.machine_of_rank[rank]])
+        return seconds * self.threads_of_rank[rank]

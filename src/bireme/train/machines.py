@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.discover import discover
 from bireme.errors import BiremeError
@@ -25,6 +25,11 @@ class Machines:
     device: str
     backend: str
     threads: int | None
+
+    @property
+    def workers_here(self) -> int:
+        """The processes of the largest machine: those that share what this one has, for all we know."""
+        return max(len(server.devices) for server in self.cluster.servers)
 
 
 def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
@@ -65,5 +70,5 @@ def _here(device: str, workers: int) -> Cluster:
     if device == "cpu" and found.num_devices != workers:  # GPUs that are not to be used
         (server,) = found.servers
         kept = tuple(one for one in server.devices if one.kind == "cpu")
-        return Cluster((type(server)(server.name, kept),))
+        return Cluster((Server(server.name, kept, num_cores=server.num_cores),))
     return found
