@@ -40,14 +40,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# Each takes --quick for a smoke run and --json for one document with its rows and verdicts.
 bench: setup
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/profiles.py
 	$(BIN)/python benchmarks/partition.py
-	$(BIN)/python -m benchmarks.search
+	$(BIN)/python benchmarks/search.py
 	$(BIN)/python benchmarks/planner.py
-	$(BIN)/python -m benchmarks.placement
+	$(BIN)/python benchmarks/placement.py
+	$(BIN)/python benchmarks/batch_end.py
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/convergence.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

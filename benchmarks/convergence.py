@@ -1,30 +1,38 @@
 """What updating late costs in loss at equal steps, and which remedies help.
 
-    python -m benchmarks.convergence run [--until SECONDS]     go on with the study; stop at any time
-    python -m benchmarks.convergence show                      tables of what is there, in Markdown
-    python -m benchmarks.convergence draw                      curves of it, to docs/pictures/convergence.svg
+    python benchmarks/convergence.py [show] [--quick] [--json]  what the runs come to, in Markdown
+    python benchmarks/convergence.py run [--until SECONDS]      go on with the study first; stop at any time
+    python benchmarks/convergence.py draw                       also its curves, to docs/pictures
 
 One line of JSON for each finished run goes into docs/convergence.jsonl, so a study that was stopped goes on
-where it was. Takes one thread; a small run takes ten seconds of a processor.
+where it was. Takes one thread; a small run takes ten seconds of a processor. The smoke run trains for a few
+steps besides, and keeps nothing of it.
 """
 
-import argparse
-import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from bireme.bench.convergence.clock import NetworkSpeed, Time, batch_time
 from bireme.bench.convergence.law import LAWS, law
 from bireme.bench.convergence.picture import curves
 from bireme.bench.convergence.study import Bank, Cell, Known, Run, Setting, next_setting, run
 from bireme.bench.convergence.table import Excess, Row, rows
+from bireme.bench.document import Findings, Section, Verdict, at_most, benchmark, log, print_verdicts
 from bireme.plan.penalties import MEASURED, START, steps_for_one, unseen_share
 from bireme.report.svg import svg
 from bireme.schedule.rule import Rule
 
+MOST_EXCESS = {"fresh+warm-up": 0.01, "2bw-fresh": 0.03}
+"""Above the loss of the synchronous run, which docs/convergence.md promises of a rule."""
+MOST_OFF = 0.01
+SMOKE_STEPS = 10
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "convergence.svg"
 RESULTS = Path(__file__).parent.parent / "docs" / "convergence.jsonl"
 
@@ -158,12 +166,11 @@ def go_on(until_s: float) -> None:
         with RESULTS.open("a") as file:
             file.write(done.to_line() + "\n")
         known.add(done)
-        print(f"{setting.cell} rung {setting.rung} seed {setting.seed}: {done.loss}", file=sys.stderr)
+        log(f"{setting.cell} rung {setting.rung} seed {setting.seed}: {done.loss}")
 
 
-def show(known: Known) -> None:
+def show(found: Sequence[Row]) -> None:
     """Tables as a document has them."""
-    found = rows(known)
     print("| what the engine does, on four stages | AdamW | Muon | SGD with momentum |")
     print("|---|---|---|---|")
     for line in in_short(found):
@@ -278,18 +285,60 @@ def draw(known: Known) -> None:
     PICTURE.write_text(svg(curves("Loss on held-out text, AdamW, 4 stages", runs)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("verb", choices=("run", "show", "draw"))
+def verdicts(found: Sequence[Row]) -> Iterator[Verdict]:
+    """What docs/convergence.md promises, and how near plans come to what was measured."""
+    excesses = {row.cell: row.excess for row in found}
+    for name, most in MOST_EXCESS.items():
+        for optimizer in ("adamw", "muon", "sgd"):
+            for m in (4, 8):
+                excess = excesses.get(Cell(name, optimizer, num_microbatches=m))
+                if excess is not None:
+                    words = f"{name}, {optimizer}, m = {m}: loss above that of the synchronous run"
+                    yield at_most(words, excess.median, most)
+    for (rule, starts), name in LAWS.items():
+        for optimizer, counted in MEASURED[rule, starts].items():
+            steps = law(name, optimizer, found)
+            if steps is not None:
+                off = max(abs(counted.at(unseen) - steps.at(unseen)) for unseen in (0.0, 1.0))
+                yield at_most(f"{name}, {optimizer}: steps for one that plans count, off by", off, MOST_OFF)
+
+
+def plain(row: Row) -> dict[str, Any]:
+    excess = None if row.excess is None else row.excess.median
+    seeds = 0 if row.excess is None else row.excess.num_seeds
+    figures = {"rate": row.rate, "loss": row.loss, "excess": excess, "seeds": seeds, "penalty": row.penalty}
+    return {**asdict(row.cell), **figures}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    found: Sequence[Row]
+
+    def document(self) -> dict[str, Any]:
+        section = Section("Loss and steps", [plain(row) for row in self.found])
+        return Findings([section], list(verdicts(self.found))).document()
+
+    def show(self, console: Console) -> None:
+        show(self.found)
+        print()
+        print_verdicts(list(verdicts(self.found)), console)
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("verb", nargs="?", choices=("show", "run", "draw"), help="show is the default")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no run begins")
-    asked = parser.parse_args()
+
+
+def measure(asked: Namespace) -> Found:
     if asked.verb == "run":
         go_on(asked.until)
-    elif asked.verb == "show":
-        show(read())
-    else:
+    if asked.verb == "draw":
         draw(read())
+    if asked.quick:
+        setting = Setting(Cell("2bw-fresh", steps=SMOKE_STEPS), 1, 0)
+        log(f"{setting.cell}: {run(setting).loss}")
+    return Found(rows(read()))
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, measure, quick="a few steps of training, and the runs that are kept", options=options)

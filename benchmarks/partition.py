@@ -1,22 +1,21 @@
 """How well chains are cut and how long it takes, beside other planners and the published figures.
 
-    python benchmarks/partition.py [--quick]
+    python benchmarks/partition.py [--quick] [--json]
 
 The profiles are of arithmetic alone, as in the published example: GPT-2 with 1,024 tokens and 50,304 words,
 in MFLOPs, a backward three times the forward. The embedding looks up and multiplies nothing, which counts as
 one. Times of planning are processor time, the least of several, as the machine has other work too.
 """
 
-import argparse
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from bireme.bench.document import Findings, Section, Verdict, at_least, at_most, benchmark
 from bireme.plan.partition.autopipe import autopipe
 from bireme.plan.partition.balance import balance_of, sigma_ratio
 from bireme.plan.partition.baselines import BASELINES
@@ -28,7 +27,11 @@ from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.partition.recurrence import iterate
 
 WORDS, TOKENS = 50_304, 1_024
-LIMIT_MS = 50
+MOST_MS = 50.0
+MOST_WORSE = 0.002
+LEAST_BALANCE = 2.73
+"""The least that AutoPipe's paper reports."""
+GRAINS = (("layers", "pace"), ("layers", "search"), ("half-layers", "pace"), ("half-layers", "search"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +79,9 @@ def batch_s(partition: Partition, num_microbatches: int) -> float:
     return float(iterate(forward_s, backward_s, num_microbatches).seconds[0])
 
 
-def granularity(console: Console) -> None:
-    table = Table(
-        title="1F1B, twice as many micro-batches as stages: T / ideal (the released one, and how far)",
-        title_justify="left",
-        box=None,
-    )
-    for heading in ("model", "stages", "layers, pace", "layers, search", "halves, pace", "halves, search"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+def granularity() -> Section:
+    """1F1B, twice as many micro-batches as stages; `known` is what the released planner gives."""
+    rows = []
     for model in MODELS:
         halves, p = halves_of(model), model.num_stages
         work = float((halves.forward_s + halves.backward_s).sum())
@@ -93,21 +91,24 @@ def granularity(console: Console) -> None:
             found = autopipe(loads_for(chain, p))
             if found is not None:
                 ratios += [found.start_batch_s / ideal_s, found.batch_s / ideal_s]
-        pairs = zip(ratios, model.known, strict=True)
-        cells = [f"{ours:.4f} ({known:.3f}, {ours / known - 1:+.1%})" for ours, known in pairs]
-        table.add_row(model.name, str(p), *cells)
-    console.print(table)
+        for (cut_at, searched), ours, known in zip(GRAINS, ratios, model.known, strict=True):
+            rows.append(
+                {
+                    "model": model.name,
+                    "stages": p,
+                    "cut_at": cut_at,
+                    "search": searched,
+                    "time_over_ideal": ours,
+                    "known": known,
+                    "error": ours / known - 1,
+                }
+            )
+    return Section("AutoPipe's search: seconds of a batch over the ideal", rows)
 
 
-def planners(console: Console, depths: Sequence[int]) -> None:
-    table = Table(
-        title="Planners that cut at layers, beside ours at half-layers: both objectives",
-        title_justify="left",
-        box=None,
-    )
-    ours = ("σ / σ of exact", "σ / σ of autopipe", "T / T of autopipe")
-    for heading in ("model", "stages", "planner", "σ / mean", *ours):
-        table.add_column(heading, justify="left" if heading in ("model", "planner") else "right")
+def planners(depths: Sequence[int]) -> Section:
+    """Planners that cut at layers, beside ours at half-layers."""
+    rows = []
     for model in MODELS:
         halves = halves_of(model)
         bounds = layer_bounds(halves.names)
@@ -121,16 +122,18 @@ def planners(console: Console, depths: Sequence[int]) -> None:
             every = {name: assess(loads, cuts) for name, cuts in cut.items()}
             every |= {"exact": flattest, "autopipe": found.partition}
             for name, partition in every.items():
-                table.add_row(
-                    model.name,
-                    str(p),
-                    name,
-                    f"{balance_of(partition).variation:.3f}",
-                    f"{sigma_ratio(partition, flattest):.2f}×",
-                    f"{sigma_ratio(partition, found.partition):.2f}×",
-                    f"{batch_s(partition, 2 * p) / found.batch_s:.3f}",
+                rows.append(
+                    {
+                        "model": model.name,
+                        "stages": p,
+                        "planner": name,
+                        "sigma_over_mean": balance_of(partition).variation,
+                        "sigma_over_exact": sigma_ratio(partition, flattest),
+                        "sigma_over_autopipe": sigma_ratio(partition, found.partition),
+                        "time_over_autopipe": batch_s(partition, 2 * p) / found.batch_s,
+                    }
                 )
-    console.print(table)
+    return Section("Planners that cut at layers, beside ours at half-layers: both objectives", rows)
 
 
 def least_ms(action: Callable[[], object], repeats: int) -> float:
@@ -142,12 +145,8 @@ def least_ms(action: Callable[[], object], repeats: int) -> float:
     return min(taken) * 1e3
 
 
-def planning_times(console: Console, repeats: int) -> None:
-    table = Table(
-        title=f"Planning, processor time; the limit is {LIMIT_MS} ms", title_justify="left", box=None
-    )
-    for heading in ("units", "stages", "devices", "tables", "exact", "autopipe", "tables + exact"):
-        table.add_column(heading, justify="left" if heading == "devices" else "right")
+def planning_times(repeats: int) -> Section:
+    rows = []
     random = np.random.default_rng(0)
     for num_units, num_stages in ((50, 8), (100, 16), (200, 32)):
         forward_s = random.uniform(0.5, 2, num_units)
@@ -163,27 +162,46 @@ def planning_times(console: Console, repeats: int) -> None:
         for what, line in (("equal", Line.equal(num_stages)), ("unequal, short of memory", unequal)):
             setting = Setting("1f1b", 2 * num_stages, Recompute.WHERE_NEEDED)
             loads = loads_of(chain, line, setting)  # the schedule's program is made once and kept
-            taken = [
-                least_ms(partial(loads_of, chain, line, setting), repeats),
-                least_ms(partial(exact, loads), repeats),
-                least_ms(partial(autopipe, loads), repeats),
-            ]
-            cells = [f"{ms:.1f} ms" for ms in (*taken, taken[0] + taken[1])]
-            table.add_row(str(num_units), str(num_stages), what, *cells)
-    console.print(table)
+            tables_ms, exact_ms, autopipe_ms = (
+                least_ms(action, repeats)
+                for action in (
+                    partial(loads_of, chain, line, setting),
+                    partial(exact, loads),
+                    partial(autopipe, loads),
+                )
+            )
+            rows.append(
+                {
+                    "devices": what,
+                    "units": num_units,
+                    "stages": num_stages,
+                    "tables_ms": tables_ms,
+                    "exact_ms": exact_ms,
+                    "autopipe_ms": autopipe_ms,
+                    "tables_and_exact_ms": tables_ms + exact_ms,
+                }
+            )
+    return Section("Planning, processor time", rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and depths")
-    quick = parser.parse_args().quick
-    console = Console(width=140)
-    granularity(console)
-    console.print()
-    planners(console, (8,) if quick else (4, 8, 12))
-    console.print()
-    planning_times(console, 3 if quick else 9)
+def verdicts(grains: Section, cuts: Section, times: Section) -> Iterator[Verdict]:
+    worse = max(row["error"] for row in grains.rows)
+    yield at_most("time over the ideal, above that of the released planner", worse, MOST_WORSE)
+    for planner in ("dapple", "piper"):
+        worse = min(row["sigma_over_autopipe"] for row in cuts.rows if row["planner"] == planner)
+        yield at_least(f"times that {planner} is less balanced than autopipe, at least", worse, LEAST_BALANCE)
+    for row in times.rows:
+        if row["units"] == 200:
+            for what in ("tables_and_exact_ms", "autopipe_ms"):
+                yield at_most(f"200 units on 32 devices, {row['devices']}: {what}", row[what], MOST_MS)
+
+
+def measure(asked: Namespace) -> Findings:
+    grains = granularity()
+    cuts = planners((8,) if asked.quick else (4, 8, 12))
+    times = planning_times(3 if asked.quick else 9)
+    return Findings([grains, cuts, times], list(verdicts(grains, cuts, times)))
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, measure, quick="fewer repeats and depths")

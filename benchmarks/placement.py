@@ -1,22 +1,26 @@
 """What operator placement takes and finds: ideals, lines, devices that need not be contiguous, baselines.
 
-    python -m benchmarks.placement [--quick]
+    python benchmarks/placement.py [--quick] [--json]
 
 Each case runs in a process of its own, whose peak memory is what is told. Values are in the workloads' own
 unit of time; a limit stands beside what has one.
 """
 
-import argparse
-import multiprocessing
-import resource
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from bireme.bench.document import (
+    Findings,
+    Section,
+    Verdict,
+    at_most,
+    benchmark,
+    in_process,
+    resident_bytes,
+)
 from bireme.bench.placement_workloads import (
     Setting,
     inception_like,
@@ -37,6 +41,12 @@ from bireme.plan.placement.workload import Edge, Node, Objective, Workload
 
 MIB = 2**20
 THROUGHPUT = Objective.THROUGHPUT
+GRID = ((2, 70, 6), (3, 26, 6), (2, 140, 6), (3, 33, 6), (2, 199, 8), (3, 33, 3), (3, 60, 6))
+"""Branches, their length, and devices."""
+MOST_MILLION_PAIRS = 1_000
+"""No time was promised for more."""
+
+Row = dict[str, Any]
 
 
 def branches(num_branches: int, length: int, *, devices: int, moving: float = 1.0) -> Workload:
@@ -58,7 +68,7 @@ def num_pairs(num_branches: int, length: int) -> int:
     return found
 
 
-def ideals_case(shape: tuple[int, int, int]) -> list[str]:
+def ideals_case(shape: tuple[int, int, int]) -> Row:
     """How long the exact search takes, all of it, and what it finds beside the cut of lines."""
     num_branches, length, devices = shape
     workload = branches(num_branches, length, devices=devices)
@@ -72,30 +82,26 @@ def ideals_case(shape: tuple[int, int, int]) -> list[str]:
     found = program.best(THROUGHPUT, line.where)
     seconds = time.perf_counter() - begin
     assert found is not None
-    within = num_pairs(num_branches, length)
-    limit = "10 s" if len(lattice) < 25_000 else "60 s"
-    return [
-        f"{num_branches} × {length}, {devices} devices",
-        f"{len(lattice):,}",
-        f"{within / 1e6:,.0f}",
-        f"{program.num_pairs / 1e6:.1f}",
-        f"{seconds:.2f} s",
-        limit,
-        f"{_peak_bytes() / MIB:.0f} MiB",
-        f"{found.value:.2f}",
-        f"{line.value / found.value - 1:+.1%}",
-    ]
+    return {
+        "branches": f"{num_branches} × {length}, {devices} devices",
+        "ideals": len(lattice),
+        "million_pairs": num_pairs(num_branches, length) / 1e6,
+        "million_pairs_seen": program.num_pairs / 1e6,
+        "seconds": seconds,
+        "peak_resident_mib": resident_bytes("VmHWM") / MIB,
+        "value": found.value,
+        "lines_above_it": line.value / found.value - 1,
+    }
 
 
-def line_case(length: int) -> list[str]:
+def line_case(length: int) -> Row:
     """A graph that is a line, and all that `solve` does about it."""
     workload = branches(1, length, devices=6)
     _warm_up()
     begin = time.perf_counter()
     placement = solve(workload, Request())
     seconds = time.perf_counter() - begin
-    limit = "1 s" if length == 2000 else "–"
-    return [f"{length:,} nodes", f"{seconds:.2f} s", limit, f"{placement.value:.2f}", placement.method]
+    return {"nodes": length, "seconds": seconds, "value": placement.value, "method": placement.method}
 
 
 def shapes(devices: int, *, is_training: bool) -> dict[str, Workload]:
@@ -109,7 +115,7 @@ def shapes(devices: int, *, is_training: bool) -> dict[str, Workload]:
     }
 
 
-def anywhere_case(case: tuple[str, bool, float]) -> list[str]:
+def anywhere_case(case: tuple[str, bool, float]) -> Row:
     """Annealing beside the integer program that has ten times its time, from the same start."""
     name, is_training, seconds = case
     workload = shapes(6, is_training=is_training)[name]
@@ -126,28 +132,34 @@ def anywhere_case(case: tuple[str, bool, float]) -> list[str]:
     solved = anywhere.solved(start, seconds)
     solved_s = time.perf_counter() - begin
     bound = max(solved.lower_bound, annealed.lower_bound)
-    return [
-        f"{name}{', training' if is_training else ''}",
-        f"{len(anywhere.items)}",
-        f"{start.value:.2f}",
-        f"{annealed.value:.2f} in {annealed_s:.1f} s",
-        f"{solved.value:.2f} in {solved_s:.0f} s",
-        f"{annealed.value / solved.value - 1:+.1%}",
-        f"{1 - bound / min(annealed.value, solved.value):.1%}",
-    ]
+    return {
+        "workload": f"{name}{', training' if is_training else ''}",
+        "items": len(anywhere.items),
+        "start": start.value,
+        "annealed": annealed.value,
+        "annealed_s": annealed_s,
+        "solved": solved.value,
+        "solved_s": solved_s,
+        "annealed_over_solved": annealed.value / solved.value,
+        "gap": 1 - bound / min(annealed.value, solved.value),
+    }
 
 
-def methods_case(case: tuple[str, bool, float]) -> list[str]:
+def methods_case(case: tuple[str, bool, float]) -> Row:
     """The exact split, and what simpler ways make of the same workload, as multiples of it."""
     name, is_training, seconds = case
     workload = shapes(6, is_training=is_training)[name]
     best = solve(workload, Request(time_limit_s=seconds))
-    row = [f"{name}{', training' if is_training else ''}", f"{best.value:.2f}", f"{best.gap:.1%}"]
+    row: Row = {
+        "workload": f"{name}{', training' if is_training else ''}",
+        "exact": best.value,
+        "gap": best.gap,
+    }
     for method in (Method.DPL, Method.GREEDY, Method.PIPEDREAM, Method.LOCAL_SEARCH, Method.SINGLE):
         try:
-            row.append(f"{solve(workload, Request(method=method)).value / best.value:.2f}")
+            row[method.value] = solve(workload, Request(method=method)).value / best.value
         except BiremeError:
-            row.append("does not fit")
+            row[method.value] = None  # does not fit
     return row
 
 
@@ -157,55 +169,42 @@ def _warm_up() -> None:
     Contiguous(small, THROUGHPUT).best()
 
 
-def _peak_bytes() -> int:
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+def verdicts(ideals: Sequence[Row], lines: Sequence[Row], anywhere: Sequence[Row]) -> Iterator[Verdict]:
+    for row in ideals:
+        if row["million_pairs"] < MOST_MILLION_PAIRS:
+            most_s = 10.0 if row["ideals"] < 25_000 else 60.0
+            yield at_most(f"{row['branches']}: seconds", row["seconds"], most_s)
+        yield at_most(f"{row['branches']}: peak resident MiB", row["peak_resident_mib"], 4e9 / MIB)
+    for row in lines:
+        if row["nodes"] == 2000:
+            yield at_most("a line of 2,000 nodes: seconds", row["seconds"], 1.0)
+    for row in anywhere:
+        name = f"{row['workload']}: annealing over HiGHS with ten times its seconds"
+        yield at_most(name, row["annealed_over_solved"], 1.0)
 
 
-def _each_alone(work: Callable[[Any], list[str]], cases: list[Any]) -> list[list[str]]:
-    """What each case comes to, in a process of its own."""
-    rows = []
-    for case in cases:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows.append(pool.apply(work, (case,)))
-    return rows
-
-
-def _print(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=150).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less of it, and less time for each search")
-    quick = parser.parse_args().quick
-    grid = [(2, 70, 6), (3, 26, 6), (2, 140, 6), (3, 33, 6), (2, 199, 8), (3, 33, 3)]
-    _print(
-        "The exact split (peak memory: 4 GB is the limit)",
-        ["branches", "ideals", "million pairs", "of them seen", "time", "limit", "peak", "value", "lines"],
-        _each_alone(ideals_case, grid[:3] if quick else [*grid, (3, 60, 6)]),
-    )
-    _print(
-        "Graphs that are a line, from the workload to the placement",
-        ["graph", "time", "limit", "value", "method"],
-        _each_alone(line_case, [500, 2000] if quick else [500, 2000, 8000]),
-    )
+def measure(asked: Namespace) -> Findings:
+    """Each case in a process of its own."""
+    quick = asked.quick
+    grid = GRID[:2] if quick else GRID
+    seconds = 3.0 if quick else 60.0
     names = list(shapes(2, is_training=False))
-    seconds = 10.0 if quick else 60.0
     cases = [(name, is_training, seconds) for is_training in (False, True) for name in names]
-    _print(
-        "Devices that need not be contiguous (annealing should be as good in a tenth of the time)",
-        ["workload", "items", "start", "annealing", "HiGHS", "annealing", "gap"],
-        _each_alone(anywhere_case, cases[::2] if quick else cases),
-    )
-    _print(
-        "Contiguous splits, as multiples of the exact one (local search knows no contiguity)",
-        ["workload", "exact", "gap", "lines", "greedy", "pipedream", "local search", "one device"],
-        _each_alone(methods_case, cases[::2] if quick else cases),
+    chosen = cases[:1] if quick else cases
+    ideals = [in_process(ideals_case, shape) for shape in grid]
+    lines = [in_process(line_case, length) for length in ((500, 2000) if quick else (500, 2000, 8000))]
+    anywhere = [in_process(anywhere_case, case) for case in chosen]
+    methods = [in_process(methods_case, case) for case in chosen]
+    return Findings(
+        [
+            Section("The exact split", ideals),
+            Section("Graphs that are a line, from the workload to the placement", lines),
+            Section("Devices that need not be contiguous", anywhere),
+            Section("Contiguous splits, as multiples of the exact one (local search knows no such)", methods),
+        ],
+        list(verdicts(ideals, lines, anywhere)),
     )
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, measure, quick="the smallest cases, and three seconds for a search")

@@ -10,23 +10,19 @@ and partitions, and beside the equal and Piper's cuts of the same shape. All tak
 medians.
 """
 
-import argparse
-import json
-import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from bireme.bench.document import Findings, Section, Verdict, at_least, at_most, benchmark, log
+from bireme.bench.made_up import unequal_units
 from bireme.bench.rehearsal import Effort, Rehearsal, rehearse
 from bireme.bench.rehearsed import rehearsed, simulated_s
 from bireme.bench.spread import Spread, ratios
-from bireme.bench.unequal import unequal_units
-from bireme.bench.verdicts import Verdict
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.symmetry import Symmetry
@@ -47,7 +43,7 @@ from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.rule import Rule
 
 CLUSTERS = ("emulated-8-equal", "emulated-8-one-slow", "emulated-two-servers", "emulated-two-memories")
-QUICK_CLUSTERS = CLUSTERS[1:3]
+QUICK_CLUSTERS = CLUSTERS[1:2]
 SCHEDULES = ("1f1b", "2bw", "2bw-fresh", "gpipe", "zb-h1")
 BATCH_SIZE = 16
 
@@ -234,6 +230,9 @@ class Row:
     cost: Spread
     """The chosen one's penalised time over this one's: more than one says that this is the better plan."""
 
+    def shown(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 def row_of(cluster: str, name: str, one: Rehearsal, predicted_s: float, chosen: Rehearsal) -> Row:
     mine = [penalised(one.plan, seconds) for seconds in one.rounds_s]
@@ -268,7 +267,7 @@ def measure(name: str, profile: Profile, most: int, effort: Effort) -> list[Row]
         plans[f"runner-up {len(plans)}"] = one.plan
     for other in spread_out(others, most - len(plans) + 3):
         plans[f"{other.name} {len(plans)}"] = other.plan
-    told(
+    log(
         f"{name}: the search judged {answer.num_tried} plans; {len(others)} others are listed, the best of "
         f"which costs {others[0].cost_s / known_s:.3f} of the chosen one; {len(plans)} are measured"
     )
@@ -298,85 +297,30 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
     for name in dict.fromkeys(row.cluster for row in rows):
         own = [row for row in rows if row.cluster == name]
         chosen, rest = own[0], own[1:]
-        yield Verdict(
-            f"{name}: predicted within {MOST_ERROR:.0%}",
-            f"{chosen.error:+.1%}",
-            abs(chosen.error) <= MOST_ERROR,
-        )
+        yield at_most(f"{name}: error of the prediction", abs(chosen.error), MOST_ERROR)
         fastest = max(rest, key=lambda row: row.cost.median)
         shape = f"{fastest.schedule}, {fastest.depth} x {fastest.width}"
-        yield Verdict(
-            f"{name}: no other plan more than {MOST_FASTER:.0%} better",
-            f"{fastest.name} ({shape}) {fastest.cost.show('.3f')}",
-            fastest.cost.median <= 1 + MOST_FASTER,
-        )
+        better = f"{name}: times that another plan ({fastest.name}, {shape}) is better than the chosen one"
+        yield at_most(better, fastest.cost.median, 1 + MOST_FASTER)
         for row in rest:
             if row.name in ("uniform", "piper"):
-                gain = 1 / row.cost.median
-                is_unequal = name == "emulated-8-one-slow"
-                least = LEAST_GAIN if is_unequal else 1.0 - MOST_FASTER
-                yield Verdict(
-                    f"{name}: at least {least:g} times as fast as {row.name}", f"{gain:.2f}", gain >= least
-                )
+                least = LEAST_GAIN if name == "emulated-8-one-slow" else 1.0 - MOST_FASTER
+                yield at_least(f"{name}: times as fast as {row.name}", 1 / row.cost.median, least)
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    table = Table(title="Milliseconds of a batch", title_justify="left", box=None, pad_edge=False)
-    for heading in (
-        "cluster",
-        "plan",
-        "schedule",
-        "d x w",
-        "m",
-        "measured",
-        "predicted",
-        "error",
-        "better than chosen",
-    ):
-        table.add_column(heading, justify="left" if heading in ("cluster", "plan", "schedule") else "right")
-    for row in rows:
-        in_ms = Spread(
-            *(1e3 * one for one in (row.measured_s.median, row.measured_s.least, row.measured_s.greatest))
-        )
-        table.add_row(
-            row.cluster,
-            row.name,
-            row.schedule,
-            f"{row.depth} x {row.width}",
-            str(row.micro_batches),
-            in_ms.show(".0f"),
-            f"{row.predicted_s * 1e3:.0f}",
-            f"{row.error:+.1%}",
-            row.cost.show(".3f"),
-        )
-    console.print(table)
-    for verdict in verdicts(rows):
-        sign = "[green]✓[/green]" if verdict.is_met else "[red]✗[/red]"
-        console.print(f"{sign} {escape(verdict.claim)}: {escape(verdict.found)}", highlight=False)
-
-
-def told(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="fewer plans and rounds")
-    parser.add_argument("--json", action="store_true", help="one JSON document")
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="only this one; may be repeated")
     parser.add_argument("--most", type=int, help="how many other plans to measure on each cluster")
-    asked = parser.parse_args()
+
+
+def measured(asked: Namespace) -> Findings:
     most = asked.most or (2 if asked.quick else 24)
     effort = Effort(counted=2, rounds=1) if asked.quick else Effort(counted=4, rounds=3)
     names = asked.cluster or (QUICK_CLUSTERS if asked.quick else CLUSTERS)
     profile = unequal_units()
     rows = [row for name in names for row in measure(name, profile, most, effort)]
-    if asked.json:
-        found = [{"claim": one.claim, "found": one.found, "is_met": one.is_met} for one in verdicts(rows)]
-        print(json.dumps({"rows": [asdict(row) for row in rows], "verdicts": found}))
-    else:
-        show(rows, Console(width=170))
+    return Findings([Section("Seconds of a batch", [row.shown() for row in rows])], list(verdicts(rows)))
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, measured, quick="one cluster, fewer plans and rounds", options=options)

@@ -1,19 +1,19 @@
 """How long the search takes, and what it makes of the published models.
 
-    python -m benchmarks.search
+    python benchmarks/search.py [--quick] [--json]
 
 Processor time of one process. The profile is of GPTs from arithmetic; its state is scaled so that what forces
 a deep pipeline can be seen beside what does not.
 """
 
 import time
-from dataclasses import replace
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from tests.planning import profile_of
-from tests.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
-
+from bireme.bench.document import Findings, Section, at_most, benchmark
+from bireme.bench.made_up import profile_of
+from bireme.bench.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link, Mesh
@@ -23,6 +23,17 @@ from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 
 GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is searched, and the seconds of a processor that it may take, if that was promised."""
+
+    name: str
+    profile: Profile
+    cluster: Cluster
+    batch_size: int
+    most_s: float | None = None
 
 
 def servers(count: int, *, unequal: bool) -> Cluster:
@@ -56,36 +67,48 @@ def even_profile(num_units: int, state_bytes: float) -> Profile:
     )
 
 
-def main() -> None:
-    table = Table("case", "seconds of processor", "best plan", "samples/s", "how", title="find_plan")
-    cases = [
-        ("64 equal devices, 48 units, 4 GB", even_profile(48, 4e9), servers(8, unequal=False), 256),
-        ("64 equal devices, 48 units, 20 GB", even_profile(48, 20e9), servers(8, unequal=False), 256),
-        ("1,024 unequal devices, 200 units, 8 GB", even_profile(200, 8e9), servers(128, unequal=True), 4096),
-        (
-            "1,024 unequal devices, 200 units, 80 GB",
-            even_profile(200, 80e9),
-            servers(128, unequal=True),
-            4096,
-        ),
-        ("GPT 1.3B, 8 V100, batch 256", profile_of_model(GPT_1_3B), p3_16xlarge(), 256),
-        ("GPT 2.2B, 8 V100, batch 64", profile_of_model(GPT_2_2B), p3_16xlarge(), 64),
-        ("GPT 2.2B, 64 V100, batch 512", profile_of_model(GPT_2_2B), p3_16xlarge(8), 512),
+def cases() -> list[Case]:
+    """Those that are quick come first."""
+    equal, unequal = servers(8, unequal=False), servers(128, unequal=True)
+    return [
+        Case("64 equal devices, 48 units, 4 GB", even_profile(48, 4e9), equal, 256, 1.0),
+        Case("64 equal devices, 48 units, 20 GB", even_profile(48, 20e9), equal, 256, 1.0),
+        Case("GPT 2.2B, 64 V100, batch 512", profile_of_model(GPT_2_2B), p3_16xlarge(8), 512),
+        Case("GPT 2.2B, 8 V100, batch 64", profile_of_model(GPT_2_2B), p3_16xlarge(), 64),
+        Case("GPT 1.3B, 8 V100, batch 256", profile_of_model(GPT_1_3B), p3_16xlarge(), 256),
+        Case("1,024 unequal devices, 200 units, 8 GB", even_profile(200, 8e9), unequal, 4096, 5.0),
+        Case("1,024 unequal devices, 200 units, 80 GB", even_profile(200, 80e9), unequal, 4096, 5.0),
     ]
-    for name, profile, cluster, batch_size in cases:
-        begin = time.process_time()
-        answer = find_plan(profile, cluster, Wishes(batch_size))
-        spent_s = time.process_time() - begin
-        if not isinstance(answer, Answer):
-            table.add_row(name, f"{spent_s:.2f}", str(answer), "", "")
-            continue
-        plan, forecast = answer.best.plan, answer.best.forecast
-        sizes = "/".join(map(str, sorted(set(plan.micro_batch_sizes))))
-        depth = plan.num_ranks // plan.width
-        words = f"{plan.schedule}, {depth} deep, {plan.width} wide, micro-batches of {sizes}"
-        table.add_row(name, f"{spent_s:.2f}", words, f"{forecast.samples_per_s:.1f}", answer.origin.how)
-    Console(width=160).print(table)
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    begin = time.process_time()
+    answer = find_plan(case.profile, case.cluster, Wishes(case.batch_size))
+    spent_s = time.process_time() - begin
+    if not isinstance(answer, Answer):
+        return {"case": case.name, "processor_s": spent_s, "best_plan": str(answer)}
+    plan, forecast = answer.best.plan, answer.best.forecast
+    sizes = "/".join(map(str, sorted(set(plan.micro_batch_sizes))))
+    depth = plan.num_ranks // plan.width
+    return {
+        "case": case.name,
+        "processor_s": spent_s,
+        "best_plan": f"{plan.schedule}, {depth} deep, {plan.width} wide, micro-batches of {sizes}",
+        "samples_per_s": forecast.samples_per_s,
+        "how": answer.origin.how,
+    }
+
+
+def measure(asked: Namespace) -> Findings:
+    chosen = cases()[: 3 if asked.quick else None]
+    rows = [row_of(case) for case in chosen]
+    verdicts = [
+        at_most(f"{case.name}: seconds of processor", row["processor_s"], case.most_s)
+        for case, row in zip(chosen, rows, strict=True)
+        if case.most_s is not None
+    ]
+    return Findings([Section("find_plan", rows)], verdicts)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, measure, quick="three of the cases")

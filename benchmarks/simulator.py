@@ -1,25 +1,31 @@
 """How fast programs are made, proved and simulated, beside torch's own dry run of the same schedule.
 
-    python benchmarks/simulator.py [--quick]
+    python benchmarks/simulator.py [--quick] [--json]
 
 The peer is the dry run of torch.distributed.pipelining: it puts in communication and goes through the same
 schedule in unit steps, without links, memory or versions. The two are measured in turn, A B A B, and the
 median of the ratios is quoted with its least and greatest.
 """
 
-import argparse
 import gc
-import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
-from rich.console import Console
-from rich.table import Table
-
+from bireme.bench.document import (
+    Findings,
+    Section,
+    at_least,
+    at_most,
+    benchmark,
+    exactly,
+    in_process,
+    resident_bytes,
+)
+from bireme.bench.spread import Spread, ratios
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.program import Program
@@ -29,34 +35,10 @@ from bireme.simulate.simulator import simulate
 
 LEAST_RATE = 150_000
 """Instructions a second that the simulator must reach on one core."""
-
-GENERATE = """
-import time
-from pathlib import Path
-from bireme.schedule.catalogue import generate
-begin = time.perf_counter()
-program = generate({name!r}, num_stages=16, num_microbatches=64, num_batches=1000)
-taken = time.perf_counter() - begin
-status = Path("/proc/self/status").read_text()
-peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-print(program.num_instructions, taken, peak_kib / 1024)
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The median of some figures, with the least and the greatest."""
-
-    median: float
-    least: float
-    greatest: float
-
-    @staticmethod
-    def of(figures: list[float]) -> "Spread":
-        return Spread(statistics.median(figures), min(figures), max(figures))
-
-    def show(self, form: str) -> str:
-        return f"{self.median:{form}} ({self.least:{form}} to {self.greatest:{form}})"
+MOST_MAKE_S, MOST_MAKE_MIB = 5.0, 300.0
+"""Of a window of 1,000 batches, in a process of its own."""
+MOST_HELP_S = 0.3
+MIB = 2**20
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -66,10 +48,8 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def simulation_rates(repeats: int, batches: int, console: Console) -> None:
-    table = Table(title="Simulator, 8 stages, 32 micro-batches", title_justify="left", box=None)
-    for heading in ("schedule", "links", "instructions", "instructions/s", "limit", "twice the batches"):
-        table.add_column(heading, justify="left" if heading in ("schedule", "links") else "right")
+def simulation_rates(repeats: int, batches: int) -> Section:
+    rows = []
     for name in SCHEDULES:
         for kind, links in (("own", Links(1e9)), ("shared", Links(1e9, full_duplex=False))):
             if kind == "shared" and name not in ("2bw", "interleaved"):
@@ -83,15 +63,16 @@ def simulation_rates(repeats: int, batches: int, console: Console) -> None:
                 first, second = (simulated_s(program, links) for program in (once, twice))
                 rates.append(once.num_instructions / first)
                 growth.append(second / first)
-            table.add_row(
-                name,
-                kind,
-                f"{once.num_instructions:,}",
-                Spread.of(rates).show(",.0f"),
-                f"≥ {LEAST_RATE:,}",
-                Spread.of(growth).show(".2f") + "×",
+            rows.append(
+                {
+                    "schedule": name,
+                    "links": kind,
+                    "instructions": once.num_instructions,
+                    "instructions_per_s": Spread.of(rates),
+                    "time_of_twice_the_batches": Spread.of(growth),
+                }
             )
-    console.print(table)
+    return Section("Simulator, 8 stages, 32 micro-batches", rows)
 
 
 def simulated_s(program: Program, links: Links) -> float:
@@ -107,34 +88,27 @@ def simulated_s(program: Program, links: Links) -> float:
     return seconds(partial(simulate, program, costs, network))
 
 
-def beside_torch(repeats: int, console: Console) -> None:
-    from bireme.runtime.torch_pipelining import (
-        torch_dry_run,  # here, so that the rest is measured without torch
-    )
+def beside_torch(repeats: int) -> Section:
+    from bireme.bench.torch_pipelining import torch_dry_run  # here, so that the rest runs without torch
 
-    table = Table(
-        title="One batch: ours (made, lowered, simulated with links and memory) and torch's dry run",
-        title_justify="left",
-        box=None,
-    )
-    for heading in ("schedule", "stages", "micro-batches", "ours", "torch", "torch / ours"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    rows = []
     for name, m in (("1f1b", 64), ("gpipe", 64), ("interleaved", 64), ("zb-h1", 64)):
-        ours, theirs, ratios = [], [], []
+        ours, theirs = [], []
         dry_run = torch_dry_run(generate(name, num_stages=8, num_microbatches=m, lowered=False))
         for _ in range(repeats):
             ours.append(made_and_simulated_s(name, m))
             theirs.append(seconds(dry_run))
-            ratios.append(theirs[-1] / ours[-1])
-        table.add_row(
-            name,
-            "8",
-            str(m),
-            f"{statistics.median(ours) * 1e3:.1f} ms",
-            f"{statistics.median(theirs) * 1e3:.1f} ms",
-            Spread.of(ratios).show(".2f") + "×",
+        rows.append(
+            {
+                "schedule": name,
+                "stages": 8,
+                "microbatches": m,
+                "ours_ms": Spread.of(ours).median * 1e3,
+                "torch_ms": Spread.of(theirs).median * 1e3,
+                "torch_over_ours": ratios(ours, theirs),
+            }
         )
-    console.print(table)
+    return Section("One batch: ours (made, lowered, simulated with links and memory), torch's dry run", rows)
 
 
 def made_and_simulated_s(name: str, m: int) -> float:
@@ -143,44 +117,65 @@ def made_and_simulated_s(name: str, m: int) -> float:
     return time.perf_counter() - begin + simulated_s(program, Links(1e9))
 
 
-def long_windows(console: Console) -> None:
-    table = Table(
-        title="Long windows: 1,000 batches × 64 micro-batches × 16 stages", title_justify="left", box=None
-    )
-    for heading in ("schedule", "instructions", "made in", "limit", "peak resident set", "limit"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    for name in ("1f1b", "2bw", "2bw-fresh", "zbv"):
-        code = GENERATE.format(name=name)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        count, taken, peak = map(float, done.stdout.split())
-        table.add_row(name, f"{count:,.0f}", f"{taken:.2f} s", "≤ 5 s", f"{peak:.0f} MiB", "≤ 300 MiB")
-    console.print(table)
+def long_window(name: str) -> dict[str, object]:
+    """In a process of its own."""
+    begin = time.perf_counter()
+    program = generate(name, num_stages=16, num_microbatches=64, num_batches=1000)
+    made_s = time.perf_counter() - begin
+    return {
+        "schedule": name,
+        "instructions": program.num_instructions,
+        "made_s": made_s,
+        "peak_resident_mib": resident_bytes("VmHWM") / MIB,
+    }
 
 
-def proofs(console: Console) -> None:
-    table = Table(title="Checker, 16 stages, 64 micro-batches, 40 batches", title_justify="left", box=None)
-    for heading in ("schedule", "instructions", "instructions/s"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+def proofs(batches: int) -> Section:
+    rows = []
     for name in ("1f1b", "2bw", "2bw-fresh"):
-        program = generate(name, num_stages=16, num_microbatches=64, num_batches=40)
+        program = generate(name, num_stages=16, num_microbatches=64, num_batches=batches)
         rate = program.num_instructions / seconds(partial(check, program))
-        table.add_row(name, f"{program.num_instructions:,}", f"{rate:,.0f}")
-    console.print(table)
+        rows.append({"schedule": name, "instructions": program.num_instructions, "instructions_per_s": rate})
+    return Section(f"Checker, 16 stages, 64 micro-batches, {batches} batches", rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and shorter windows")
-    quick = parser.parse_args().quick
-    console = Console(width=120)
-    long_windows(console)
-    console.print()
-    simulation_rates(3 if quick else 7, 10 if quick else 40, console)
-    console.print()
-    proofs(console)
-    console.print()
-    beside_torch(3 if quick else 9, console)
+def help_text(repeats: int) -> Section:
+    """`bireme --help`, in fresh processes, and whether it loads torch."""
+    command = [sys.executable, "-X", "importtime", "-m", "bireme", "--help"]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    plain = partial(
+        subprocess.run, [sys.executable, "-m", "bireme", "--help"], capture_output=True, check=True
+    )
+    taken = Spread.of(seconds(plain) for _ in range(repeats))
+    loads_torch = any(line.rpartition("|")[2].strip() == "torch" for line in imported.splitlines())
+    return Section("bireme --help", [{"help_s": taken, "loads_torch": loads_torch}])
+
+
+def measure(asked: Namespace) -> Findings:
+    repeats, batches = (3, 10) if asked.quick else (7, 40)
+    windows = [in_process(long_window, name) for name in ("1f1b", "2bw", "2bw-fresh", "zbv")]
+    long = Section("Long windows: 1,000 batches × 64 micro-batches × 16 stages", windows)
+    told = help_text(repeats)
+    rates = simulation_rates(repeats, batches)
+    verdicts = [
+        *(at_most(f"{row['schedule']}: seconds to make it", row["made_s"], MOST_MAKE_S) for row in long.rows),
+        *(
+            at_most(f"{row['schedule']}: MiB to make it", row["peak_resident_mib"], MOST_MAKE_MIB)
+            for row in long.rows
+        ),
+        *(
+            at_least(
+                f"{row['schedule']}, {row['links']} links: instructions simulated a second",
+                row["instructions_per_s"].median,
+                LEAST_RATE,
+            )
+            for row in rates.rows
+        ),
+        at_most("bireme --help: seconds", told.rows[0]["help_s"].median, MOST_HELP_S),
+        exactly("bireme --help: times torch is loaded", float(told.rows[0]["loads_torch"]), 0.0),
+    ]
+    return Findings([long, rates, proofs(batches), beside_torch(repeats), told], verdicts)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, measure, quick="fewer repeats and shorter windows")

@@ -2,20 +2,22 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 import pytest
 
 from bireme.bench import hosts
-from bireme.bench.document import engine_document
 from bireme.bench.effort import Effort, Shape
 from bireme.bench.emulated import Pace
 from bireme.bench.emulation import SCHEDULES, Row, limit_s, predicted_s
 from bireme.bench.engine import EngineReport, bench_engine
+from bireme.bench.engine_document import engine_document
 from bireme.bench.memory import Counts
 from bireme.bench.overhead import Overhead, OverheadTimes, overhead_of
 from bireme.bench.own_cost import OwnCost, own_cost
 from bireme.bench.replicas import Replicas, measure_replicas
+from bireme.bench.small_gpt import GptRow
 from bireme.bench.spread import Spread
 from bireme.bench.table import print_engine_report
 from bireme.bench.verdicts import verdicts
@@ -56,12 +58,18 @@ def row(schedule: str, measured_s: float, torch_s: float, shape: Shape) -> Row:
     )
 
 
-def report(*rows: Row, share: float = 0.3, replicas: Replicas | None = None) -> EngineReport:
+def gpt(name: str, num_microbatches: int, over_1f1b: float) -> GptRow:
+    return GptRow(name, num_microbatches, ONE, ONE, Spread.of([over_1f1b]), ONE)
+
+
+def report(
+    *rows: Row, share: float = 0.3, gpt: Sequence[GptRow] = (), replicas: Replicas | None = None
+) -> EngineReport:
     return EngineReport(
         rows=rows,
         overhead=Overhead(ONE, {"Schedule1F1B": ONE}, "Schedule1F1B", Spread.of([share])),
         counts=Counts({4: 100, 16: 100}, {4: 400, 16: 1600}, 30, 40, 10),
-        gpt=(),
+        gpt=tuple(gpt),
         footprint=(),
         replicas=replicas,
     )
@@ -80,6 +88,7 @@ def test_a_small_run_measures_every_schedule_beside_torch_and_the_limits() -> No
         # Emulated devices keep their pace to the microsecond, so nothing beats the limit by more.
         assert one["measured_s"] > 0.99 * one["limit_s"]
         assert one["torch_s"] > 0
+    assert document["verdicts"]
     assert document["overhead_s"] > 0
     assert document["torch_overhead_s"] > 0
     ours, theirs = document["receive_buffer_bytes"], document["torch_receive_buffer_bytes"]
@@ -123,15 +132,21 @@ def test_overhead_is_that_of_the_slower_rank_against_torch_s_best() -> None:
 
 def test_every_claim_has_a_verdict() -> None:
     shape = Shape(8, 8)
-    good = list(verdicts(report(row("2bw", 0.245, 0.49, shape), row("1f1b", 0.455, 0.49, shape))))
-    assert all(verdict.is_met for verdict in good)
-    bad = list(verdicts(report(row("2bw", 0.30, 0.45, shape), row("1f1b", 0.50, 0.45, shape), share=0.8)))
+    rows = row("2bw", 0.245, 0.49, shape), row("1f1b", 0.455, 0.49, shape)
+    good = list(verdicts(report(*rows, gpt=[gpt("2bw", 4, 1.4), gpt("gpipe", 4, 0.5)])))
+    assert all(verdict.ok for verdict in good)
+    rows = row("2bw", 0.30, 0.45, shape), row("1f1b", 0.50, 0.45, shape)
+    bad = list(verdicts(report(*rows, share=0.8, gpt=[gpt("2bw", 4, 1.3)])))
     assert len(bad) == len(good)
-    unmet = [verdict.claim for verdict in bad if not verdict.is_met]
-    assert len(unmet) == 7  # receive buffers and weight copies are as they should be
-    assert any("0.95 of the limit" in claim for claim in unmet)
-    assert any("1.9 times" in claim for claim in unmet)
-    assert any("1.03 times" in claim for claim in unmet)
+    unmet = {verdict.name: verdict.limit for verdict in bad if not verdict.ok}
+    assert len(unmet) == 8  # receive buffers and weight copies are as they should be
+    where = "8 stages, 8 micro-batches"
+    assert unmet[f"2bw, {where}: share of the limit"] == 0.95
+    assert unmet[f"2bw, {where}: times as fast as torch's 1F1B"] == 1.9
+    assert unmet[f"1f1b, {where}: times the limit"] == 1.03
+    assert unmet[f"1f1b, {where}: times as fast as torch's Schedule1F1B"] == 1.02
+    assert unmet["overhead of a micro-batch / torch's"] == 0.3
+    assert unmet["small GPT, 2bw, 4 micro-batches: times torch's Schedule1F1B"] == 1.35
 
 
 def test_the_tables_show_all_that_was_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bireme.bench.made_up import profile_of
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link
@@ -21,7 +22,6 @@ from bireme.plan.search.shapes import Outline
 from bireme.plan.wishes import Wishes
 from bireme.schedule.rule import Rule
 from tests.clusters import few
-from tests.planning import profile_of
 
 UNITS = profile_of(
     [1, 2, 1, 2, 1, 2],

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from bireme.bench.made_up import unequal_units
 from bireme.bench.rehearsal import Effort, rehearse
 from bireme.bench.rehearsed import rehearsed, simulated_s
 from bireme.bench.shaped import wiring_of
-from bireme.bench.unequal import unequal_units
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device

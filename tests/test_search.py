@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from bireme.bench.made_up import profile_of
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
@@ -20,7 +21,7 @@ from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
-from tests.planning import profile_of, small_clusters, small_profiles
+from tests.planning import small_clusters, small_profiles
 
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
 

@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from bireme.bench.torch_pipelining import torch_schedule
 from bireme.errors import BiremeError
-from bireme.runtime.torch_pipelining import torch_schedule
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.schedule.torch_csv import parse

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bireme.bench.torch_pipelining import torch_schedule
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.torch_pipelining import torch_schedule
 from bireme.runtime.world import World
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule

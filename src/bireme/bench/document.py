@@ -1,90 +1,225 @@
-"""A report of the engine's benchmark as plain data, for --json."""
+"""What all benchmarks share: the command line, the one JSON document, the tables and the verdicts.
 
-from dataclasses import asdict
-from typing import Any
+A benchmark is a function from its options to what it found. With `--json` standard output has the document
+and nothing else: what is printed meanwhile, by this process or by those it starts, goes to standard error.
+"""
 
-from bireme.bench.emulation import Row
-from bireme.bench.engine import EngineReport
+import json
+import multiprocessing
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
 from bireme.bench.spread import Spread
+from bireme.errors import BiremeError
 
-__all__ = ["engine_document"]
+if TYPE_CHECKING:
+    from rich.console import Console
 
-
-def engine_document(report: EngineReport) -> dict[str, Any]:
-    """Medians under plain names; `..._spread` has the least and the greatest."""
-    overhead, counts = report.overhead, report.counts
-    document: dict[str, Any] = {
-        "rows": [_row(row) for row in report.rows],
-        "overhead_s": overhead.ours_s.median,
-        "overhead_s_spread": _spread(overhead.ours_s),
-        "torch_overhead_s": overhead.peers_s[overhead.best_peer].median,
-        "torch_overhead_schedule": overhead.best_peer,
-        "torch_overheads_s": {name: spread.median for name, spread in overhead.peers_s.items()},
-        "overhead_share": overhead.share.median,
-        "overhead_share_spread": _spread(overhead.share),
-        "receive_buffer_bytes": counts.receive_bytes,
-        "torch_receive_buffer_bytes": counts.torch_receive_bytes,
-        "weight_bytes": {"1f1b": counts.flush_weight_bytes, "2bw": counts.delayed_weight_bytes},
-        "parameter_bytes": counts.parameter_bytes,
-        "extra_weight_copies": counts.extra_copies,
-    }
-    if report.gpt:
-        document["small_gpt"] = [
-            {
-                "name": row.name,
-                "microbatches": row.num_microbatches,
-                "tokens_per_s": row.tokens_per_s.median,
-                "tokens_per_s_spread": _spread(row.tokens_per_s),
-                "over_torch": row.over_torch.median,
-                "over_one_process": row.over_alone.median,
-            }
-            for row in report.gpt
-        ]
-    if report.footprint:
-        document["peak_resident_bytes"] = [asdict(one) for one in report.footprint]
-    if report.replicas is not None:
-        document["replicas"] = _replicas(report)
-    return document
+__all__ = [
+    "Bound",
+    "Findings",
+    "Found",
+    "Section",
+    "Verdict",
+    "at_least",
+    "at_most",
+    "benchmark",
+    "exactly",
+    "in_process",
+    "log",
+    "print_verdicts",
+    "resident_bytes",
+    "verdict_documents",
+]
 
 
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "schedule": row.schedule,
-        "stages": row.stages,
-        "microbatches": row.microbatches,
-        "measured_s": row.measured_s.median,
-        "measured_s_spread": _spread(row.measured_s),
-        "predicted_s": row.predicted_s,
-        "limit_s": row.limit_s,
-        "torch_s": row.torch_s.median,
-        "torch_schedule": row.torch_schedule,
-        "torch_over_ours": row.lead.median,
-        "torch_over_ours_spread": _spread(row.lead),
-        "share_of_limit": row.share_of_limit,
-        "prediction_error": row.error,
-    }
+class Bound(StrEnum):
+    """How a value must lie to its limit."""
+
+    AT_MOST = "at most"
+    AT_LEAST = "at least"
+    EXACTLY = "exactly"
 
 
-def _replicas(report: EngineReport) -> dict[str, Any]:
-    found = report.replicas
-    assert found is not None
-    if found.skipped is not None:
-        return {"skipped": found.skipped}
-    return {
-        "megabits_per_s": found.megabits_per_s,
-        "sum_s": found.sum_s,
-        "rows": [
-            {
-                "schedule": row.schedule,
-                "with_sum_s": row.with_sum_s.median,
-                "without_sum_s": row.without_sum_s.median,
-                "hidden_share": row.hidden_share.median,
-                "hidden_share_spread": _spread(row.hidden_share),
-            }
-            for row in found.rows
-        ],
-    }
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A figure that was promised: its limit, what was found, and whether that is enough."""
+
+    name: str
+    value: float
+    bound: Bound
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the promise is kept; a value that is no number keeps none."""
+        if self.bound is Bound.AT_MOST:
+            return self.value <= self.limit
+        return self.value >= self.limit if self.bound is Bound.AT_LEAST else self.value == self.limit
 
 
-def _spread(spread: Spread) -> list[float]:
-    return [spread.least, spread.greatest]
+def at_most(name: str, value: float, limit: float) -> Verdict:
+    """A value that must not be above its limit."""
+    return Verdict(name, value, Bound.AT_MOST, limit)
+
+
+def at_least(name: str, value: float, limit: float) -> Verdict:
+    """A value that must not be below its limit."""
+    return Verdict(name, value, Bound.AT_LEAST, limit)
+
+
+def exactly(name: str, value: float, limit: float) -> Verdict:
+    """A value that must be what was said."""
+    return Verdict(name, value, Bound.EXACTLY, limit)
+
+
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class Found(Protocol):
+    """What a benchmark comes to."""
+
+    def document(self) -> dict[str, Any]:
+        """As plain data with `rows` and `verdicts`."""
+
+    def show(self, console: "Console") -> None:
+        """Print it as tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table: rows with the same fields, whose names say their units."""
+
+    title: str
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Tables and verdicts. In the document a row says its section, if there are several."""
+
+    sections: Sequence[Section]
+    verdicts: Sequence[Verdict]
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        if len(self.sections) == 1:
+            rows = [dict(row) for row in self.sections[0].rows]
+        else:
+            rows = [{"section": section.title, **row} for section in self.sections for row in section.rows]
+        return {"rows": rows, "verdicts": verdict_documents(self.verdicts)}
+
+    def show(self, console: "Console") -> None:
+        """Print it as tables; the first row of each says what its columns are."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        for section in self.sections:
+            console.print(f"[italic]{escape(section.title)}[/italic]", highlight=False)
+            table = Table(box=None, pad_edge=False)
+            for name, value in (section.rows[0] if section.rows else {}).items():
+                justify: Literal["left", "right"] = "left" if isinstance(value, str) else "right"
+                table.add_column(name.replace("_", " "), justify=justify)
+            for row in section.rows:
+                table.add_row(*map(_shown, row.values()))
+            console.print(table)
+            console.print()
+        print_verdicts(self.verdicts, console)
+
+
+def benchmark(
+    about: str | None,
+    measure: Callable[[Namespace], Found],
+    *,
+    quick: str,
+    options: Callable[[ArgumentParser], None] = lambda _parser: None,
+) -> None:
+    """Be the program of a benchmark. `about` is its docstring; `quick` says what its smoke run leaves out."""
+    parser = ArgumentParser(description=about.splitlines()[0] if about else None)
+    parser.add_argument("--quick", action="store_true", help=f"a smoke run: {quick}")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    options(parser)
+    asked = parser.parse_args()
+    try:
+        if asked.json:
+            with _output_to_error():
+                document = measure(asked).document()
+            print(json.dumps(document, default=_plain, allow_nan=False))  # noqa: T201 (what the program is for)
+        else:
+            from rich.console import Console
+
+            measure(asked).show(Console(width=170))
+    except BiremeError as error:
+        parser.exit(2, f"{error}\n")
+
+
+def log(text: str) -> None:
+    """Tell whoever waits what is being done."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def in_process(work: Callable[..., T], *words: Any) -> T:
+    """What a function comes to in a process of its own, whose peak of memory is then the function's."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, words)
+
+
+def resident_bytes(field: str) -> int:
+    """Of this process, as Linux tells it: VmRSS now, VmHWM at most so far."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def verdict_documents(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Verdicts as plain data."""
+    return [{"name": one.name, "limit": one.limit, "value": one.value, "ok": one.ok} for one in verdicts]
+
+
+def print_verdicts(verdicts: Sequence[Verdict], console: "Console") -> None:
+    """One line each."""
+    from rich.markup import escape
+
+    for one in verdicts:
+        sign = "[green]✓[/green]" if one.ok else "[red]✗[/red]"
+        text = f"{one.name}: {_shown(one.value)} ({one.bound} {_shown(one.limit)})"
+        console.print(f"{sign} {escape(text)}", highlight=False)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Spread):
+        return f"{_shown(value.median)} ({_shown(value.least)} to {_shown(value.greatest)})"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "–" if value is None else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """What `json` does not know by itself."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} has no place in a JSON document")
+
+
+@contextmanager
+def _output_to_error() -> Iterator[None]:
+    """Let what anything writes to standard output come out on standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -5,12 +5,12 @@ the process was before, beside the sum of what the profile and the schedule say.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from bireme.bench.contenders import Feed, say, torch_run
+from bireme.bench.document import resident_bytes
 from bireme.bench.effort import Effort
 from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, Pace, emulated_model, square_loss
 from bireme.bench.small_gpt import NUM_RANKS, SAMPLES, load_small_gpt
@@ -157,16 +157,11 @@ def _footprint(world: World, schedule: str) -> int:
     # What torch takes for itself when it first computes is no part of the model's memory.
     warm = torch.zeros(64, 64, requires_grad=True)
     (warm @ warm).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    before = _status_bytes("VmRSS")
+    before = resident_bytes("VmRSS")
     pipeline = Pipeline(
         gpt.graph, Plan(gpt.cuts, FOOTPRINT_MICROBATCHES, schedule), world, weights=gpt.weights
     )
     for _ in pipeline.train([gpt.batch(FOOTPRINT_MICROBATCHES)] * 3):
         pass
     pipeline.close()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+    return resident_bytes("VmHWM") - before

@@ -35,7 +35,7 @@ MODEL = f"gpt:layers=8,width=256,heads=8,vocab={VOCAB},context={CONTEXT}"
 SCHEDULES = ("1f1b", "gpipe", "2bw")
 PEERS = ("Schedule1F1B", "ScheduleGPipe", "1f1b")
 ALONE = "one process, two threads"
-COUNTED, ROUNDS = 2, 2
+COUNTED, ROUNDS = 2, 3
 
 CPU = torch.device("cpu")
 
@@ -75,12 +75,15 @@ class GptTimes:
 
 @dataclass(frozen=True, slots=True)
 class GptRow:
-    """Tokens a second of a contender, and as multiples of torch's best schedule and of one process."""
+    """Tokens a second of a contender, and as multiples of torch's best schedule, of its 1F1B and of one
+    process.
+    """
 
     name: str
     num_microbatches: int
     tokens_per_s: Spread
     over_torch: Spread
+    over_1f1b: Spread
     over_alone: Spread
 
 
@@ -134,6 +137,7 @@ def gpt_rows(first: Sequence[GptTimes], second: Sequence[GptTimes]) -> list[GptR
                 one.num_microbatches,
                 Spread.of(tokens / taken for taken in seconds),
                 ratios(seconds, slower[best]),
+                ratios(seconds, slower[PEERS[0]]),
                 ratios(seconds, slower[ALONE]),
             )
             for name, seconds in slower.items()

@@ -1,14 +1,13 @@
 """A report of the engine's benchmark as tables for a terminal."""
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.bench.document import print_verdicts
 from bireme.bench.engine import EngineReport
 from bireme.bench.spread import Spread
-from bireme.bench.verdicts import Verdict, verdicts
+from bireme.bench.verdicts import verdicts
 from bireme.report.units import bytes_text
 
 __all__ = ["print_engine_report"]
@@ -24,7 +23,7 @@ def print_engine_report(report: EngineReport, console: Console, *, with_verdicts
     if report.replicas is not None:
         _print_replicas(report, console)
     if with_verdicts:
-        _print_verdicts(list(verdicts(report)), console)
+        print_verdicts(list(verdicts(report)), console)
 
 
 def _print_rows(report: EngineReport, console: Console) -> None:
@@ -91,7 +90,7 @@ def _print_bytes(report: EngineReport, console: Console) -> None:
 def _print_gpt(report: EngineReport, console: Console) -> None:
     table = _table(
         "Small GPT, two ranks of one thread",
-        "runtime", "micro-batches", "tokens/s", "times torch's best", "times one process",
+        "runtime", "micro-batches", "tokens/s", "times torch's best", "times its 1F1B", "times one process",
     )  # fmt: skip
     for row in report.gpt:
         table.add_row(
@@ -99,6 +98,7 @@ def _print_gpt(report: EngineReport, console: Console) -> None:
             str(row.num_microbatches),
             row.tokens_per_s.show(",.0f"),
             row.over_torch.show(".2f"),
+            row.over_1f1b.show(".2f"),
             row.over_alone.show(".2f"),
         )
     console.print(table)
@@ -122,12 +122,6 @@ def _print_replicas(report: EngineReport, console: Console) -> None:
             row.hidden_share.show(".0%"),
         )
     console.print(table)
-
-
-def _print_verdicts(found: Sequence[Verdict], console: Console) -> None:
-    for verdict in found:
-        sign = "[green]✓[/green]" if verdict.is_met else "[red]✗[/red]"
-        console.print(f"{sign} {escape(verdict.claim)}: {escape(verdict.found)}", highlight=False)
 
 
 def _table(title: str, *headings: str) -> Table:

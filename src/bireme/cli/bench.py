@@ -42,7 +42,7 @@ def engine(
 
     report = bench_engine(replace(QUICK if quick else FULL, hosts=hosts))
     if as_json:
-        from bireme.bench.document import engine_document
+        from bireme.bench.engine_document import engine_document
 
         print_json(engine_document(report))
         return

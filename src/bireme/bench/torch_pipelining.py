@@ -1,7 +1,7 @@
 """Run a program in torch's own pipeline runtime.
 
-A second executor, to compare ours with, and a way out for who has torch `PipelineStage`s already. Torch
-keeps this runtime private, so its names are used here and nowhere else, and looked up only when needed.
+A peer, to compare ours with. Torch keeps this runtime private, so its names are used here and nowhere else,
+and looked up only when needed.
 """
 
 import importlib

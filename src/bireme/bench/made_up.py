@@ -1,10 +1,12 @@
-"""A made-up profile of units of unequal cost, to plan and rehearse with."""
+"""Made-up profiles to plan and rehearse with."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 
-__all__ = ["unequal_units"]
+__all__ = ["profile_of", "unequal_units"]
 
 
 def unequal_units(num_units: int = 40, unit_s: float = 0.004, seed: int = 0) -> Profile:
@@ -66,3 +68,58 @@ def unequal_units(num_units: int = 40, unit_s: float = 0.004, seed: int = 0) -> 
         parameter_bytes=8_000_000 * num_units,
         units=tuple(units),
     )
+
+
+def profile_of(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    *,
+    sizes: Sequence[int] = (1,),
+    parameter_bytes: Sequence[int] = (),
+    kept_bytes: Sequence[int] = (),
+    boundary_bytes: Sequence[int] = (),
+    update_s: Sequence[float] = (),
+) -> Profile:
+    """Units that share nothing; what is for one sample is in proportion for several."""
+    num_units = len(forward_s)
+    nothing = [0] * num_units
+    parameters, kept, boundary = (
+        list(values) or nothing for values in (parameter_bytes, kept_bytes, boundary_bytes)
+    )
+    update = list(update_s) or [0.0] * num_units
+    units = tuple(
+        UnitProfile(
+            name=f"layers.{place}",
+            structure=f"structure {place}",
+            same_as=None,
+            receives=(f"value {place}",) if place else (),
+            sends=(f"value {place + 1}",),
+            inputs=(),
+            parameter_bytes=parameters[place],
+            gradient_bytes=parameters[place],
+            optimizer_bytes=2 * parameters[place],
+            buffer_bytes=0,
+            update_s=update[place],
+            trial_s=update[place],
+            reduce_s=0.0,
+            tied=(),
+            costs=tuple(
+                UnitCost(
+                    micro_batch=size,
+                    forward_s=size * forward_s[place],
+                    backward_s=size * backward_s[place],
+                    recompute_backward_s=size * (forward_s[place] + backward_s[place]),
+                    backward_input_s=None,
+                    backward_weight_s=None,
+                    spread=0.0,
+                    saved_bytes=size * kept[place],
+                    boundary_bytes=size * boundary[place],
+                    workspace_bytes=0,
+                    shared=(),
+                )
+                for size in sizes
+            ),
+        )
+        for place in range(num_units)
+    )
+    return Profile("m", "g", "d", "emulated", 1, "", False, "adamw", num_units, sum(parameters), units)
