@@ -120,7 +120,7 @@ def run_oracle(
         gradients: Gradients = dict.fromkeys(learned)
         for sums in result.sums.values():
             gradients = _added(gradients, sums[-1].gradients)
-        squares = (float(g.double().square().sum()) for g in gradients.values() if g is not None)
+        squares = (float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values() if g is not None)
         norm = math.sqrt(sum(squares))
         rate = lr_factor(unit.batch)
         trials = {}
@@ -214,10 +214,7 @@ class _Model:
         for index, microbatch in unit.microbatches.items():
             share = microbatch.weight / total
             places = [Place(microbatch.replica, stage) for stage in range(len(self.stages))]
-            leaves = [
-                {name: tensor.detach().clone().requires_grad_() for name, tensor in weights[place].items()}
-                for place in places
-            ]
+            leaves = [{name: _leaf(tensor) for name, tensor in weights[place].items()} for place in places]
             values = dict(microbatch.inputs)
             with self.around(unit.batch, index):
                 for stage, own in zip(self.stages, leaves, strict=True):
@@ -284,6 +281,14 @@ def _added(sums: Gradients, more: Gradients) -> Gradients:
         known = added[name]
         added[name] = gradient if known is None else known if gradient is None else known + gradient
     return added
+
+
+def _leaf(weight: Tensor) -> Tensor:
+    """A leaf whose gradients have at least 32 bits."""
+    leaf = weight.detach().clone().requires_grad_()
+    if leaf.itemsize < torch.float32.itemsize:
+        leaf.grad_dtype = torch.float32
+    return leaf
 
 
 def _cast(weights: Tensors, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.runtime.accumulator import GradientAccumulator
 from bireme.runtime.banks import WeightBanks
+from bireme.runtime.gradients import GradientSums
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Instruction, Kind
@@ -62,7 +62,7 @@ class Follower:
     shares: dict[int | tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.accumulator = GradientAccumulator(self.banks.trainable)
+        self.sums: dict[int | tuple[int, int], GradientSums] = {}
         self.model = WholeModel()
 
     def updates(self) -> Iterator[dict[str, Tensor | None]]:
@@ -98,7 +98,9 @@ class Follower:
         total = sum(one.weight for one in batch) if key == step.batch else batch[step.microbatch].weight
         share = batch[step.microbatch].weight / total
         loss = self.graphs.pop((step.batch, step.microbatch))
-        with self.accumulator.into(key, self.banks.leaves(step.version)):
+        if key not in self.sums:
+            self.sums[key] = self.banks.gradients.open()
+        with self.sums[key].into(self.banks.leaves(step.version)):
             torch.autograd.backward(loss, torch.full_like(loss, share))
         self.shares[key] = self.shares.get(key, 0.0) + share
         self.banks.release(step.version)
@@ -108,7 +110,7 @@ class Follower:
         before = step.batch - 1
         self.banks.trial(
             step.version,
-            self.accumulator.gradients(before),
+            dict(self.sums[before].items()),
             gradient_scale=1.0 / self.shares[before],
             lr_factor=lr_factor(before),
             scale=self.scale,
@@ -117,19 +119,20 @@ class Follower:
     def update(self, step: Instruction) -> dict[str, Tensor | None]:
         assert step.version is not None
         key = self.key(step.batch, step.microbatch)
-        gradients = dict(self.accumulator.gradients(key))
-        squares = (float(g.double().square().sum()) for g in gradients.values() if g is not None)
+        sums = self.sums.pop(key)
+        gradients = {name: None if one is None else one.clone() for name, one in sums.items()}
+        squares = (float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values() if g is not None)
         norm = math.sqrt(sum(squares))
         if math.isfinite(norm):
             self.scale = min(1.0, CLIP_NORM / (norm + 1e-6))
         self.banks.update(
             step.version,
-            gradients,
+            dict(sums.items()),
             lr_factor=lr_factor(step.batch),
             scale=self.scale,
             skip=not math.isfinite(norm),
         )
-        self.accumulator.release(key)
+        self.banks.gradients.release(sums)
         return gradients
 
 

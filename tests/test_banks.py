@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.runtime.accumulator import GradientAccumulator
 from bireme.runtime.banks import BankInUse, DeadVersion, WeightBanks
 from bireme.schedule.rule import Rule, banks_needed
 from tests.feed_forward import (
@@ -172,20 +171,18 @@ def test_what_is_loaded_starts_every_older_version_too_where_none_is_given() -> 
 SIZE = 1000
 
 BYTES_OF_A_PARAMETER = [
-    (Rule.SYNCHRONOUS, None, 4, 0, 4),
-    (Rule.DELAYED, None, 8, 0, 4),
-    (Rule.FRESH, None, 8, 4, 4),
-    (Rule.SYNCHRONOUS, torch.bfloat16, 2, 4, 2),
-    (Rule.DELAYED, torch.bfloat16, 4, 4, 2),
-    (Rule.FRESH, torch.bfloat16, 4, 4, 2),
+    (Rule.SYNCHRONOUS, None, 4, 0),
+    (Rule.DELAYED, None, 8, 0),
+    (Rule.FRESH, None, 8, 4),
+    (Rule.SYNCHRONOUS, torch.bfloat16, 2, 4),
+    (Rule.DELAYED, torch.bfloat16, 4, 4),
+    (Rule.FRESH, torch.bfloat16, 4, 4),
 ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype", "banks_bytes", "apart_bytes", "gradient_bytes"), BYTES_OF_A_PARAMETER
-)
+@pytest.mark.parametrize(("rule", "dtype", "banks_bytes", "apart_bytes"), BYTES_OF_A_PARAMETER)
 def test_a_parameter_takes_the_bytes_it_must(
-    rule: Rule, dtype: torch.dtype | None, banks_bytes: int, apart_bytes: int, gradient_bytes: int
+    rule: Rule, dtype: torch.dtype | None, banks_bytes: int, apart_bytes: int
 ) -> None:
     banks = WeightBanks(
         {"learned": torch.zeros(SIZE), "frozen": torch.zeros(10)},
@@ -195,18 +192,21 @@ def test_a_parameter_takes_the_bytes_it_must(
         factory=ADAMW,
         bank_dtype=dtype,
     )
-    accumulator = GradientAccumulator(banks.trainable)
+    sums = banks.gradients.open()
     for _ in range(3):
-        with accumulator.into(0, banks.leaves(0)):
+        with sums.into(banks.leaves(0)):
             banks.leaves(0)["learned"].square().sum().backward()  # type: ignore[no-untyped-call]
-    assert accumulator.memory_bytes() == gradient_bytes * SIZE
-    banks.update(1, accumulator.gradients(0))
+    banks.update(1, dict(sums.items()))
+    banks.gradients.release(sums)
+    assert banks.gradients.open() is sums
     memory = banks.memory()
     assert memory.banks_bytes == banks_bytes * SIZE
     assert memory.apart_bytes == apart_bytes * SIZE
     assert memory.optimizer_bytes == 8 * SIZE + 4
+    assert memory.gradient_bytes == 4 * SIZE
     assert memory.frozen_bytes == 10 * (2 if dtype else 4)
-    assert memory.total_bytes == (banks_bytes + apart_bytes + 8) * SIZE + 4 + memory.frozen_bytes
+    assert memory.workspace_bytes == 0
+    assert memory.total_bytes == (banks_bytes + apart_bytes + 8 + 4) * SIZE + 4 + memory.frozen_bytes
     storages = {
         tensor.untyped_storage().data_ptr() for v in banks.living for tensor in banks.leaves(v).values()
     }
@@ -214,11 +214,16 @@ def test_a_parameter_takes_the_bytes_it_must(
     assert len(storages) <= banks_needed(rule, 0, 3) + (1 if apart_bytes else 0) + 1
 
 
-def test_float32_weights_are_taken_over_and_not_copied() -> None:
+def test_weights_that_are_given_are_copied_so_that_nobody_elses_are_stepped() -> None:
+    # Stages that were given the same tensor, as tied weights on one rank are, both stepped it.
     given = {"w": torch.zeros(SIZE)}
-    for rule, dtype in ((Rule.SYNCHRONOUS, None), (Rule.DELAYED, torch.bfloat16), (Rule.FRESH, None)):
-        banks = WeightBanks(given, {"w"}, rule=rule, num_banks=2, factory=ADAMW, bank_dtype=dtype)
-        assert banks.newest()["w"].data_ptr() == given["w"].data_ptr()
+    one, other = (
+        WeightBanks(given, {"w"}, rule=Rule.SYNCHRONOUS, num_banks=1, factory=ADAMW) for _ in range(2)
+    )
+    one.update(1, {"w": torch.ones(SIZE)})
+    assert not given["w"].any()
+    assert not other.newest()["w"].any()
+    assert one.newest()["w"].all()
 
 
 def test_weights_that_are_short_already_get_a_master_of_their_own() -> None:
@@ -228,3 +233,15 @@ def test_weights_that_are_short_already_get_a_master_of_their_own() -> None:
         banks.update(version, {"short": torch.ones(4, dtype=torch.bfloat16), "long": torch.ones(4)})
     assert banks.leaves(3)["short"].dtype == torch.bfloat16
     assert torch.equal(banks.newest()["short"], banks.newest()["long"])
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32() -> None:
+    # Summed in bfloat16, as they were, 256 micro-batches were 2.3 % off.
+    banks = WeightBanks(
+        {"w": torch.ones(2)}, {"w"}, rule=Rule.DELAYED, num_banks=2, factory=ADAMW, bank_dtype=torch.bfloat16
+    )
+    sums = banks.gradients.open()
+    for _ in range(1000):
+        with sums.into(banks.leaves(0)):
+            (banks.leaves(0)["w"] * 1.0).sum().backward()  # type: ignore[no-untyped-call]
+    assert dict(sums.items())["w"].tolist() == [1000.0, 1000.0]  # type: ignore[union-attr]

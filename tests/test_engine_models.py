@@ -3,6 +3,7 @@
 Ranks are threads; the judge is one process, as in `test_engine`.
 """
 
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import cycle, product
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bireme.model import segments
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
+from bireme.runtime import stage
 from tests.engine_parity import (
     ALL,
     Setting,
@@ -170,6 +173,47 @@ def test_buffers_see_every_micro_batch_once_and_in_order(schedule: str, recomput
     for name, tensor in expected.items():
         assert torch.equal(held[name], tensor), name
         assert not torch.equal(tensor, model.weights[name])
+
+
+@pytest.mark.parametrize("recompute", ["stages", "units"])
+def test_recomputing_copies_the_buffers_that_a_forward_writes_and_no_others(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks and tables that a forward only reads were copied too, once for every micro-batch."""
+    layers = [Layer(WIDTH, nn.BatchNorm1d(WIDTH)) for _ in range(2)]
+    module = Regression(made_of([*layers, Layer(1, nn.Identity())]))
+    model = captured(Scaled(module), rows())
+    copied: list[str] = []
+    untouched = segments.untouched
+
+    def counted(buffers: Mapping[str, Tensor], writes: Iterable[str]) -> Mapping[str, Tensor]:
+        found = untouched(buffers, writes)
+        copied.extend(name for name in found if found[name] is not buffers[name])
+        return found
+
+    for place in (segments, stage):
+        monkeypatch.setattr(place, "untouched", counted)
+    units = tuple(range(len(units_of(model.graph))))
+    plan = Plan((), 4, "1f1b", recompute=(0,))
+    if recompute == "units":
+        plan = Plan((), 4, "1f1b", recompute_units=units)
+    train_on_threads(model, Setting(plan), real_batches(12, 1, WIDTH))
+    written = [name for name in model.weights if name.rpartition(".")[2].startswith(("running", "num_"))]
+    assert sorted(copied) == sorted(written * 4)
+
+
+class Scaled(nn.Module):
+    """Reads a buffer that nothing writes."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.table: Tensor
+        self.register_buffer("table", torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.inside(x * self.table, wanted)
+        return found
 
 
 # --- what crosses

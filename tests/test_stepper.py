@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from bireme.errors import BiremeError
 from bireme.profile.optimizers import is_hidden_matrix
 from bireme.runtime import stepper as stepper_module
+from bireme.runtime import trial as trial_module
 from bireme.runtime.optimizers import NamedTensors, OptimizerFactory, named_optimizer
 from bireme.runtime.stepper import Stepper
+from bireme.runtime.trial import Trials
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "tokens.weight": (11, 6),
@@ -44,8 +46,8 @@ def numbers(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
 
 
-def some(seed: int, without: str = "") -> dict[str, Tensor | None]:
-    return {name: None if name == without else tensor for name, tensor in numbers(seed).items()}
+def some(seed: int, without: str = "") -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in numbers(seed).items() if name != without}
 
 
 class Plain:
@@ -57,9 +59,9 @@ class Plain:
         self.optimizers: list[Optimizer] = [made] if isinstance(made, Optimizer) else list(made)
         self.rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
 
-    def step(self, gradients: Mapping[str, Tensor | None], lr_factor: float = 1.0) -> None:
-        for name, gradient in gradients.items():
-            self.parameters[name].grad = gradient
+    def step(self, gradients: Mapping[str, Tensor], lr_factor: float = 1.0) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * lr_factor
@@ -105,9 +107,8 @@ def test_a_step_is_the_optimisers_own_whatever_tensors_it_is_made_on(factory: Op
         for name, tensor in banks[t % 2].items():
             banks[(t + 1) % 2][name].copy_(tensor)
         addresses = [tensor.data_ptr() for tensor in banks[(t + 1) % 2].values()]
-        stepper.step(banks[(t + 1) % 2], gradients, lr_factor=1.0 / (1 + t), scale=0.5)
-        halved = {name: None if g is None else g * 0.5 for name, g in gradients.items()}
-        plain.step(halved, lr_factor=1.0 / (1 + t))
+        stepper.step(banks[(t + 1) % 2], gradients, lr_factor=1.0 / (1 + t))
+        plain.step(gradients, lr_factor=1.0 / (1 + t))
         assert_equal(banks[(t + 1) % 2], plain.parameters)
         assert addresses == [tensor.data_ptr() for tensor in banks[(t + 1) % 2].values()]
     assert_equal_states(
@@ -126,24 +127,26 @@ def test_a_trial_is_a_step_that_never_happened(factory: OptimizerFactory, num_st
     kept_source, kept_gradients = copy.deepcopy(source), copy.deepcopy(gradients)
     kept_state = copy.deepcopy(stepper.state_dict())
     target = numbers(98)
-    stepper.trial(source, target, gradients, lr_factor=0.7, scale=0.5, gradient_scale=4.0)
+    Trials(stepper).make(source, target, gradients, lr_factor=0.7, factor=2.0)
 
     assert_equal(source, kept_source)
     assert_equal_states(stepper.state_dict(), kept_state)
-    assert all(g is None or torch.equal(g, kept_gradients[name]) for name, g in gradients.items())  # type: ignore[arg-type]
-    doubled = {name: None if g is None else g * 2.0 for name, g in gradients.items()}
+    assert_equal(gradients, kept_gradients)
+    doubled = {name: g * 2.0 for name, g in gradients.items()}
     stepper.step(source, doubled, lr_factor=0.7)
     assert_equal(target, source)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd with momentum", "adamw, not fused", "muon", "asgd"])
 def test_a_trial_in_small_chunks_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepper_module, "CHUNK_ELEMENTS", 10)
+    monkeypatch.setattr(trial_module, "CHUNK_ELEMENTS", 10)
     stepper = Stepper(numbers(0), FACTORIES[name])
+    trials = Trials(stepper)
     source, target = numbers(0), numbers(98)
-    stepper.step(source, some(10), scale=0.5)
-    stepper.trial(source, target, some(11), scale=0.5)
-    stepper.step(source, some(11), scale=0.5)
+    stepper.step(source, some(10))
+    for seed in (11, 12):  # memory for the copies is made at the first and used again at the second
+        trials.make(source, target, some(seed), lr_factor=1.0, factor=1.0)
+    stepper.step(source, some(12))
     for key in SHAPES:
         torch.testing.assert_close(target[key], source[key], rtol=1e-14, atol=1e-14)
 
@@ -160,8 +163,8 @@ class Counting(optim.SGD):
         super().step(closure)
 
 
-def test_an_unknown_optimiser_gets_its_parameters_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepper_module, "CHUNK_ELEMENTS", 10)
+def test_an_unknown_optimiser_gets_all_its_parameters_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, "CHUNK_ELEMENTS", 10)
     made: list[Counting] = []
 
     def factory(named: NamedTensors) -> Optimizer:
@@ -169,25 +172,100 @@ def test_an_unknown_optimiser_gets_its_parameters_whole(monkeypatch: pytest.Monk
         return made[-1]
 
     stepper = Stepper(numbers(0), factory)
-    stepper.trial(numbers(0), numbers(1), some(10))
-    assert made[-1].sizes == [66, 36, 24, 4 + 1]
+    Trials(stepper).make(numbers(0), numbers(1), some(10), lr_factor=1.0, factor=1.0)
+    assert made[-1].sizes == [66 + 36 + 24 + 4 + 1]
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd with momentum"])
-def test_short_gradients_step_float32_weights_and_try_short_ones(name: str) -> None:
+def test_a_trial_of_float32_weights_may_be_written_in_bfloat16(name: str) -> None:
     stepper = Stepper(numbers(0, torch.float32), FACTORIES[name])
-    plain = Plain(numbers(0, torch.float32), FACTORIES[name])
-    source = numbers(0, torch.float32)
-    short = {key: tensor.bfloat16() for key, tensor in numbers(10).items()}
+    source, gradients = numbers(0, torch.float32), numbers(10, torch.float32)
     target = {key: tensor.bfloat16() for key, tensor in numbers(98).items()}
-    plain.step({key: tensor.float() * 0.3 for key, tensor in short.items()})
-    stepper.trial(source, target, short, scale=0.3)
-    stepper.step(source, short, scale=0.3)
-    assert_equal(source, plain.parameters)
-    assert_equal(target, {key: parameter.bfloat16() for key, parameter in plain.parameters.items()})
-    assert all(
-        value.dtype == torch.float32 for state in stepper.state_dict().values() for value in state.values()
-    )
+    Trials(stepper).make(source, target, gradients, lr_factor=1.0, factor=1.0)
+    stepper.step(source, gradients)
+    assert_equal(target, {key: tensor.bfloat16() for key, tensor in source.items()})
+
+
+def test_what_is_like_a_parameter_lies_in_an_arena_of_its_kind() -> None:
+    stepper = Stepper(numbers(0), FACTORIES["adamw"])
+    weights = numbers(0)
+    for t in range(3):
+        stepper.step(weights, some(10 + t, without="tokens.weight" if t == 0 else ""))
+    (shelf,) = stepper.shelves
+    states = stepper.state_dict()
+    for key in ("exp_avg", "exp_avg_sq"):
+        own = {name: states[name][key] for name in SHAPES if SHAPES[name]}
+        storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+        assert len(storages) == 1
+        assert all(own[name].storage_offset() == shelf.slots[name].begin for name in own)
+
+
+def test_state_is_made_chunk_by_chunk_so_that_it_never_lies_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepper_module, "CHUNK_ELEMENTS", 70)
+    sizes: list[int] = []
+    step = optim.AdamW.step
+
+    def noted(self: optim.AdamW, closure: Callable[[], float] | None = None) -> Any:
+        sizes.append(sum(p.numel() for group in self.param_groups for p in group["params"]))
+        return step(self, closure)
+
+    monkeypatch.setattr(optim.AdamW, "step", noted)
+    stepper, whole = Stepper(numbers(0), FACTORIES["adamw"]), Plain(numbers(0), FACTORIES["adamw"])
+    weights = numbers(0)
+    for t in range(2):
+        stepper.step(weights, some(10 + t))
+    elements = sum(tensor.numel() for tensor in weights.values())
+    assert max(sizes[:-1]) <= 70
+    assert sum(sizes[:-1]) == sizes[-1] == elements
+    for t in range(2):
+        whole.step(some(10 + t))
+    assert_equal(weights, whole.parameters)
+
+
+class Remembering(optim.SGD):
+    """Keeps numbers in its groups, as Prodigy and D-adaptation do."""
+
+    def __init__(self, named: NamedTensors) -> None:
+        super().__init__(named, lr=0.1)
+        for group in self.param_groups:
+            group.update(k=0, d=1.0, history=())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 0.5
+            group["history"] = (*group["history"], group["k"])
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["d"])
+
+
+def test_what_an_optimiser_remembers_in_its_groups_lasts_and_is_saved() -> None:
+    # Every step used to see fresh groups: k was 1 at each, silently.
+    stepper, plain = Stepper(numbers(0), Remembering), Plain(numbers(0), Remembering)
+    weights = numbers(0)
+    trials = Trials(stepper)
+    for t in range(3):
+        trials.make(weights, numbers(98), some(50 + t), lr_factor=1.0, factor=1.0)
+        stepper.step(weights, some(10 + t))
+        plain.step(some(10 + t))
+    assert_equal(weights, plain.parameters)
+    saved = stepper.state_dict()
+    assert saved["scale"] == {"group.k": 3, "group.d": 0.125, "group.history": (1, 2, 3)}
+    as_tensors = {
+        name: {key: torch.tensor(value) for key, value in state.items()} for name, state in saved.items()
+    }
+    resumed = Stepper(numbers(0), Remembering)
+    resumed.load_state_dict(as_tensors, weights)
+    assert resumed.state_dict() == saved
+
+
+class Switching(optim.SGD):
+    """Has other weights for evaluation, as schedule-free optimisers have."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
 
 
 @every_factory
@@ -209,8 +287,8 @@ def test_state_goes_by_name_and_so_from_one_cut_of_the_model_to_another(factory:
     step(before, weights, 10)
     state = {name: entry for _, stepper in before for name, entry in stepper.state_dict().items()}
     after = steppers(3, weights)
-    for _, stepper in after:
-        stepper.load_state_dict(state)
+    for part, stepper in after:
+        stepper.load_state_dict(state, {name: weights[name] for name in part})
     resumed = copy.deepcopy(weights)
     step(before, weights, 11)
     step(after, resumed, 11)
@@ -223,7 +301,7 @@ def test_loading_takes_copies_and_forgets_what_was(monkeypatch: pytest.MonkeyPat
     stepper.step(numbers(0), some(10, without="scale"))
     saved = copy.deepcopy(stepper.state_dict())
     other.step(numbers(0), some(11))
-    other.load_state_dict(stepper.state_dict())
+    other.load_state_dict(stepper.state_dict(), numbers(0))
     other.step(numbers(0), some(12))
     assert_equal_states(stepper.state_dict(), saved)
     assert float(other.state_dict()["scale"]["step"]) == 1
@@ -239,9 +317,9 @@ def test_state_bytes_are_two_numbers_a_parameter_and_a_step_counter_for_adam() -
 
 def test_a_stage_without_parameters_has_nothing_to_step() -> None:
     stepper = Stepper({}, FACTORIES["adamw"])
-    stepper.step({}, {}, scale=0.5)
-    stepper.trial({}, {}, {})
-    stepper.load_state_dict({"elsewhere": {"step": torch.ones(())}})
+    stepper.step({}, {})
+    Trials(stepper).make({}, {}, {}, lr_factor=1.0, factor=1.0)
+    stepper.load_state_dict({"elsewhere": {"step": torch.ones(())}}, {})
     assert stepper.state_dict() == {}
 
 
@@ -252,8 +330,9 @@ def test_a_stage_without_parameters_has_nothing_to_step() -> None:
         (lambda named: optim.SGD([tensor.detach() for _, tensor in named], lr=0.1), r"shape \(11, 6\)"),
         (lambda named: [optim.SGD(named, lr=0.1), optim.SGD(named, lr=0.1)], "another one holds too"),
         (optim.LBFGS, "LBFGS steps all parameters as one"),
+        (lambda named: Switching(named, lr=0.1), "Switching keeps other weights for training than for eval"),
     ],
-    ids=["left out", "not ours", "twice", "lbfgs"],
+    ids=["left out", "not ours", "twice", "lbfgs", "schedule-free"],
 )
 def test_optimisers_that_cannot_be_used_are_refused(factory: OptimizerFactory, complaint: str) -> None:
     with pytest.raises(BiremeError, match=complaint):

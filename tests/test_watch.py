@@ -1,5 +1,6 @@
 """The watch by itself: ranks are threads here, and the store is memory."""
 
+import math
 import pickle
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.board import Board, Pulse
 from bireme.runtime.failures import Blame, Failure, RankFailed
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.stores import HashStore, Store
+from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store
 from bireme.runtime.watch import Watch, is_of_a_peer
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,9 @@ class NoStore(Store):
         self.gone.wait()
         raise dist.DistNetworkError("connection reset")
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        raise dist.DistNetworkError("connection reset")
+
 
 @pytest.mark.slow
 def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
@@ -131,8 +135,61 @@ def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     with watching(store, 1, size=2) as (watch,):
         assert "the store, which would know why, does not answer" in str(watch.explain(LOST))
         store.gone.set()
-        with pytest.raises(RankFailed, match=r"is gone \(connection reset\)"):
+        with pytest.raises(RankFailed, match=r"has not reached the store for .* \(connection reset\)"):
             watch.wait_for_everyone(60.0)
+
+
+def failing(watch: Watch, num_failures: float) -> threading.Event:
+    """Have so many of the next requests to the store fail, and tell when three have passed after that."""
+    board, passed = watch._board, threading.Event()
+    beat, counts = board.beat, iter(range(10**9))
+
+    def lossy(rank: int, pulse: Pulse) -> None:
+        count = next(counts)
+        if count < num_failures:
+            raise dist.DistNetworkError("one request to the store was lost")
+        if count > num_failures + 1:
+            passed.set()
+        beat(rank, pulse)
+
+    board.beat = lossy  # type: ignore[method-assign]
+    return passed
+
+
+def test_a_request_to_the_store_that_is_lost_is_made_again() -> None:
+    """The first failed request ended the watch's thread, and the others took its rank for dead."""
+    told = threading.Event()
+    with watching(HashStore(), 2) as (first, second):
+        first.wait_for_everyone(TIMEOUT_S)
+        passed = failing(second, 3)
+        second.on_failure(told.set)
+        assert passed.wait(10 * TIMEOUT_S)
+        assert not told.is_set()
+        first.failed(ArithmeticError("the sum is wrong"))
+        assert told.wait(10 * TIMEOUT_S)
+        assert "the sum is wrong" in str(second.explain(LOST))
+
+
+def test_a_store_out_of_reach_for_the_timeout_is_named_as_the_cause() -> None:
+    told = threading.Event()
+    with watching(HashStore(), 1) as (watch,):
+        watch.on_failure(told.set)
+        failing(watch, math.inf)
+        assert told.wait(10 * TIMEOUT_S)
+        assert "it has not reached the store for" in str(watch.explain(LOST))
+
+
+def test_a_connection_to_the_store_that_broke_is_made_anew() -> None:
+    """Torch does not: every later request over it fails."""
+    store = open_store("127.0.0.1", 0, serve=True, timeout_s=20.0)
+    mine = PrefixStore("run", open_store("127.0.0.1", store.port, serve=False, timeout_s=20.0))
+    board = Board(mine, 1)
+    board.beat(0, Pulse(1, finished=False, doing=None))
+    board.reconnect()
+    assert board.pulses([0]) == [Pulse(1, finished=False, doing=None)]
+    del store
+    with pytest.raises(OSError, match="refused"):
+        board.reconnect()
 
 
 def test_errors_of_peers_are_told_from_own_ones() -> None:

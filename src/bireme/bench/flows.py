@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bireme.cluster.probed import Flow
+from bireme.devices import synchronize
 from bireme.runtime.world import World
 
 __all__ = ["Line", "all_reduce_s", "latency_s", "message_bytes", "rates"]
@@ -58,8 +59,7 @@ class Line:
 
     def settle(self) -> None:
         """Wait until the device has done what it was given."""
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        synchronize(self.world.device)
 
 
 def latency_s(line: Line, pair: Flow, *, rounds: int) -> float:

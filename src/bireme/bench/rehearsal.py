@@ -14,7 +14,7 @@ from pathlib import Path
 from bireme.bench.contenders import Contender, Ours, closing, say, take_turns
 from bireme.bench.lanes import SharedLanes
 from bireme.bench.rehearsed import Rehearsed, rehearsed, simulated_s, sleeping_sgd, stage_model
-from bireme.bench.shaped import Groups, ShapedFabric, Wiring, wiring_of
+from bireme.bench.shaped import ShapedFabric, Wiring, wiring_of
 from bireme.bench.spread import Spread
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
@@ -127,7 +127,7 @@ def _run(
 ) -> list[list[float]]:
     """On every rank: what a batch of each plan took, round by round."""
     say(world, f"rehearsing {len(ready)} plans on {world.size} emulated devices")
-    groups = Groups(DistFabric(world))
+    joined = DistFabric(world)
     contenders: list[Contender] = []
     all_lanes = []
     for one, wiring, path in zip(ready, wirings, paths, strict=True):
@@ -136,7 +136,7 @@ def _run(
         model = stage_model(one, world.rank)
         replica = world.rank // len(one.devices)
         num_elements = [sum(p.numel() for p in module.parameters()) for module in model.modules]
-        fabric = ShapedFabric(groups, one.plan, wiring, one.costs[replica], lanes, num_elements)
+        fabric = ShapedFabric(joined, one.plan, wiring, one.costs[replica], lanes, num_elements)
         pipeline = Pipeline(
             model.graph,
             one.engine_plan,

@@ -19,9 +19,9 @@ from bireme.schedule.instruction import Message
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network
-from bireme.sync.group import Group, Sums
+from bireme.sync.group import Group, OwnedGroup, Sums
 
-__all__ = ["Groups", "ShapedFabric", "Wiring", "wiring_of"]
+__all__ = ["ShapedFabric", "Wiring", "wiring_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +69,6 @@ def wiring_of(cluster: Cluster, plan: Plan, devices: Sequence[Sequence[int]]) ->
     return Wiring(tuple(bytes_per_s), tuple(channels), messages, sums)
 
 
-class Groups:
-    """Groups of processes, made once and used by one pipeline after the other.
-
-    Each costs threads and sockets for as long as the process lives, and pipelines that take turns ask for
-    the same ones.
-    """
-
-    def __init__(self, fabric: Fabric) -> None:
-        self.fabric = fabric
-        self._made: dict[tuple[tuple[int, ...], int], Group | None] = {}
-
-    def group(self, ranks: Sequence[int], turn: int) -> Group | None:
-        """The group that a pipeline is given which asks for these ranks for the so manieth time."""
-        key = tuple(ranks), turn
-        if key not in self._made:
-            self._made[key] = self.fabric.group(ranks)
-        return self._made[key]
-
-
 class ShapedFabric:
     """The fabric of one pipeline, as one rank sees it. `costs` say what its messages and sums weigh.
 
@@ -96,14 +77,14 @@ class ShapedFabric:
 
     def __init__(
         self,
-        groups: Groups,
+        fabric: Fabric,
         plan: Plan,
         wiring: Wiring,
         costs: Costs,
         lanes: SharedLanes,
         num_elements: Sequence[int],
     ) -> None:
-        self._groups = groups
+        self._fabric = fabric
         self._wiring = wiring
         self._costs = costs
         self._num_elements = num_elements
@@ -115,33 +96,33 @@ class ShapedFabric:
     @property
     def rank(self) -> int:
         """This process."""
-        return self._groups.fabric.rank
+        return self._fabric.rank
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return self._groups.fabric.size
+        return self._fabric.size
 
     def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
         """Messages between the ranks of a pipeline, through the lanes."""
-        inner = self._groups.fabric.transport(ranks, rank_of_stage)
+        inner = self._fabric.transport(ranks, rank_of_stage)
         into, out = self._channels_of(ranks)
         return _ShapedTransport(inner, self._lanes, into, out, self._message_bytes)
 
     def sums(self, transport: Transport, /) -> Sums | None:
         """Sums of a few numbers over all ranks, which are not late."""
         assert isinstance(transport, _ShapedTransport)
-        return self._groups.fabric.sums(transport.inner)
+        return self._fabric.sums(transport.inner)
 
     def everyone(self) -> Group:
         """All ranks, whose few numbers are not late."""
-        return self._groups.fabric.everyone()
+        return self._fabric.everyone()
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
         """Sums over some ranks. Those over replicas go through the lanes, the few numbers of others not."""
         key = tuple(ranks)
         turn = self._num_asked[key] = self._num_asked.get(key, 0) + 1
-        inner = self._groups.group(ranks, turn)
+        inner = self._fabric.group(ranks)
         pipeline_rank = ranks[0]
         num_ranks = max(self._rank_of_stage) + 1
         replicas = tuple(pipeline_rank + num_ranks * replica for replica in range(self._width))
@@ -222,7 +203,7 @@ class _ShapedTransport:
 class _ShapedGroup:
     """Sums over the replicas of a rank; a real element weighs `element_bytes`."""
 
-    def __init__(self, inner: Group, lanes: SharedLanes, channel: int, element_bytes: float) -> None:
+    def __init__(self, inner: OwnedGroup, lanes: SharedLanes, channel: int, element_bytes: float) -> None:
         self.rank = inner.rank
         self.size = inner.size
         self._inner = inner
@@ -245,3 +226,11 @@ class _ShapedGroup:
     def barrier(self) -> None:
         """Return once every member has called this."""
         self._inner.barrier()
+
+    def abort(self) -> None:
+        """Give up."""
+        self._inner.abort()
+
+    def close(self) -> None:
+        """Give the group back."""
+        self._inner.close()

@@ -148,11 +148,11 @@ def _check_output(output: Path | None) -> None:
 
 def _backend_and_devices(device: str | None) -> "tuple[Backend, int]":
     """What joins the ranks, and how many devices of that kind there are here."""
-    import torch
+    from bireme.devices import KINDS, num_accelerators
 
-    if device not in (None, "cpu", "cuda"):
-        raise BiremeError(f"There is no device {device!r} to probe; it is cpu or cuda.")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is not None and device not in KINDS:
+        raise BiremeError(f"There is no device {device!r} to probe; it is {' or '.join(KINDS)}.")
+    there = num_accelerators()
     if device == "cuda" and not there:
         raise BiremeError("There is no CUDA device here to probe. Leave out --device, or write cpu.")
     if device == "cpu" or not there:

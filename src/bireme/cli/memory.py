@@ -97,8 +97,12 @@ def _bandwidth(text: str) -> "Bandwidth":
 def _behaviour(
     model: str, *, batch: int, length: int | None, optimizer: str, warmup: int, device: str
 ) -> "Behaviour":
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise BiremeError(f"Memory is traced where the model runs: --device is {device!r}, not cpu or cuda.")
+    from bireme.devices import KINDS
+
+    if device.partition(":")[0] not in KINDS:
+        raise BiremeError(
+            f"Memory is traced where the model runs: --device is {device!r}, not {' or '.join(KINDS)}."
+        )
     from bireme.model.sources import load_source
     from bireme.profile.iteration import check_training, observe
 

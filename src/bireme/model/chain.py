@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss, batch_size, resized
 from bireme.model.convert import dtype_name
@@ -118,7 +119,7 @@ def _traced(
         values |= {link.names[local]: tensor.clone() for local, tensor in link.module.named_buffers()}
     operators: list[Operator] = []
     given = first
-    devices = {tensor.device for tensor in inputs.values() if tensor.device.type == "cuda"}
+    devices = {tensor.device for tensor in inputs.values() if is_accelerator(tensor.device)}
     with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
         for key, link in links.items():
             states = tuple(Reference(name) for name in link.names.values())

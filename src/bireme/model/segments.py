@@ -15,7 +15,7 @@ from bireme.model.graph import Graph
 from bireme.model.stage import Resolve, StageFunction, stage_function, torch_operator
 from bireme.model.units import Unit
 
-__all__ = ["SegmentedFunction"]
+__all__ = ["SegmentedFunction", "untouched"]
 
 Tensors = Mapping[str, Tensor]
 
@@ -46,6 +46,7 @@ class SegmentedFunction:
         self.parameters = _merged(function.parameters for function in functions)
         self.buffers = _merged(function.buffers for function in functions)
         self.inputs = _merged(function.inputs for function in functions)
+        self.writes = _merged(function.writes for function in functions)
         self.outputs = _merged(function.outputs for function in functions)
         self.is_random = any(function.is_random for function in functions)
 
@@ -84,12 +85,17 @@ def _checkpointed(
     def run(weights: Tensors, received: Tensors) -> dict[str, Tensor]:
         nonlocal has_run
         # What the forward writes to its buffers it wrote the first time.
-        kept = {name: buffers[name].clone() if has_run else buffers[name] for name in function.buffers}
+        kept = untouched(buffers, function.writes) if has_run else buffers
         has_run = True
         return function(weights, kept, received, device=device, seed=seed)
 
     found: dict[str, Tensor] = checkpoint(run, own, given, use_reentrant=False, preserve_rng_state=False)
     return found
+
+
+def untouched(buffers: Tensors, writes: Iterable[str]) -> Tensors:
+    """Buffers for a forward that must not change them: copies of those that it writes to."""
+    return {**buffers, **{name: buffers[name].clone() for name in writes}}
 
 
 def _merged(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

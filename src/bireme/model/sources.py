@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bireme.devices import device_called
 from bireme.errors import BiremeError, closest
 from bireme.model.capture import resized
 from bireme.model.examples import example_inputs
@@ -82,10 +83,7 @@ def load_source(
     for name, number in (("batch", batch), ("length", length)):
         if number is not None and number < 1:
             raise BiremeError(f"The {name} is {number}; it must be at least 1.")
-    try:
-        where = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise BiremeError(f"There is no device {device!r} here. Write cpu, cuda, cuda:1 or meta.") from error
+    where = device_called(device)
     kind, colon, rest = text.partition(":")
     folder = None
     match kind if colon else "":

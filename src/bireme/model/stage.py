@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bireme.devices import default_generator, is_accelerator
 from bireme.errors import BiremeError
 from bireme.model.graph import Argument, Graph, Operator, Reference, State, Token, Value
 from bireme.model.length import Length, evaluate, expand
@@ -59,7 +60,8 @@ class StageFunction:
 
     `receives` are the tensors that come from the stage before, `sends` those for the stage behind,
     `inputs` those of the model's inputs that it needs. Calling it gives what it sends and the model's
-    outputs that are made in it, all by name. `is_random` tells whether anything in it is drawn.
+    outputs that are made in it, all by name. `writes` are those of its buffers that it changes, `is_random`
+    tells whether anything in it is drawn.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class StageFunction:
             and (outputs is None or output.name in outputs)
         )
         self._also = tuple(also)
+        changed = {name for _, operator, _ in self._calls for name in operator.mutates}
+        self.writes = tuple(name for name in self.buffers if name in changed)
         self._unit_of = {
             place: unit.index
             for unit in units
@@ -305,18 +309,9 @@ def _mixed(number: int) -> int:
     return (number ^ (number >> 31)) >> 1
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operators on a device draw from unless told otherwise."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator
-
-
 def _compiled(function: Callable[..., tuple[Any, ...]], device: torch.device) -> Callable[..., Any]:
     """The function, compiled by torch when it is called; what can go wrong there is said in a sentence."""
-    if device.type == "cpu" and cpp_compiler() is None:
+    if not is_accelerator(device) and cpp_compiler() is None:
         raise BiremeError(
             "A stage on the cpu is compiled with a C++ compiler, and torch finds none. Install g++, name "
             "yours in the environment variable CXX, or leave compile out."

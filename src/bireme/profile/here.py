@@ -7,6 +7,7 @@ import torch
 
 from bireme.cluster.device import Device
 from bireme.cluster.machine import memory_bytes, processor_name
+from bireme.devices import KINDS, device_called, is_accelerator, properties_of
 from bireme.errors import BiremeError
 
 __all__ = ["check_measurable", "device_here", "torch_device", "versions_here"]
@@ -14,28 +15,25 @@ __all__ = ["check_measurable", "device_here", "torch_device", "versions_here"]
 
 def torch_device(name: str) -> torch.device:
     """The device of this machine that torch calls so, if seconds can be measured on it."""
-    try:
-        device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise BiremeError(f"There is no device {name!r} here. Write cpu, cuda, cuda:1 or meta.") from error
+    device = device_called(name)
     check_measurable(device)
     return device
 
 
 def check_measurable(device: torch.device) -> None:
     """Refuse a device whose seconds cannot be measured."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in KINDS:
         raise BiremeError(
-            f"Seconds are measured on cpu and cuda, and not on {device}. Give the description of a device "
-            "instead, and they are estimated."
+            f"Seconds are measured on {' and '.join(KINDS)}, and not on {device}. Give the "
+            "description of a device instead, and they are estimated."
         )
 
 
 def device_here(device: torch.device) -> Device:
     """A device of this machine; how fast it is has to be measured."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return Device(properties.name, "cuda", properties.total_memory)
+    if is_accelerator(device):
+        properties = properties_of(device)
+        return Device(properties.name, device.type, properties.memory_bytes)
     return Device(processor_name(), "cpu", memory_bytes())
 
 

@@ -8,7 +8,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bireme.devices import allocations, is_accelerator, synchronize
 from bireme.errors import BiremeError, closest
-from bireme.profile.allocator import AllocatorWatch
-from bireme.profile.behaviour import Behaviour, Span, behaviour_of
+from bireme.profile.behaviour import Allocator, Behaviour, Span, behaviour_of
 from bireme.profile.events import Event, Owner, Phase
 from bireme.profile.repetition import repetition_of
 from bireme.profile.trace import StorageTrace
@@ -55,12 +55,12 @@ def observe(
     training = _Training(model, inputs, optimizer)
     events: list[Event] = []
     device = training.device
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
+    wait = partial(synchronize, device) if is_accelerator(device) else None
     trace = StorageTrace(events, device=device.type, wait=wait)
     for _ in range(warmup - 1):
         training.iterate()
     traced: list[_Traced] = []
-    with _without_collector(), AllocatorWatch(device) as allocator:
+    with _without_collector(), allocations(device) as counted:
         for index in range(-1 if warmup else 0, num_iterations):
             gc.collect()
             first = len(events)
@@ -77,7 +77,7 @@ def observe(
         device=str(device),
         untraced_s=training.untraced_s(),
         repetition=repetition,
-        allocator=allocator.found,
+        allocator=None if counted is None else Allocator(**asdict(counted)),
     )
 
 
@@ -172,8 +172,7 @@ class _Training:
     def _timed(self) -> float:
         begun_s = perf_counter()
         self.iterate()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return perf_counter() - begun_s
 
     def _state(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from bireme.devices import synchronize
 from bireme.errors import BiremeError
 from bireme.model.halves import backward_input
 from bireme.profile.optimizers import is_hidden_matrix
@@ -130,8 +131,7 @@ class _Clock:
         self._before_s = perf_counter()
 
     def lap(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         now_s = perf_counter()
         all_waited_s = waited_s()
         took_s = max(now_s - self._before_s - (all_waited_s - self._waited_s), 0.0)

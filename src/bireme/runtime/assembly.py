@@ -11,6 +11,7 @@ from bireme.model.stage import Resolve, stage_function
 from bireme.model.units import Unit, units_of
 from bireme.plan.plan import Plan
 from bireme.runtime.banks import WeightBanks
+from bireme.runtime.batch_end import Batches
 from bireme.runtime.borders import Borders
 from bireme.runtime.evaluation import EvaluationStage
 from bireme.runtime.layout import Layout
@@ -32,6 +33,7 @@ class Assembly:
     device: torch.device
     resolve: Resolve
     compiles: bool
+    batches: Batches
 
     def stages(
         self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
@@ -96,6 +98,12 @@ class Assembly:
         for name in function.parameters:
             _check_dtype(states[name], given[name].dtype, bank_dtype)
         trainable = tuple(name for name in function.parameters if states[name].trainable)
+        for name in trainable:
+            if given[name].is_complex() and (self.layout.width > 1 or name in self.layout.tied):
+                raise BiremeError(
+                    f"The gradient of {name} is of {given[name].dtype}. Several ranks can sum gradients "
+                    "of real numbers only. Split the parameter into real ones, or train with one replica."
+                )
         program = self.plan.program(1)
         banks = WeightBanks(
             {name: given[name] for name in function.parameters},
@@ -104,6 +112,7 @@ class Assembly:
             num_banks=program.banks[stage],
             factory=factory,
             bank_dtype=bank_dtype,
+            summed_apart=self.layout.tied.keys(),
             stage=stage,
         )
         return Stage(
@@ -112,7 +121,7 @@ class Assembly:
             banks,
             {name: given[name] for name in function.buffers},
             self.borders,
-            trainable=trainable,
+            self.batches,
             device=self.device,
             recomputes=stage in self.plan.recompute,
         )

@@ -3,16 +3,20 @@
 Version v lives in bank v mod `num_banks`, where it takes the place of version v − `num_banks`. A micro-batch
 holds the version that it runs on from its forward to its backward; a bank that is held cannot be written.
 
-Bytes for each trainable parameter, with Adam and without gradients (2 more in bfloat16, 4 more in float32):
+Everything lies in flat arenas, one for each kind and shelf, with the parameters at the same places in all.
 
-                float32 banks           bfloat16 banks
-    rule        banks  W  Adam  sum     banks  W  Adam  sum
-    synchronous   4    -   8    12        2    4   8    14
-    delayed       8    -   8    16        4    4   8    16
-    fresh         8    4   8    20        4    4   8    16
+Bytes for each trainable parameter, with Adam, which also counts its steps in 4 bytes for each tensor:
+
+                float32 banks                        bfloat16 banks
+    rule        banks  W  Adam  gradient  all        banks  W  Adam  gradient  all
+    synchronous   4    -   8       4       16          2    4   8       4       18
+    delayed       8    -   8       4       20          4    4   8       4       20
+    fresh         8    4   8       4       24          4    4   8       4       20
 
 W is the newest weights where they are kept apart from the banks: as float32 master weights of bfloat16 banks,
-and under the FRESH rule, whose banks hold trial versions.
+and under the FRESH rule, whose banks hold trial versions. There is a gradient for each batch whose gradients
+are under way on the stage at once, and under the FRESH rule with replicas one more, for their sum. Trial
+steps take the copies of one chunk besides.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,9 +27,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from bireme.memory.arena import Arena
+from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.shelf import Shelf
 from bireme.runtime.stepper import Stepper
+from bireme.runtime.trial import Trials
 from bireme.schedule.rule import Rule
+from bireme.sync.norm import are_finite
 
 __all__ = ["BankInUse", "BankMemory", "DeadVersion", "WeightBanks"]
 
@@ -53,25 +62,32 @@ class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
 
 @dataclass(frozen=True, slots=True)
 class BankMemory:
-    """What the weights of a stage take: `apart` is W where it is kept apart from the banks."""
+    """What training a stage keeps besides activations and buffers.
+
+    `apart` is W where it is kept apart from the banks, `gradient` the sums of gradients, `workspace` the
+    copies that trial steps are made with.
+    """
 
     banks_bytes: int
     frozen_bytes: int
     apart_bytes: int
     optimizer_bytes: int
+    gradient_bytes: int
+    workspace_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.banks_bytes + self.frozen_bytes + self.apart_bytes + self.optimizer_bytes
+        weights = self.banks_bytes + self.frozen_bytes + self.apart_bytes
+        return weights + self.optimizer_bytes + self.gradient_bytes + self.workspace_bytes
 
 
 class WeightBanks:
-    """Starts with `parameters` as version 0; those in `trainable` get versions, the others are there once.
+    """Starts with copies of `parameters` as version 0; those in `trainable` get versions, the others do not.
 
-    The tensors given are taken over, where their dtype allows it, and written: do not use them any more.
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
-    master weights are stepped in its place.
+    master weights are stepped in its place. The parameters in `summed_apart` lie on shelves of their own,
+    because their gradients are summed with other ranks than those of the rest.
     """
 
     def __init__(
@@ -83,23 +99,41 @@ class WeightBanks:
         num_banks: int,
         factory: OptimizerFactory,
         bank_dtype: torch.dtype | None = None,
+        summed_apart: Collection[str] = (),
         stage: int = 0,
     ) -> None:
         self._is_fresh = rule is Rule.FRESH
         self._stage = stage
         self._dtypes = {name: _bank_dtype(tensor, bank_dtype) for name, tensor in parameters.items()}
-        self._frozen: dict[str, Tensor] = {}
-        self._apart: dict[str, Tensor] = {}
-        newest: dict[str, Tensor] = {}
-        for name, tensor in parameters.items():
-            dtype = self._dtypes[name]
-            if name not in trainable:
-                self._frozen[name] = tensor.detach().to(dtype)
-                continue
-            newest[name] = tensor.detach().to(torch.float32 if dtype.itemsize < 4 else dtype)
-            if self._is_fresh or newest[name].dtype != dtype:
-                self._apart[name] = newest[name]
-        self._banks = [self._new_bank(newest, is_first=bank == 0) for bank in range(num_banks)]
+        given = {
+            name: tensor.detach().to(_step_dtype(self._dtypes[name]))
+            for name, tensor in parameters.items()
+            if name in trainable
+        }
+        self._frozen = {
+            name: tensor.detach().to(self._dtypes[name])
+            for name, tensor in parameters.items()
+            if name not in given
+        }
+        self._stepper = Stepper(
+            given, factory, {name: (self._dtypes[name], name in summed_apart) for name in given}
+        )
+        self._trials = Trials(self._stepper)
+        self._stores = [
+            _Store(shelf, given, self._dtypes, num_banks, is_apart=self._is_fresh)
+            for shelf in self._stepper.shelves
+        ]
+        store_of = {name: store for store in self._stores for name in store.leaves[0]}
+        self._trainable = tuple(given)
+        self._banks = [
+            {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
+        ]
+        self._stepped = [
+            {name: store_of[name].stepped(bank)[name] for name in given} for bank in range(num_banks)
+        ]
+        self._apart = {
+            name: tensor for name, tensor in self._stepped[0].items() if tensor is not self._banks[0][name]
+        }
         self._leaves = [
             {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
             for bank in self._banks
@@ -107,12 +141,14 @@ class WeightBanks:
         self._lives: list[int | None] = [0, *[None] * (num_banks - 1)]
         self._held = [0] * num_banks
         self._newest_version = 0
-        self._stepper = Stepper(newest, factory)
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self.gradients = GradientPool(self._stepper.shelves, self._trainable, device)
+        """Where the sums of the gradients lie."""
 
     @property
     def trainable(self) -> tuple[str, ...]:
         """The parameters that there are versions of."""
-        return tuple(self._banks[0])
+        return self._trainable
 
     @property
     def is_fresh(self) -> bool:
@@ -156,23 +192,35 @@ class WeightBanks:
     ) -> None:
         """Make W(version) from the newest weights: a step, or with `skip` the same weights once more.
 
-        Under the FRESH rule that touches no bank, in the others it is written over the oldest version.
+        The step is made with the gradients times `scale`, which is done in place. Under the FRESH rule it
+        touches no bank, under the others it is written over the oldest version.
         """
         self._expect_next(version)
         if self._is_fresh:
             if not skip:
-                self._stepper.step(self._apart, gradients, lr_factor=lr_factor, scale=scale)
+                self._step(self._apart, gradients, lr_factor, scale)
         else:
-            newest = self._banks[self._bank_of(self._newest_version)]
-            target = self._open(version)
-            if target is not newest:
-                _copy({name: newest[name] for name in newest if skip or name not in self._apart}, target)
+            newest = self._newest_version % len(self._banks)
+            bank = self._open(version)
+            for store in self._stores:
+                if bank != newest and (skip or store.apart is None):
+                    store.banks[bank].flat.copy_(store.banks[newest].flat)
             if not skip:
-                weights = {**target, **self._apart}
-                self._stepper.step(weights, gradients, lr_factor=lr_factor, scale=scale)
-                _copy(self._apart, target)
+                self._step(self._stepped[bank], gradients, lr_factor, scale)
+                for store in self._stores:
+                    store.round_into(bank)
             self._close(version)
         self._newest_version = version
+
+    def _step(self, weights: Tensors, gradients: Gradients, lr_factor: float, scale: float) -> None:
+        given = {
+            name: gradient.to(weights[name].dtype)
+            for name, gradient in gradients.items()
+            if gradient is not None
+        }
+        if scale != 1.0 and given:
+            torch._foreach_mul_([*given.values()], scale)
+        self._stepper.step(weights, given, lr_factor=lr_factor)
 
     @torch.no_grad()
     def trial(
@@ -187,20 +235,16 @@ class WeightBanks:
         """Make trial version `version` from W(version − 1), which stays, and what there is of its gradient.
 
         Without gradients, or where one is not finite, the trial version is W(version − 1) itself: a batch on
-        weights that are no numbers would be lost too, and every one behind it.
+        weights that are no numbers would be lost too, and every one after it.
         """
         self._expect_next(version)
-        target = self._open(version)
-        if gradients is None or not _all_finite(gradients):
-            _copy(self._apart, target)
+        bank = self._open(version)
+        given = {name: one for name, one in (gradients or {}).items() if one is not None}
+        if not given or not are_finite(given.values()):
+            self._copy_apart_into(bank)
         else:
-            self._stepper.trial(
-                self._apart,
-                target,
-                gradients,
-                lr_factor=lr_factor,
-                scale=scale,
-                gradient_scale=gradient_scale,
+            self._trials.make(
+                self._apart, self._banks[bank], given, lr_factor=lr_factor, factor=gradient_scale * scale
             )
         self._close(version)
 
@@ -212,12 +256,12 @@ class WeightBanks:
         is nothing to do.
         """
         if self._is_fresh and self._newest_version not in self._lives:
-            _copy(self._apart, self._open(self._newest_version))
+            self._copy_apart_into(self._open(self._newest_version))
             self._close(self._newest_version)
 
     def newest(self) -> Tensors:
         """W, in the precision in which it is stepped: what a checkpoint holds. Not copies."""
-        newest = {**self._banks[self._newest_version % len(self._banks)], **self._apart, **self._frozen}
+        newest = {**self._stepped[self._newest_version % len(self._banks)], **self._frozen}
         return {name: newest[name].detach() for name in self._dtypes}
 
     def next_to_run_on(self) -> Tensors:
@@ -257,35 +301,28 @@ class WeightBanks:
         for living in [one for one in versions if one >= 0]:
             is_newest = living == version and not self._is_fresh
             given = parameters if is_newest or older is None else older.get(living, parameters)
-            _copy({name: given[name] for name in self.trainable}, self._open(living))
+            _copy({name: given[name] for name in self.trainable}, self._banks[self._open(living)])
             self._close(living)
         _copy({name: parameters[name] for name in self._apart}, self._apart)
         _copy({name: parameters[name] for name in self._frozen}, self._frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
-        self._stepper.load_state_dict(optimizer_state)
+        self._stepper.load_state_dict(optimizer_state, self._stepped[version % len(self._banks)])
 
     def memory(self) -> BankMemory:
         """What all this takes now; an optimiser takes its share at its first step."""
         return BankMemory(
-            banks_bytes=sum(leaf.nbytes for bank in self._banks for leaf in bank.values()),
+            banks_bytes=sum(bank.num_bytes for store in self._stores for bank in store.banks),
             frozen_bytes=sum(tensor.nbytes for tensor in self._frozen.values()),
-            apart_bytes=sum(tensor.nbytes for tensor in self._apart.values()),
+            apart_bytes=sum(store.apart.num_bytes for store in self._stores if store.apart is not None),
             optimizer_bytes=self._stepper.state_bytes(),
+            gradient_bytes=self.gradients.num_bytes,
+            workspace_bytes=self._trials.num_bytes,
         )
 
-    def _new_bank(self, newest: Tensors, *, is_first: bool) -> dict[str, Tensor]:
-        """The leaves of one bank; those of the first one hold version 0."""
-        bank = {}
-        for name, tensor in newest.items():
-            if not is_first:
-                leaf = torch.empty_like(tensor, dtype=self._dtypes[name])
-            elif name in self._apart:
-                leaf = tensor.to(self._dtypes[name], copy=True)
-            else:
-                leaf = tensor
-            bank[name] = leaf.requires_grad_()
-        return bank
+    def _copy_apart_into(self, bank: int) -> None:
+        for store in self._stores:
+            store.round_into(bank)
 
     def _bank_of(self, version: int) -> int:
         bank = version % len(self._lives)
@@ -300,13 +337,13 @@ class WeightBanks:
                 f"{self._newest_version}."
             )
 
-    def _open(self, version: int) -> dict[str, Tensor]:
+    def _open(self, version: int) -> int:
         """The bank that a version belongs in, to be written; what was in it is gone."""
         bank = version % len(self._lives)
         if self._held[bank]:
             raise BankInUse(self._stage, self._lives[bank], version, self._held[bank])
         self._lives[bank] = None
-        return self._banks[bank]
+        return bank
 
     def _close(self, version: int) -> None:
         """The version has been written. A graph that still needs what was there before fails from now on."""
@@ -315,20 +352,54 @@ class WeightBanks:
         increment_version(list(self._banks[bank].values()))
 
 
+class _Store:
+    """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        given: Tensors,
+        dtypes: Mapping[str, torch.dtype],
+        num_banks: int,
+        *,
+        is_apart: bool,
+    ) -> None:
+        names = tuple(shelf.slots)
+        dtype, device = dtypes[names[0]], given[names[0]].device
+        self.banks = [Arena(shelf.slots, dtype, device) for _ in range(num_banks)]
+        self.apart = Arena(shelf.slots, shelf.dtype, device) if is_apart or dtype != shelf.dtype else None
+        self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
+        for arena in (self.banks[0], self.apart) if self.apart else (self.banks[0],):
+            _copy({name: given[name] for name in names}, arena.views)
+
+    def stepped(self, bank: int) -> Tensors:
+        """What an optimiser steps where a version is made in a bank."""
+        return self.leaves[bank] if self.apart is None else self.apart.views
+
+    def round_into(self, bank: int) -> None:
+        """Write the newest weights into a bank, where they are apart from it."""
+        if self.apart is not None:
+            self.banks[bank].flat.copy_(self.apart.flat)
+
+
+def _leaves(bank: Arena, gradient_dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters of a bank as leaves of autograd graphs, with gradients in another dtype if need be."""
+    leaves = {}
+    for name, view in bank.views.items():
+        leaf = leaves[name] = view.detach().requires_grad_()
+        if leaf.dtype != gradient_dtype:
+            leaf.grad_dtype = gradient_dtype
+    return leaves
+
+
 def _bank_dtype(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:
     return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _step_dtype(bank_dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if bank_dtype.itemsize < torch.float32.itemsize else bank_dtype
 
 
 def _copy(source: Tensors, target: Tensors) -> None:
     for name, tensor in source.items():
         target[name].copy_(tensor)
-
-
-def _all_finite(gradients: Gradients) -> bool:
-    """Whether no gradient has an infinity or a NaN in it; one look at the device, no copy."""
-    norms = [
-        torch.linalg.vector_norm(gradient, ord=torch.inf).double()
-        for gradient in gradients.values()
-        if gradient is not None and gradient.numel()
-    ]
-    return not norms or bool(torch.stack(norms).isfinite().all())

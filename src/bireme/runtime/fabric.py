@@ -18,9 +18,9 @@ from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
-from bireme.sync.group import DistGroup, Group, LonelyGroup, Sums
+from bireme.sync.group import DistGroup, Group, LonelyGroup, OwnedGroup, Sums
 
-__all__ = ["DistFabric", "Fabric", "LonelyFabric", "fabric_of"]
+__all__ = ["DistFabric", "Fabric", "Holder", "LonelyFabric", "fabric_of"]
 
 
 def fabric_of(world: "World | Fabric | None", num_ranks: int) -> "Fabric":
@@ -62,7 +62,7 @@ class Fabric(Protocol):
     def everyone(self) -> Group:
         """All ranks, for what their own threads do together."""
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
         """A new group of some ranks, which another thread may have; None if this one is not of them."""
 
 
@@ -107,7 +107,7 @@ class DistFabric:
                 timeout_s=world.timeout_s,
             )
             transport = SocketTransport(lines, timeout_s=world.timeout_s)
-        world.watch.on_failure(transport.abort)
+        world.watch.abort_on_failure(transport)
         return transport
 
     def sums(self, transport: Transport, /) -> Sums | None:
@@ -120,12 +120,17 @@ class DistFabric:
         """The group that torch.distributed makes of all processes when they join."""
         everyone = dist.group.WORLD
         assert everyone is not None, "a world that is open has joined it"
-        return DistGroup(everyone)
+        return self._watched(everyone)
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
         """A new group of some processes; None if this one is not of them."""
         made = dist.new_group(list(ranks))
-        return DistGroup(made) if self.rank in ranks else None
+        return self._watched(made) if self.rank in ranks else None
+
+    def _watched(self, made: dist.ProcessGroup) -> OwnedGroup:
+        group = DistGroup(made)
+        self._world.watch.abort_on_failure(group)
+        return group
 
 
 def neighbours_of(rank: int, rank_of_stage: Sequence[int]) -> set[int]:
@@ -152,9 +157,49 @@ class LonelyFabric:
         """This process alone."""
         return LonelyGroup()
 
-    def group(self, _ranks: Sequence[int]) -> Group:
+    def group(self, _ranks: Sequence[int]) -> OwnedGroup:
         """This process alone."""
         return LonelyGroup()
+
+
+class Holder:
+    """A fabric as one pipeline uses it: what was made through it is given back together."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.rank = fabric.rank
+        self.size = fabric.size
+        self.sums = fabric.sums
+        self.everyone = fabric.everyone
+        self._fabric = fabric
+        self._transports: list[Transport] = []
+        self._groups: list[OwnedGroup] = []
+
+    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+        """Messages between some ranks."""
+        made = self._fabric.transport(ranks, rank_of_stage)
+        self._transports.append(made)
+        return made
+
+    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
+        """A new group of some ranks; None if this one is not of them."""
+        made = self._fabric.group(ranks)
+        if made is not None:
+            self._groups.append(made)
+        return made
+
+    def abort_groups(self) -> None:
+        """Free whoever waits in a group for ranks that may never come."""
+        for group in self._groups:
+            group.abort()
+
+    def close(self) -> None:
+        """Give all back. Nobody waits here any more."""
+        for transport in self._transports:
+            transport.close()
+        for group in self._groups:
+            group.close()
+        self._transports.clear()
+        self._groups.clear()
 
 
 class _Nowhere:

@@ -1,45 +1,33 @@
 """Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks."""
 
-from collections.abc import Mapping
-
-from torch import Tensor
+import torch
 
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.transport import Transport
-from bireme.runtime.updates import AnyReducer
 from bireme.sync.group import Group, LonelyGroup
-from bireme.sync.inline_reducer import InlineReducer
 from bireme.sync.reducer import Reducer
 
 __all__ = ["reducer_of"]
 
 
-def reducer_of(
-    fabric: Fabric,
-    layout: Layout,
-    transport: Transport,
-    templates: Mapping[str, Tensor],
-    *,
-    keep_gradients: bool,
-) -> AnyReducer:
+def reducer_of(fabric: Fabric, layout: Layout, transport: Transport, device: torch.device) -> Reducer:
     """What sums up this rank's batches. All ranks call it, and each finds the same kind."""
     if layout.width == 1 and not layout.tied:
         sums = fabric.sums(transport)
         if sums is not None:
-            return InlineReducer(sums, [name for name in templates if name in layout.counted])
+            return Reducer(sums, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
     control = fabric.group(range(fabric.size)) if fabric.size > 1 else LonelyGroup()
     assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.
     of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
     return Reducer(
-        templates,
-        replicas,
         control,
-        keep_gradients=keep_gradients,
+        replicas=replicas,
         tied={name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None},
         counted=layout.counted,
+        device=None if device.type == "cpu" else device,
     )
 
 

@@ -5,11 +5,10 @@ What takes long runs beside it: messages in the transport, the sums of gradients
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from time import perf_counter
 
 from bireme.runtime.courier import Courier
 from bireme.runtime.microbatches import Feed, MicroBatch
-from bireme.runtime.recorder import Recorder
+from bireme.runtime.recorder import Moment, Recorder
 from bireme.runtime.stage import Place, Stage
 from bireme.runtime.updates import Finished, Updates
 from bireme.schedule.instruction import Instruction, Kind
@@ -35,8 +34,9 @@ class Interpreter:
         self._courier = courier
         self._updates = updates
         self._on_instruction = on_instruction
-        self._began_s = 0.0
-        """When the instruction under way began to work: behind its wait for a message or a sum."""
+        self._now: Callable[[], Moment] = _nobody_asks
+        self._began: Moment = 0.0
+        """When the instruction under way began to work: after its wait for a message or a sum."""
         self._actions: dict[Kind, Callable[[Instruction], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -58,14 +58,15 @@ class Interpreter:
         """
         self._courier.feed = feed
         actions = self._actions
+        self._now = _nobody_asks if recorder is None else recorder.now
         for block in blocks:
             for written in block.instructions:
                 step = written.shifted(block.batches, block.versions) if block.batches else written
                 self._on_instruction(step)
-                self._began_s = perf_counter()
+                self._began = self._now()
                 actions[step.kind](step)
                 if recorder is not None:
-                    recorder.note(self._began_s, perf_counter())
+                    recorder.note(self._began, self._now())
                 if self._updates.finished:
                     yield from self._updates.take_finished()
         self._courier.drain()
@@ -73,19 +74,19 @@ class Interpreter:
     def _forward(self, step: Instruction) -> None:
         received = self._courier.take(step)
         micro_batch = micro_batch_of(step, self._courier.feed)
-        self._began_s = perf_counter()
+        self._began = self._now()
         assert step.version is not None
         sends = self._stages[step.stage].forward(place_of(step), step.version, micro_batch, received)
         self._courier.put(step, sends)
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._courier.take(step)
-        self._began_s = perf_counter()
+        self._began = self._now()
         self._courier.put(step, self._stages[step.stage].backward(place_of(step), gradients))
 
     def _backward_input(self, step: Instruction) -> None:
         gradients = self._courier.take(step)
-        self._began_s = perf_counter()
+        self._began = self._now()
         self._courier.put(step, self._stages[step.stage].backward_input(place_of(step), gradients))
 
     def _backward_weight(self, step: Instruction) -> None:
@@ -100,8 +101,13 @@ class Interpreter:
 
     def _update(self, step: Instruction) -> None:
         self._updates.wait(step.batch)
-        self._began_s = perf_counter()
+        self._began = self._now()
         self._updates.update(step)
+
+
+def _nobody_asks() -> Moment:
+    """The time where nothing is recorded, so that no mark is made on a device."""
+    return 0.0
 
 
 def place_of(step: Instruction) -> Place:

@@ -44,6 +44,7 @@ def launch(
     timeout_s: float = 60.0,
     threads_per_process: int | None = None,
     backend: "Backend" = "gloo",
+    device: str | None = None,
 ) -> list[Result]:
     """Run `function(world, *args)` in that many new processes, and return what each returned, by rank.
 
@@ -51,7 +52,7 @@ def launch(
     are ended: a `BiremeError` there is one here, an interrupt is one too, anything else is a `RankFailed`
     with the traceback or what became of the process. `timeout_s` is how long a rank waits for another, and so
     the most that a rank which dies or stops goes unnoticed. Without `threads_per_process` the processes
-    share the processor's cores.
+    share the processor's cores. `device` is what each computes on, as for `World`.
     """
     if getattr(current_process(), "_inheriting", False):
         # This process is one that is just being started, and runs a script that launches when it is imported.
@@ -73,6 +74,7 @@ def launch(
         timeout_s=timeout_s,
         num_threads=threads_per_process or max(1, _num_cores() // num_processes),
         backend=backend,
+        device=device,
     )
     with _Crew(order, call, Board(store, num_processes)) as crew:
         crew.start()

@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.counting import count_of
@@ -21,10 +22,11 @@ from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.assembly import Assembly
+from bireme.runtime.batch_end import Batches
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
-from bireme.runtime.fabric import Fabric, fabric_of
+from bireme.runtime.fabric import Fabric, Holder, fabric_of
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
@@ -99,7 +101,7 @@ class Pipeline:
     ) -> None:
         saved = plan if isinstance(plan, SavedPlan) else SavedPlan(plan)
         plan = saved.plan
-        fabric = fabric_of(world, plan.num_ranks)
+        fabric = Holder(fabric_of(world, plan.num_ranks))
         made_of = prepared(
             model,
             evaluation=evaluation,
@@ -116,6 +118,7 @@ class Pipeline:
         self.plan = plan
         self.num_trained = 0
         self._device = torch.device(device)
+        check_supported(self._device)
         if plan.program(1).rule is Rule.STASHED:
             raise BiremeError(
                 f"The engine does not run {plan.schedule}, whose stages step after every micro-batch and so "
@@ -126,16 +129,16 @@ class Pipeline:
         self.layout = layout_of(graph, units, plan, fabric.rank, fabric.size)
         self._borders = Borders(graph, _receives(units, plan))
         self._check_halves()
-        assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile)
+        batches = Batches()
+        assembly = Assembly(graph, plan, self.layout, self._borders, self._device, resolve, compile, batches)
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self._cutter = self._make_cutter(seed)
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
-        self._transport = transport
-        is_fresh = plan.program(1).rule is Rule.FRESH
-        self._reducer = reducer_of(fabric, self.layout, transport, self._templates(), keep_gradients=is_fresh)
+        self._fabric = fabric
+        self._reducer = reducer_of(fabric, self.layout, transport, self._device)
         self._spare = fabric.everyone()
-        self._updates = Updates(self.stages, self._reducer, Settings(lr, clip_norm))
+        self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
         self._evaluator: Evaluator | None = None
@@ -192,7 +195,7 @@ class Pipeline:
         first = self.num_trained
         feed = Feed(batches, self._cutter, first)
         blocks = stream(self.plan.program, self.layout.pipeline_rank, feed.has, first_batch=first)
-        recorder = Recorder() if record else None
+        recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()
@@ -301,9 +304,11 @@ class Pipeline:
         return self._courier.most_receive_bytes
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End what runs in the background, and give back sockets and groups."""
+        if self._failure is not None:
+            self._fabric.abort_groups()  # or a sum that another rank left would be waited for
         self._reducer.close()
-        self._transport.close()
+        self._fabric.close()
 
     def _check_drained(self) -> None:
         """Refuse to go on from where nothing can."""
@@ -332,13 +337,6 @@ class Pipeline:
             seed=seed,
             shares=self.plan.micro_batch_sizes,
         )
-
-    def _templates(self) -> dict[str, Tensor]:
-        """A tensor like each gradient of this rank."""
-        found: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            found |= stage.templates()
-        return found
 
     def _check_halves(self) -> None:
         """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""

@@ -38,6 +38,7 @@ class Order:
     timeout_s: float
     num_threads: int
     backend: "Backend"
+    device: str | None = None
 
 
 def run_rank(order: Order, rank: int, starter: Connection) -> None:
@@ -84,6 +85,7 @@ def _world(order: Order, rank: int) -> "World":
         local_rank=rank,
         timeout_s=order.timeout_s,
         backend=order.backend,
+        device=order.device,
         ends_quietly=True,
     )
 

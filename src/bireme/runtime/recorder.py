@@ -1,37 +1,87 @@
 """When each instruction ran: what the measured `Timeline` is made of.
 
-Two numbers are kept for each instruction, in arrays. Clocks of several machines differ; `clock_offset`
-finds by how much.
+Two moments are kept for each instruction: of the device that it runs on, which is not always the host.
+Clocks of several machines differ; `clock_offset_s` finds by how much.
 """
 
 from array import array
+from collections.abc import Callable, Iterable, MutableSequence
+from functools import partial
+from time import perf_counter
+from typing import Any
 
+import torch
+
+from bireme.devices import is_accelerator, mark, synchronize
 from bireme.schedule.program import Program
 from bireme.schedule.residency import resident
 from bireme.timeline.timeline import RankTimeline, Timeline
 
-__all__ = ["Recorder", "Recording", "timeline_of"]
+__all__ = ["Moment", "Recorder", "Recording", "timeline_of"]
+
+CPU = torch.device("cpu")
 
 Recording = tuple["array[float]", "array[float]"]
 """The starts and the ends of a rank's instructions, in seconds on a clock that all ranks share."""
 
 
+Moment = float | torch.Event
+"""A time on the host's clock in seconds, or a point in the stream of an accelerator."""
+
+
 class Recorder:
-    """Notes the times of one rank's instructions. `offset_s` is added to bring them to the common clock."""
+    """Notes the times of one rank's instructions on a device. `offset_s` is added to bring them to the
+    common clock.
 
-    def __init__(self, offset_s: float = 0.0) -> None:
+    On a CPU an instruction is done when its call returns, so moments are the host's. On an accelerator calls
+    return long before, so a moment is a mark in the device's stream. What the stream waits for, such as a
+    message, is between two marks, as on a CPU it is between two calls.
+    """
+
+    def __init__(self, device: torch.device = CPU, offset_s: float = 0.0) -> None:
         self._offset_s = offset_s
-        self._starts: array[float] = array("d")
-        self._ends: array[float] = array("d")
+        self._anchor = _Anchor(device) if is_accelerator(device) else None
+        self._starts: MutableSequence[Any] = array("d") if self._anchor is None else []
+        self._ends: MutableSequence[Any] = array("d") if self._anchor is None else []
+        self.now: Callable[[], Moment] = perf_counter if self._anchor is None else partial(mark, device)
+        """This moment of the device."""
 
-    def note(self, start_s: float, end_s: float) -> None:
+    def note(self, start: Moment, end: Moment) -> None:
         """The next instruction ran from then to then."""
-        self._starts.append(start_s + self._offset_s)
-        self._ends.append(end_s + self._offset_s)
+        self._starts.append(start)
+        self._ends.append(end)
 
     def recording(self) -> Recording:
-        """All that was noted."""
-        return self._starts, self._ends
+        """All that was noted, in seconds of the host's clock; waits until the device has done it."""
+        if self._anchor is not None:
+            self._anchor.settle()
+        return self._seconds(self._starts), self._seconds(self._ends)
+
+    def _seconds(self, moments: Iterable[Any]) -> "array[float]":
+        if self._anchor is not None:
+            moments = map(self._anchor.second, moments)
+        return array("d", (self._offset_s + moment for moment in moments))
+
+
+class _Anchor:
+    """A moment known on both clocks, the host's and the device's.
+
+    Torch gives milliseconds between two marks as a float32, which is to the microsecond over some seconds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        synchronize(device)
+        self._mark = mark(device)
+        self._mark_s = perf_counter()
+
+    def settle(self) -> None:
+        """Wait until the marks made so far are reached."""
+        synchronize(self._device)
+
+    def second(self, moment: torch.Event) -> float:
+        """A mark on the host's clock."""
+        return self._mark_s + self._mark.elapsed_time(moment) / 1e3
 
 
 def timeline_of(program: Program, recordings: list[Recording]) -> Timeline:

@@ -90,11 +90,8 @@ class SocketTransport:
             freight.close()
         for one in (*self._sockets, self._bell, self._rung):
             one.close()
-        # Whoever still knows this transport, to be told to give it up, must not keep its memory.
-        for held in (self._lines, self._freight, self._by_number):
-            held.clear()
         self._sockets.clear()
-        self.on_arrival = None
+        self.on_arrival = None  # whose owner has this transport in turn
 
     def abort(self) -> None:
         """Give up: break all connections, which wakes whoever waits on them."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bireme.model.halves import Rest, backward_input
-from bireme.model.segments import SegmentedFunction
+from bireme.model.segments import SegmentedFunction, untouched
 from bireme.model.stage import StageFunction
-from bireme.runtime.accumulator import GradientAccumulator
 from bireme.runtime.banks import WeightBanks
+from bireme.runtime.batch_end import Batches, StagePart
 from bireme.runtime.borders import Borders
 from bireme.runtime.microbatches import MicroBatch
 
@@ -74,8 +74,8 @@ class Stage:
         banks: WeightBanks,
         buffers: Tensors,
         borders: Borders,
+        batches: Batches,
         *,
-        trainable: tuple[str, ...],
         device: torch.device,
         recomputes: bool,
     ) -> None:
@@ -83,16 +83,13 @@ class Stage:
         self.function = function
         self.banks = banks
         self.buffers = buffers
-        self.accumulator = GradientAccumulator(trainable)
         self._borders = borders
+        self._batches = batches
         self._device = device
         self._recomputes = recomputes
-        self._trainable = trainable
         self._kept: dict[Place, _Kept] = {}
-        self._losses: dict[int, float | Tensor] = {}
         self._loss_gradients: dict[float, Tensor] = {}
         """The gradients that losses begin their backward with, by their share in the batch."""
-        self._shares: dict[int, float] = {}
         self._sends_gradients = tuple(name for name in function.receives if name in borders.learned)
         self._gets_gradients = borders.gradients_into(index)
 
@@ -122,7 +119,7 @@ class Stage:
     def recompute(self, place: Place, version: int) -> None:
         """Run the forwards of a micro-batch again, for what the backward needs of them."""
         # What a forward writes to its buffers it wrote the first time.
-        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        buffers = untouched(self.buffers, self.function.writes)
         for one in self._kept[place].passes:
             with torch.enable_grad():
                 one.roots = self._roots(self._run(one, version, buffers))
@@ -132,7 +129,7 @@ class Stage:
         kept = self._kept.pop(place)
         leaves = self.banks.leaves(kept.version)
         given = self._split(kept, gradients)
-        with self.accumulator.into(place.batch, leaves):
+        with self.part(place.batch).sums().into(leaves):
             for one, own in zip(kept.passes, given, strict=True):
                 begin = self._begin(one, own)
                 if begin.roots:
@@ -145,7 +142,7 @@ class Stage:
         """Run the half of the backward that gives the gradients for the stage before."""
         kept = self._kept[place]
         leaves = self.banks.leaves(kept.version)
-        parameters = [leaves[name] for name in self._trainable]
+        parameters = [leaves[name] for name in self.banks.trainable]
         found: list[dict[str, Tensor | None]] = []
         for one, own in zip(kept.passes, self._split(kept, gradients), strict=True):
             begin = self._begin(one, own)
@@ -160,41 +157,23 @@ class Stage:
     def backward_weight(self, place: Place) -> None:
         """Run the other half, which gives the gradients of the weights."""
         kept = self._kept.pop(place)
+        sums = self.part(place.batch).sums()
         for rest in kept.rest:
-            for name, gradient in zip(self._trainable, rest.weight_gradients(), strict=True):
+            for name, gradient in zip(self.banks.trainable, rest.weight_gradients(), strict=True):
                 if gradient is not None:
-                    self.accumulator.add(place.batch, name, gradient)
+                    sums.add(name, gradient)
         self._has_seen(place, kept)
         self.banks.release(kept.version)
 
-    def loss(self, batch: int) -> float:
-        """This replica's part of a batch's loss, if the loss is made here; forgets it."""
-        return float(self._losses.pop(batch, 0.0))
-
-    def templates(self) -> Tensors:
-        """A tensor like the gradient of each trainable parameter."""
-        leaves = self.banks.leaves(self.banks.living[-1])
-        return {name: leaves[name].detach() for name in self._trainable}
-
-    def gradients(self, batch: int) -> Mapping[str, Tensor | None]:
-        """The sums of a batch's gradients so far."""
-        return self.accumulator.gradients(batch)
-
-    def seen_share(self, batch: int) -> float:
-        """The share of a batch, by weight, whose gradients are accumulated."""
-        return self._shares.get(batch, 0.0)
-
-    def forget(self, batch: int) -> None:
-        """Drop the gradients of a batch."""
-        self.accumulator.release(batch)
-        self._shares.pop(batch, None)
+    def part(self, batch: int) -> StagePart:
+        """What this stage has of a batch."""
+        return self._batches.part(batch, self.index, self.banks.gradients)
 
     def _note_loss(self, batch: int, loss: Tensor, share: float) -> None:
         # On another device than the CPU a look at the number would wait for all that comes before it.
-        part = loss.item() * share if loss.is_cpu else loss.detach().double() * share
-        self._losses[batch] = self._losses.get(batch, 0.0) + part
+        self.part(batch).loss += loss.item() * share if loss.is_cpu else loss.detach().double() * share
 
-    def _run(self, one: _Pass, version: int, buffers: Tensors) -> Tensors:
+    def _run(self, one: _Pass, version: int, buffers: Mapping[str, Tensor]) -> Tensors:
         given = {**one.micro_batch.inputs, **one.received}
         return self.function(
             self.banks.leaves(version), buffers, given, device=self._device, seed=one.micro_batch.seed
@@ -254,5 +233,4 @@ class Stage:
         return back
 
     def _has_seen(self, place: Place, kept: _Kept) -> None:
-        share = sum(one.micro_batch.share for one in kept.passes)
-        self._shares[place.batch] = self._shares.get(place.batch, 0.0) + share
+        self.part(place.batch).seen += sum(one.micro_batch.share for one in kept.passes)

@@ -1,12 +1,15 @@
-"""One optimiser state for any number of weight versions: steps in place, and trial steps that leave no trace.
+"""One optimiser state for any number of weight versions.
 
-Ordinary torch optimisers do the arithmetic. They own parameters of their own, which are pointed at whatever
-weights are to be stepped. What may be assumed of an optimiser is that it treats each parameter apart from the
-others and keeps what it remembers of it in `optimizer.state`; all of torch's do but LBFGS.
+Ordinary torch optimisers do the arithmetic. Their groups are given, for one step at a time, whatever tensors
+are to be stepped, with the state of the parameters of these names. What may be assumed of an optimiser is
+that it treats each parameter apart from the others, and that it keeps what it remembers of a parameter in
+`optimizer.state` and what it remembers of all of them in its groups. All of torch's do but LBFGS.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,17 +17,19 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from bireme.errors import BiremeError
+from bireme.memory.arena import Arena
 from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.shelf import Shelf, shelves_of
 
-__all__ = ["Stepper"]
+__all__ = ["ELEMENTWISE", "Home", "Stepped", "Stepper"]
 
 Tensors = Mapping[str, Tensor]
-Gradients = Mapping[str, Tensor | None]
 
 CHUNK_ELEMENTS = 4 * 2**20
-"""How much of the weights is copied at a time where copies are needed: 16 MiB in float32."""
+"""How many parameters are stepped at a time when they are stepped first: 16 MiB in float32. Optimisers make
+their state themselves, and it moves into an arena before the next chunk makes its own."""
 
-ELEMENTWISE = frozenset(
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         optim.ASGD,
         optim.Adadelta,
@@ -41,145 +46,226 @@ ELEMENTWISE = frozenset(
 )
 """Optimisers that treat each element apart, so that a large parameter can be tried slice by slice."""
 
+BY_PARAMETER = ELEMENTWISE | {optim.Muon}
+"""Optimisers whose groups never change, so that a step may be made in several calls."""
+
+SETTINGS = frozenset({"params", "param_names", "lr"})
+"""What stands in a group and is no memory of the optimiser's."""
+
+GROUP = "group."
+"""Begins the names of what an optimiser remembers in a parameter's group."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Home:
+class Home:
     """Where a parameter is stepped: its optimiser, and which of its groups."""
 
     name: str
-    parameter: nn.Parameter
+    shape: torch.Size
     optimizer: Optimizer
     group: int
 
+    @property
+    def may_be_sliced(self) -> bool:
+        """Whether parts of the parameter can be stepped apart."""
+        return type(self.optimizer) in ELEMENTWISE
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some rows of a parameter, or all of it."""
-
-    home: _Home
-    rows: slice | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This piece of a tensor of the parameter's shape, as a view."""
-        return tensor if self.rows is None else tensor[self.rows]
+    @property
+    def may_be_apart(self) -> bool:
+        """Whether the parameter can be stepped apart from the optimiser's others."""
+        return type(self.optimizer) in BY_PARAMETER
 
 
-@dataclass(frozen=True, slots=True)
-class _Try:
-    """A piece to be tried, and its part of the weights before and after and of the gradient."""
+@dataclass(slots=True, eq=False)
+class Stepped:
+    """A tensor to be stepped in place, its gradient, and the state to do it with, which may be replaced."""
 
-    piece: _Piece
-    start: Tensor
-    goal: Tensor
+    home: Home
+    tensor: Tensor
     gradient: Tensor
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class Stepper:
-    """Steps the weights that it is given, which have the names, shapes and dtypes of `parameters`.
+    """Steps tensors of the names, shapes and dtypes of `parameters`, of which it keeps only the state.
 
-    The factory's optimisers must hold every parameter once. Until the first step they point at `parameters`.
+    The factory's optimisers must hold every parameter once. `shelves` lay the parameters out so that those
+    of one optimiser and dtype, and of equal entries in `alike`, lie together.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], factory: OptimizerFactory) -> None:
-        # By `.data`, so that a step counts as a write to what is stepped and not, for autograd, to these.
-        self._own = {name: nn.Parameter(tensor.data) for name, tensor in parameters.items()}
+    def __init__(
+        self, parameters: Tensors, factory: OptimizerFactory, alike: Mapping[str, Hashable] | None = None
+    ) -> None:
         self._factory = factory
-        self._start_anew()
+        self._homes = self._made(parameters)
+        numbers = {id(one): index for index, one in enumerate(self._optimizers)}
+        self.shelves = shelves_of(
+            parameters,
+            {
+                name: (numbers[id(home.optimizer)], alike[name] if alike else None)
+                for name, home in self._homes.items()
+            },
+        )
+        self._shelf_of = {name: shelf for shelf in self.shelves for name in shelf.slots}
+        self._arenas: dict[tuple[Shelf, str, torch.dtype], Arena] = {}
+        self._states: dict[str, dict[str, Any]] = {}
 
-    def _start_anew(self) -> None:
-        made = self._factory([*self._own.items()]) if self._own else ()
-        self._optimizers = (made,) if isinstance(made, Optimizer) else tuple(made)
-        homes = {home.name: home for home in _homes(self._own, self._optimizers)}
-        self._homes = [homes[name] for name in self._own]
-        self._all = [_Piece(home) for home in self._homes]
-        self._chunks = list(_chunks(self._homes, slices=False))
-        self._trial_chunks = list(_chunks(self._homes, slices=True))
+    @property
+    def homes(self) -> Sequence[Home]:
+        """The parameters in the order of their shelves."""
+        return [self._homes[name] for shelf in self.shelves for name in shelf.slots]
 
-    @torch.no_grad()
-    def step(
-        self, weights: Tensors, gradients: Gradients, *, lr_factor: float = 1.0, scale: float = 1.0
-    ) -> None:
-        """Step the weights in place with the gradients times `scale`, at the groups' rates times `lr_factor`.
-
-        Parameters whose gradient is None are left alone. The gradients stay as they are: where they must be
-        scaled, or cast to the weights' dtype, that is done on a copy of one chunk (see `trial`) at a time.
-        """
-        given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        are_ready = scale == 1.0 and all(given[name].dtype == weights[name].dtype for name in given)
-        for chunk in [self._all] if are_ready else self._chunks:
-            homes = [piece.home for piece in chunk if piece.home.name in given]
-            try:
-                for home in homes:
-                    weight, gradient = weights[home.name], given[home.name]
-                    home.parameter.data = weight.detach()
-                    home.parameter.grad = _scaled(gradient, weight.dtype, scale)
-                _run([(home, home.parameter) for home in homes], lr_factor)
-            finally:
-                for home in homes:
-                    home.parameter.grad = None
+    def state(self, name: str) -> Mapping[str, Any]:
+        """What is remembered of a parameter so far. Not a copy."""
+        return self._states.get(name, {})
 
     @torch.no_grad()
-    def trial(
-        self,
-        source: Tensors,
-        target: Tensors,
-        gradients: Gradients,
-        *,
-        lr_factor: float = 1.0,
-        scale: float = 1.0,
-        gradient_scale: float = 1.0,
-    ) -> None:
-        """Write into `target` what `step` would make of `source` with the gradients times `gradient_scale`.
+    def step(self, weights: Tensors, gradients: Tensors, *, lr_factor: float = 1.0) -> None:
+        """Step the weights that have gradients, in place, at the groups' rates times `lr_factor`."""
+        stepped = [
+            Stepped(home, weights[home.name], gradients[home.name], self._states.get(home.name, {}))
+            for home in self.homes
+            if home.name in gradients
+        ]
+        for chunk in _chunks(stepped):
+            self.run(chunk, lr_factor)
+            for one in chunk:
+                self._keep(one)
 
-        Neither the optimisers' state, nor `source`, nor the gradients change. `target` may be of another
-        dtype. Memory for a few copies of one chunk is taken and given back; a chunk is 16 MiB, or one
-        parameter where an optimiser, as Muon, needs it whole.
-        """
-        given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        factor = gradient_scale * scale
-        for chunk in self._trial_chunks:
-            tries: list[_Try] = []
-            for piece in chunk:
-                name = piece.home.name
-                start, goal = piece.of(source[name]), piece.of(target[name].detach())
-                if name in given:
-                    tries.append(_Try(piece, start, goal, piece.of(given[name])))
-                else:
-                    goal.copy_(start)
-            _try(tries, lr_factor, factor)
+    def run(self, stepped: Iterable[Stepped], lr_factor: float) -> None:
+        """One step of the optimisers, with nothing but these tensors in their groups."""
+        by_optimizer: dict[Optimizer, list[Stepped]] = {}
+        for one in stepped:
+            by_optimizer.setdefault(one.home.optimizer, []).append(one)
+        for optimizer, own in by_optimizer.items():
+            _step(optimizer, own, lr_factor)
+
+    @contextmanager
+    def unchanged_groups(self) -> Iterator[None]:
+        """After this context the optimisers' groups are what they were before it."""
+        groups = [
+            group for one in self._optimizers if type(one) not in BY_PARAMETER for group in one.param_groups
+        ]
+        kept = [copy.deepcopy(_memory_of(group)) for group in groups]
+        try:
+            yield
+        finally:
+            for group, memory in zip(groups, kept, strict=True):
+                for key in [key for key in _memory_of(group) if key not in memory]:
+                    del group[key]
+                group.update(memory)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What the optimisers remember of each parameter, by its name; the tensors themselves, not copies."""
-        found = {home.name: home.optimizer.state.get(home.parameter) for home in self._homes}
-        return {name: dict(state) for name, state in found.items() if state}
+        """What the optimisers remember of each parameter, by its name; the tensors themselves, not copies.
 
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        What they remember in a group is there for each of its parameters, as `group.KEY`.
+        """
+        found = {name: dict(self._states[name]) for name in self._homes if self._states.get(name)}
+        for name, home in self._homes.items():
+            changed = self._changed_in_group(home)
+            if changed:
+                found.setdefault(name, {}).update({f"{GROUP}{key}": value for key, value in changed.items()})
+        return found
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]], parameters: Tensors) -> None:
         """Take over copies of the entries of `states` under this stepper's names; the others are not for it.
 
         A parameter without an entry starts anew, as one that has never had a gradient. The factory is called
-        again to that end.
+        again to that end, with `parameters`.
         """
-        self._start_anew()
-        for home in self._homes:
-            state = states.get(home.name)
-            if state:
-                home.optimizer.state[home.parameter] = {
-                    key: _adopted(key, value, home) for key, value in state.items()
-                }
+        self._homes = self._made(parameters)
+        self._states = {}
+        for name, home in self._homes.items():
+            own: dict[str, Any] = {}
+            group = home.optimizer.param_groups[home.group]
+            for key, value in states.get(name, {}).items():
+                if key.startswith(GROUP):
+                    remembered = key.removeprefix(GROUP)
+                    group[remembered] = _as_before(value, group.get(remembered))
+                else:
+                    own[key] = _adopted(key, value, home, parameters[name])
+            if own:
+                self._keep(Stepped(home, parameters[name], parameters[name], own))
 
     def state_bytes(self) -> int:
         """The bytes of all that the optimisers remember so far."""
-        values = (value for state in self.state_dict().values() for value in state.values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        apart = sum(
+            value.nbytes
+            for name, state in self._states.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and not self._goes_into_arena(name, key, value)
+        )
+        return apart + sum(arena.num_bytes for arena in self._arenas.values())
+
+    def _made(self, parameters: Tensors) -> dict[str, Home]:
+        """Have the factory make the optimisers, and find each parameter in them, in the given order."""
+        # By `.data`, so that nothing an optimiser does with them concerns autograd.
+        own = {name: nn.Parameter(tensor.data) for name, tensor in parameters.items()}
+        made = self._factory([*own.items()]) if own else ()
+        self._optimizers = (made,) if isinstance(made, Optimizer) else tuple(made)
+        found = {home.name: home for home in _homes(own, self._optimizers)}
+        self._first_memory = {
+            id(group): copy.deepcopy(_memory_of(group))
+            for one in self._optimizers
+            for group in one.param_groups
+        }
+        for one in self._optimizers:
+            for group in one.param_groups:
+                group["params"] = []
+        return {name: found[name] for name in own}
+
+    def _keep(self, one: Stepped) -> None:
+        """Remember a parameter's state; tensors like the parameter move into an arena if they are new."""
+        name = one.home.name
+        for key, value in one.state.items():
+            if isinstance(value, Tensor) and self._goes_into_arena(name, key, value):
+                view = self._arena(name, key, value).views[name]
+                if value is not view:
+                    one.state[key] = view.copy_(value)
+        if one.state:
+            self._states[name] = one.state
+
+    def _goes_into_arena(self, name: str, key: str, value: Tensor) -> bool:
+        """Whether a tensor has an element for each of its parameter's.
+
+        A number may be one about the parameter, unless there is an arena for what other parameters, which
+        come first on a shelf, have under its key.
+        """
+        is_there = (self._shelf_of[name], key, value.dtype) in self._arenas
+        return value.shape == self._homes[name].shape and (value.ndim > 0 or is_there)
+
+    def _arena(self, name: str, key: str, like: Tensor) -> Arena:
+        """The arena for what is remembered under a key of the parameters of one shelf."""
+        place = self._shelf_of[name], key, like.dtype
+        if place not in self._arenas:
+            self._arenas[place] = Arena(place[0].slots, like.dtype, like.device)
+        return self._arenas[place]
+
+    def _changed_in_group(self, home: Home) -> dict[str, Any]:
+        """What an optimiser remembers in a group, which is what has changed there since it was made."""
+        if type(home.optimizer) in BY_PARAMETER:
+            return {}
+        group = home.optimizer.param_groups[home.group]
+        first = self._first_memory[id(group)]
+        return {
+            key: value
+            for key, value in _memory_of(group).items()
+            if key not in first or not _same(value, first[key])
+        }
 
 
-def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> Iterator[_Home]:
+def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> Iterator[Home]:
     """Find each parameter in the optimisers, and refuse optimisers that cannot be used."""
     names = {parameter: name for name, parameter in own.items()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, optim.LBFGS):
             raise BiremeError("LBFGS steps all parameters as one, which no stage has. Use another optimiser.")
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+            raise BiremeError(
+                f"{kind} keeps other weights for training than for evaluation and changes them over in "
+                "train() and eval(), which the engine does not call. Use one that has one set of weights."
+            )
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 name = names.pop(parameter, None)
@@ -189,7 +275,7 @@ def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> 
                         "among the parameters it was given, or that another one holds too. Give each "
                         "parameter that the factory is called with to one optimiser, as it is."
                     )
-                yield _Home(name, parameter, optimizer, index)
+                yield Home(name, parameter.shape, optimizer, index)
     if names:
         raise BiremeError(
             f"No optimiser holds the parameter {next(iter(names.values()))}. Give every parameter that the "
@@ -198,92 +284,67 @@ def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> 
         )
 
 
-def _chunks(homes: Iterable[_Home], *, slices: bool) -> Iterator[list[_Piece]]:
-    """All parameters, in chunks of bounded size as far as they may be sliced."""
-    chunk: list[_Piece] = []
-    size = 0
-    for home in homes:
-        for piece in _pieces(home) if slices else [_Piece(home)]:
-            elements = piece.of(home.parameter).numel()
-            if chunk and size + elements > CHUNK_ELEMENTS:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(piece)
-            size += elements
-    if chunk:
-        yield chunk
+def _chunks(stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
+    """What is stepped in one call: everything, but where state is made the first time as little as may be."""
+    begin = size = 0
+    for index, one in enumerate(stepped):
+        is_full = index > begin and size + one.tensor.numel() > CHUNK_ELEMENTS
+        if is_full and not one.state and all(other.home.may_be_apart for other in stepped[begin : index + 1]):
+            yield stepped[begin:index]
+            begin, size = index, 0
+        size += one.tensor.numel()
+    if begin < len(stepped):
+        yield stepped[begin:]
 
 
-def _pieces(home: _Home) -> Iterator[_Piece]:
-    parameter = home.parameter
-    if parameter.numel() <= CHUNK_ELEMENTS or type(home.optimizer) not in ELEMENTWISE:
-        yield _Piece(home)
-        return
-    rows = max(CHUNK_ELEMENTS // (parameter.numel() // parameter.shape[0]), 1)
-    for begin in range(0, parameter.shape[0], rows):
-        yield _Piece(home, slice(begin, min(begin + rows, parameter.shape[0])))
-
-
-def _try(tries: Sequence[_Try], lr_factor: float, factor: float) -> None:
-    """Step stand-ins with copies of gradients and state; write where they get to, and forget the rest.
-
-    A stand-in lives in its goal already where the dtypes agree.
-    """
-    stand_ins: list[tuple[_Home, nn.Parameter]] = []
+def _step(optimizer: Optimizer, stepped: Sequence[Stepped], lr_factor: float) -> None:
+    """One step of one optimiser; what it remembers of the tensors is in their `state` afterwards."""
+    all_groups = optimizer.param_groups
+    indices = dict.fromkeys(one.home.group for one in stepped)
+    groups = [all_groups[index] for index in indices]
+    rates = [group.get("lr") for group in groups]
+    for one in stepped:
+        all_groups[one.home.group]["params"].append(one.tensor)
+        one.tensor.grad = one.gradient
+        if one.state:
+            optimizer.state[one.tensor] = one.state
+    for group, rate in zip(groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = rate * lr_factor
+    optimizer.param_groups = groups
     try:
-        for one in tries:
-            home = one.piece.home
-            fits = one.goal.dtype == one.start.dtype
-            stand_in = nn.Parameter(one.goal.copy_(one.start) if fits else one.start.clone())
-            stand_in.grad = _scaled(one.gradient, one.start.dtype, factor, copy=True)
-            stand_ins.append((home, stand_in))
-            state = home.optimizer.state.get(home.parameter)
-            if state:
-                home.optimizer.state[stand_in] = {
-                    key: _copied(value, one.piece) for key, value in state.items()
-                }
-        _run(stand_ins, lr_factor)
-        for one, (_, stand_in) in zip(tries, stand_ins, strict=True):
-            if one.goal.dtype != stand_in.dtype:
-                one.goal.copy_(stand_in)
+        optimizer.step()
     finally:
-        for home, stand_in in stand_ins:
-            home.optimizer.state.pop(stand_in, None)
+        optimizer.param_groups = all_groups
+        for group, rate in zip(groups, rates, strict=True):
+            group["params"] = []
+            if rate is not None:
+                group["lr"] = rate
+        for one in stepped:
+            one.tensor.grad = None
+            one.state = optimizer.state.pop(one.tensor, {})
 
 
-def _run(stepped: Iterable[tuple[_Home, nn.Parameter]], lr_factor: float) -> None:
-    """One step of the optimisers, with nothing but these parameters in their groups."""
-    chosen: dict[Optimizer, dict[int, list[nn.Parameter]]] = {}
-    for home, parameter in stepped:
-        chosen.setdefault(home.optimizer, {}).setdefault(home.group, []).append(parameter)
-    for optimizer, by_group in chosen.items():
-        groups = optimizer.param_groups
-        optimizer.param_groups = [
-            {**groups[index], "params": parameters, "lr": groups[index]["lr"] * lr_factor}
-            for index, parameters in by_group.items()
-        ]
-        try:
-            optimizer.step()
-        finally:
-            optimizer.param_groups = groups
+def _memory_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in SETTINGS}
 
 
-def _scaled(gradient: Tensor, dtype: torch.dtype, scale: float, *, copy: bool = False) -> Tensor:
-    """The gradient in the dtype of the weights, times `scale`; cast first, which loses less."""
-    cast = gradient.to(dtype, copy=copy or scale != 1.0)
-    return cast.mul_(scale) if scale != 1.0 else cast
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
-def _copied(value: Any, piece: _Piece | None = None) -> Any:
-    """A copy of a state's value; for a piece, the same rows of a tensor in the parameter's shape."""
-    if not isinstance(value, Tensor):
+def _as_before(value: Any, before: Any) -> Any:
+    """A loaded value of a group as what it was before it was written as a tensor."""
+    if not isinstance(value, Tensor) or isinstance(before, Tensor):
         return value
-    if piece is not None and value.shape == piece.home.parameter.shape:
-        value = piece.of(value)
-    return value.clone()
+    if value.ndim:
+        return type(before)(value.tolist()) if isinstance(before, (list, tuple)) else value.tolist()
+    return type(before)(value.item()) if isinstance(before, (bool, int, float)) else value.item()
 
 
-def _adopted(key: str, value: Any, home: _Home) -> Any:
+def _adopted(key: str, value: Any, home: Home, parameter: Tensor) -> Any:
     """A copy of a loaded state's value where the optimiser would have made it.
 
     torch's own loading gives every tensor the parameter's dtype; NAdam's float32 product of momenta would go
@@ -293,9 +354,9 @@ def _adopted(key: str, value: Any, home: _Home) -> Any:
         return value
     group = home.optimizer.param_groups[home.group]
     counts_at_home = key == "step" and not group.get("fused") and not group.get("capturable")
-    is_like_parameter = value.ndim > 0 and value.shape == home.parameter.shape and value.is_floating_point()
+    is_like_parameter = value.ndim > 0 and value.shape == home.shape and value.is_floating_point()
     return value.to(
-        value.device if counts_at_home else home.parameter.device,
-        home.parameter.dtype if is_like_parameter else value.dtype,
+        value.device if counts_at_home else parameter.device,
+        parameter.dtype if is_like_parameter else value.dtype,
         copy=True,
     )

@@ -3,6 +3,7 @@
 The server of a store is in one process, and whoever asks it while that one is stopped waits.
 """
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -12,7 +13,18 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "open_store", "second_connection"]
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "new_connection",
+    "open_store",
+    "second_connection",
+]
+
+REACH_S = 3.0
+"""How long to try to reach a store that has been reached before."""
 
 
 def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> TCPStore:
@@ -31,3 +43,16 @@ def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> TCP
 def second_connection(store: Store) -> Store:
     """The same store, for another thread: an operation that waits holds up all others of its connection."""
     return cast(Store, store.clone())  # type: ignore[attr-defined]  # torch forgets it
+
+
+def new_connection(store: Store) -> Store:
+    """The same store, where the connection to it may be broken. Raises an `OSError` if nobody serves it."""
+    served = store
+    while isinstance(served, PrefixStore):
+        served = served.underlying_store
+    if not isinstance(served, TCPStore):
+        return store
+    # Torch would try for a long time, and print a page for each try.
+    socket.create_connection((served.host, served.port), timeout=REACH_S).close()
+    served.set_timeout(timedelta(seconds=REACH_S))
+    return second_connection(store)

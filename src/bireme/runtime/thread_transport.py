@@ -17,7 +17,7 @@ from torch import Tensor
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.transport import AbortedError, Pending, Transport, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
-from bireme.sync.group import CollectiveError, Group, Sums
+from bireme.sync.group import CollectiveError, Group, OwnedGroup, Sums
 
 __all__ = ["ThreadFabric", "ThreadRank"]
 
@@ -72,7 +72,7 @@ class ThreadRank:
         """Sums over all ranks, which no thread but theirs makes."""
         return self.group(range(self.size))
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
         """Sums over some ranks; None if this one is not of them."""
         members = tuple(ranks)
         if self.rank not in members:
@@ -251,6 +251,13 @@ class _ThreadGroup:
     def barrier(self) -> None:
         """Return once every member has called this."""
         self._all_brought(self._bring("barrier", torch.empty(0)))
+
+    def abort(self) -> None:
+        """Give up, as if this rank's process had died."""
+        self._hub.lose(self._members[self.rank])
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _bring(self, what: str, tensor: Tensor) -> int:
         """Take part in the next collective; gives its number."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Message
-from bireme.sync.group import Pending
+from bireme.sync.group import AbortedError, Pending
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -32,10 +32,6 @@ class Channel(NamedTuple):
 
     forward: bool
     to_stage: int
-
-
-class AbortedError(Exception):
-    """This rank itself has given its transport up."""
 
 
 class Transport(Protocol):

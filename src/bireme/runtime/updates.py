@@ -9,17 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from bireme.runtime.batch_end import Batches
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
-from bireme.sync.inline_reducer import InlineReducer
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reducer
 
-__all__ = ["AnyReducer", "Finished", "Settings", "Updates"]
-
-AnyReducer = Reducer | InlineReducer
+__all__ = ["Finished", "Settings", "Updates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +41,20 @@ class Finished:
 
 
 class Updates:
-    """Makes the weight versions of one rank's stages."""
+    """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to."""
 
-    def __init__(self, stages: Mapping[int, Stage], reducer: AnyReducer, settings: Settings) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        batches: Batches,
+        reducer: Reducer,
+        settings: Settings,
+    ) -> None:
         self._stages = stages
+        self._batches = batches
         self._reducer = reducer
+        self._tries = any(stage.banks.is_fresh for stage in stages.values())
         self.settings = settings
-        self._ended: dict[int, set[int]] = {}
-        self._reduced: dict[int, Reduced] = {}
-        self._updated: dict[int, set[int]] = {}
         self.finished: list[Finished] = []
         """Batches that are done and not yet taken."""
         self.scale = 1.0
@@ -63,41 +64,49 @@ class Updates:
 
     def reduce(self, step: Instruction, stamp: int) -> None:
         """A stage has all its gradients of a batch, which has this stamp on all ranks."""
-        ended = self._ended.setdefault(step.batch, set())
-        ended.add(step.stage)
-        if len(ended) < len(self._stages):
+        end = self._batches[step.batch]
+        end.num_ended += 1
+        if end.num_ended < len(self._stages):
             return
-        del self._ended[step.batch]
-        gradients: dict[str, Tensor | None] = {}
         for stage in self._stages.values():
-            _merge(gradients, stage.gradients(step.batch))
-        loss_sum = sum(stage.loss(step.batch) for stage in self._stages.values())
-        self._reducer.start(step.batch, gradients, loss_sum=loss_sum, stamp=stamp, votes=self.votes())
+            stage.part(step.batch)
+        gradients = end.gather(
+            summed_apart=self._reducer.summed_apart,
+            sums_gradients=self._reducer.sums_gradients,
+            keep=self._tries,  # a trial step may still read what is this replica's own
+        )
+        end.reduction = self._reducer.start(
+            step.batch, gradients, loss_sum=end.loss(), stamp=stamp, votes=self.votes()
+        )
 
     def wait(self, batch: int) -> None:
         """Wait until a batch's sums are there."""
-        if batch not in self._reduced:
-            reduced = self._reduced[batch] = self._reducer.finish(batch)
-            self.scale = self._scale(reduced)
+        end = self._batches[batch]
+        if end.reduced is None:
+            assert end.reduction is not None, "a checked program reduces a batch before it updates"
+            end.reduced = self._reducer.finish(end.reduction)
+            end.spread()
+            self.scale = self._scale(end.reduced)
 
     def update(self, step: Instruction) -> None:
         """Make a stage's next weights from a batch's whole gradient, which must have been waited for."""
         assert step.version is not None
-        reduced = self._reduced[step.batch]
+        end = self._batches[step.batch]
+        reduced = end.reduced
+        assert reduced is not None, "the interpreter waits first"
         stage = self._stages[step.stage]
-        own = {name: reduced.gradients[name] for name in stage.gradients(step.batch)}
+        part = stage.part(step.batch)
         stage.banks.update(
             step.version,
-            own,
+            dict(part.whole_gradients()),
             lr_factor=self.settings.lr_factor(step.batch),
             scale=self.scale,
             skip=not reduced.is_finite,
         )
-        stage.forget(step.batch)
-        updated = self._updated.setdefault(step.batch, set())
-        updated.add(step.stage)
-        if len(updated) == len(self._stages):
-            del self._updated[step.batch], self._reduced[step.batch]
+        part.release()
+        end.num_updated += 1
+        if end.num_updated == len(self._stages):
+            self._batches.forget(step.batch)
             self.finished.append(
                 Finished(
                     batch=step.batch,
@@ -113,13 +122,12 @@ class Updates:
         """Make a stage's weights for a batch from what is known of the gradient of the batch before."""
         assert step.version is not None
         stage = self._stages[step.stage]
-        before = step.batch - 1
-        seen = stage.seen_share(before)
+        part = stage.part(step.batch - 1)
         stage.banks.trial(
             step.version,
-            stage.gradients(before) if seen else None,
-            gradient_scale=1.0 / seen if seen else 1.0,
-            lr_factor=self.settings.lr_factor(before),
+            dict(part.sums().items()) if part.seen else None,
+            gradient_scale=1.0 / part.seen if part.seen else 1.0,
+            lr_factor=self.settings.lr_factor(step.batch - 1),
             scale=self.scale,
         )
 
@@ -133,13 +141,3 @@ class Updates:
         if limit is None or not math.isfinite(reduced.grad_norm):
             return 1.0 if limit is None else self.scale
         return min(1.0, limit / (reduced.grad_norm + 1e-6))
-
-
-def _merge(gradients: dict[str, Tensor | None], own: Mapping[str, Tensor | None]) -> None:
-    """Add a stage's gradients to those of the rank's other stages, which may share a parameter."""
-    for name, gradient in own.items():
-        known = gradients.get(name)
-        if known is not None and gradient is not None:
-            known += gradient
-        elif known is None:
-            gradients[name] = gradient

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -42,6 +44,13 @@ def is_of_a_peer(error: BaseException | None) -> bool:
     return False
 
 
+class Joint(Protocol):
+    """What joins this rank with others, so that it may wait for them."""
+
+    def abort(self) -> None:
+        """Free whoever waits."""
+
+
 class Watch:
     """The watch of rank `rank` among `size`. `doing` is what the engine sets, as often as it likes.
 
@@ -62,6 +71,7 @@ class Watch:
         self._hurried_s = min(self._beat_s, 0.02 * size)
         self._ends_quietly = ends_quietly
         self._acts: list[Callable[[], None]] = []
+        self._joints: WeakSet[Joint] = WeakSet()
         self._poke = threading.Event()
         self._changed = threading.Condition()
         self._stopping = False
@@ -72,8 +82,11 @@ class Watch:
         self._looked_at = time.monotonic()
         self._to_record: Failure | None = None
         self._cause: Failure | None = None
-        self._cause_since = 0.0
+        self._cause_since: float | None = None
         self._store_error: Exception | None = None
+        """Of the last request to the store, if that failed."""
+        self._num_failed = 0
+        """Looks that failed, one after the other."""
         self._pulses: dict[int, Pulse] = {}
         self._changed_at: dict[int, float] = {}
 
@@ -92,6 +105,11 @@ class Watch:
         It is for what frees the main thread from a wait.
         """
         self._acts.append(act)
+
+    def abort_on_failure(self, joint: Joint) -> None:
+        """Have this aborted, from the watch's thread, when another rank has failed while it is in use."""
+        with self._changed:
+            self._joints.add(joint)
 
     def wait_for_everyone(self, limit_s: float) -> None:
         """Wait until every rank has given a sign of life. Raises `RankFailed` if that does not happen."""
@@ -116,7 +134,7 @@ class Watch:
             if self._cause is not None:
                 self._knows = True
                 raise self._cause.to_others()
-            if self._store_error is not None:
+            if self._is_out_of_touch:
                 return  # Who holds the store left, and that one leaves last.
 
     def failed(self, error: BaseException) -> Failure:
@@ -150,7 +168,7 @@ class Watch:
             def so() -> bool:
                 return self._looked_at > looked_at and predicate()
 
-            self._changed.wait_for(lambda: self._cause or self._store_error or so(), limit_s)
+            self._changed.wait_for(lambda: self._cause or self._is_out_of_touch or so(), limit_s)
             self._waiting = False
             return so()
 
@@ -161,7 +179,7 @@ class Watch:
             if self._cause is None:
                 self._to_record = failure
                 self._poke.set()
-                self._changed.wait_for(lambda: self._cause or self._store_error, STORE_S)
+                self._changed.wait_for(lambda: self._cause or self._is_out_of_touch, STORE_S)
             return self._cause or failure
 
     def _silent(self, limit_s: float) -> int | None:
@@ -182,11 +200,17 @@ class Watch:
         )
         return Failure.told(sentence, rank, self._pulses[rank].doing)
 
+    @property
+    def _is_out_of_touch(self) -> bool:
+        """Whether the store failed to answer, and again when it was asked over a new connection."""
+        return self._num_failed > 1
+
     def _out_of_touch(self) -> Failure | None:
-        """The failure of having no store to ask."""
-        if self._store_error is None and time.monotonic() - self._looked_at < MISSED_BEATS * self._beat_s:
+        """The failure of having no store to ask, where another rank is lost as well."""
+        is_silent = time.monotonic() - self._looked_at >= MISSED_BEATS * self._beat_s
+        if not self._is_out_of_touch and not is_silent:
             return None
-        why = "does not answer" if self._store_error is None else f"is gone ({self._store_error})"
+        why = f"is gone ({self._store_error})" if self._is_out_of_touch else "does not answer"
         sentence = (
             f"it lost another rank, and the store, which would know why, {why}. "
             "What holds it is the launcher, or rank 0 where there is none."
@@ -205,22 +229,42 @@ class Watch:
     def _run(self) -> None:
         while not self._stopping:
             try:
+                if self._num_failed:
+                    self._board.reconnect()
                 self._look()
             except Exception as error:
-                with self._changed:
-                    self._store_error = error
-                    self._changed.notify_all()
-                return
-            self._poke.wait(self._hurried_s if self._waiting else self._beat_s)
+                self._look_failed(error)
+            if self._num_failed != 1:  # a request that failed once is made again at once
+                self._poke.wait(self._hurried_s if self._waiting else self._beat_s)
             self._poke.clear()
+
+    def _look_failed(self, error: Exception) -> None:
+        """Note that a request to the store failed. The next one goes over a new connection.
+
+        A store that stays out of reach for the timeout is a failure of this rank, which then ends.
+        """
+        unreachable_s = time.monotonic() - self._looked_at
+        with self._changed:
+            self._store_error = error
+            self._num_failed += 1
+            if self._cause is None and self._num_failed > 1 and unreachable_s > self._timeout_s:
+                sentence = (
+                    f"it has not reached the store for {unreachable_s:.1f} s ({error}). What holds the store "
+                    "is the launcher, or rank 0 where there is none: its process, its machine or the network "
+                    "to it is stopped or gone."
+                )
+                self._cause = Failure.told(sentence, self._rank, self._doing_now())
+            self._changed.notify_all()
+        if self._cause is not None:
+            self._heed(self._cause)
 
     def _look(self) -> None:
         """One look at the board: say what there is to say, read what there is to read."""
         board = self._board
-        with self._changed:
-            failure, self._to_record = self._to_record, None
+        failure = self._to_record
         if failure is not None:
-            board.record(failure)
+            board.record(failure)  # again where that fails: of two the first stays
+            self._to_record = None
         self._count += 1
         board.beat(self._rank, Pulse(self._count, self._finished, self._doing_now()))
         cause = board.cause()
@@ -233,26 +277,31 @@ class Watch:
                 if pulse is not None and (slept or pulse != self._pulses.get(rank)):
                     self._pulses[rank], self._changed_at[rank] = pulse, now
             self._looked_at = now
-            news = cause is not None and self._cause is None
-            if news:
-                self._cause, self._cause_since = cause, now
+            self._store_error, self._num_failed = None, 0
+            if self._cause is None:
+                self._cause = cause
             self._changed.notify_all()
-        if cause is None:
-            silence = self._silence(SILENCE * self._timeout_s)
-            if silence is not None:
-                board.record(silence)
-                self._poke.set()
-        elif not self._knows and not self._stopping:
-            if news:
-                self._act()
-            if now - self._cause_since > grace_s(self._timeout_s):
-                self._end(cause.to_others())
+        if self._cause is not None:
+            self._heed(self._cause)
+        elif (silence := self._silence(SILENCE * self._timeout_s)) is not None:
+            board.record(silence)
+            self._poke.set()
 
-    def _act(self) -> None:
-        for act in self._acts:
-            # The failure is there already; another one here would only hide it.
-            with suppress(Exception):
-                act()
+    def _heed(self, cause: Failure) -> None:
+        """There is a root cause: free the main thread from its wait, and end the process if it stays."""
+        if self._knows or self._stopping:
+            return
+        now = time.monotonic()
+        if self._cause_since is None:
+            self._cause_since = now
+            with self._changed:
+                acts = [*self._acts, *(joint.abort for joint in self._joints)]
+            for act in acts:
+                # The failure is there already; another one here would only hide it.
+                with suppress(Exception):
+                    act()
+        if now - self._cause_since > grace_s(self._timeout_s):
+            self._end(cause.to_others())
 
     def _end(self, why: RankFailed) -> None:
         if not self._ends_quietly:

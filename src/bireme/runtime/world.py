@@ -10,11 +10,19 @@ import sys
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
-import torch
 import torch.distributed as dist
 
+from bireme.devices import (
+    ACCELERATOR,
+    KINDS,
+    Backend,
+    backend_config,
+    device_of_process,
+    num_accelerators,
+    use,
+)
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
@@ -23,9 +31,6 @@ from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store, sec
 from bireme.runtime.watch import Watch, is_of_a_peer
 
 __all__ = ["Backend", "World"]
-
-Backend = Literal["gloo", "nccl"]
-"""With "nccl" each rank has a CUDA device, and gloo is there for what lies on the CPU."""
 
 JOIN_S = 120.0
 """The least time that ranks have to join: starting Python and importing torch takes what it takes."""
@@ -41,6 +46,9 @@ class World:
     If the work inside fails, the others learn why. If it fails only because another rank did, it ends with a
     `RankFailed` that tells of that one, which says what it has to say itself. `timeout_s` is how long a rank
     waits for another; `store` is for whoever wants to share small things between ranks.
+
+    `device` is the type of this rank's own, which is `world.device`: unless given, cuda with the backend nccl
+    and cpu with gloo. NCCL takes a CUDA device for each rank of a machine; with gloo ranks may share them.
     """
 
     def __init__(
@@ -52,25 +60,30 @@ class World:
         local_rank: int = 0,
         timeout_s: float = 60.0,
         backend: Backend = "gloo",
+        device: str | None = None,
         ends_quietly: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.backend = backend
-        self.device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+        self._kind = device or (ACCELERATOR if backend == "nccl" else "cpu")
+        self._local_rank = local_rank
+        self.device = device_of_process(self._kind if self._kind in KINDS else "cpu", local_rank)
         self.store = PrefixStore("shared", store)
         self._group_store = PrefixStore("group", store)
         board = Board(second_connection(store), size)
         self.watch = Watch(board, rank, size, timeout_s=timeout_s, ends_quietly=ends_quietly)
 
     @classmethod
-    def alone(cls, *, timeout_s: float = 60.0, backend: Backend = "gloo") -> Self:
+    def alone(cls, *, timeout_s: float = 60.0, backend: Backend = "gloo", device: str | None = None) -> Self:
         """A world of this one process."""
-        return cls(HashStore(), rank=0, size=1, timeout_s=timeout_s, backend=backend)
+        return cls(HashStore(), rank=0, size=1, timeout_s=timeout_s, backend=backend, device=device)
 
     @classmethod
-    def from_environment(cls, *, timeout_s: float = 60.0, backend: Backend = "gloo") -> Self:
+    def from_environment(
+        cls, *, timeout_s: float = 60.0, backend: Backend = "gloo", device: str | None = None
+    ) -> Self:
         """The world that torchrun, or who else sets its variables, started this process for."""
         rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
         address = _variable("MASTER_ADDR")
@@ -96,6 +109,7 @@ class World:
             local_rank=_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank,
             timeout_s=timeout_s,
             backend=backend,
+            device=device,
         )
 
     def __enter__(self) -> Self:
@@ -106,18 +120,17 @@ class World:
             )
         self.watch.start()
         try:
-            _check(self.backend, self.device)
+            _check(self.backend, self._kind, self._local_rank)
             self.watch.wait_for_everyone(max(self.timeout_s, JOIN_S))
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo",
+                backend_config(self.backend),
                 store=self._group_store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=self.timeout_s),
                 device_id=self.device if self.backend == "nccl" else None,
             )
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+            use(self.device)
         except BaseException as error:
             self._leave(error)
             raise
@@ -152,16 +165,23 @@ class World:
             raise cause.to_others() from error
 
 
-def _check(backend: Backend, device: torch.device) -> None:
+def _check(backend: Backend, kind: str, local_rank: int) -> None:
     if backend not in get_args(Backend):
         raise BiremeError(f"There is no backend {backend!r}. Use gloo, or nccl for CUDA devices.")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= there:
+    if kind not in KINDS or (backend == "nccl" and kind == "cpu"):
+        raise BiremeError(
+            f"A rank computes on {' or '.join(KINDS)}, with the backend nccl on {ACCELERATOR} alone, and not "
+            f"on {kind!r}."
+        )
+    there = num_accelerators()
+    if backend == "nccl" and local_rank >= there:
         raise BiremeError(
             f"With backend nccl each process of a machine needs a CUDA device of its own, but there are "
-            f"{there} for process {device.index} (they count from 0). Start fewer processes on it, or use "
+            f"{there} for process {local_rank} (they count from 0). Start fewer processes on it, or use "
             "backend gloo."
         )
+    if kind == ACCELERATOR and not there:
+        raise BiremeError(f"There is no CUDA device here for process {local_rank}. Use device cpu.")
 
 
 def _variable(name: str) -> str:

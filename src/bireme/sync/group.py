@@ -4,12 +4,30 @@ Collectives on one group are matched by the order of the calls, so every member 
 same order, and a group belongs to one thread of its process. Nothing here knows what the numbers mean.
 """
 
+from contextlib import suppress
+from datetime import timedelta
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CollectiveError", "DistGroup", "Group", "LonelyGroup", "Pending", "Sums"]
+__all__ = [
+    "AbortedError",
+    "CollectiveError",
+    "DistGroup",
+    "Group",
+    "LonelyGroup",
+    "OwnedGroup",
+    "Pending",
+    "Sums",
+]
+
+UNUSED_TAG = 2**31 - 1
+
+
+class AbortedError(Exception):
+    """This rank itself has given up what joins it with others."""
 
 
 class CollectiveError(Exception):
@@ -51,6 +69,16 @@ class Group(Sums, Protocol):
         """Return once every member has called this."""
 
 
+class OwnedGroup(Group, Protocol):
+    """A group in the hands of who had it made, and ends it."""
+
+    def abort(self) -> None:
+        """Give up: whoever waits here, in any thread, is told at once. The group is of no use any more."""
+
+    def close(self) -> None:
+        """Give back what the group holds. Nobody waits here any more."""
+
+
 class DistGroup:
     """A process group of torch.distributed, which nobody else may use: its collectives have no names.
 
@@ -58,9 +86,11 @@ class DistGroup:
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._group = process_group
+        self._held: dist.ProcessGroup | None = process_group
         self._rank = dist.get_rank(process_group)
         self._size = dist.get_world_size(process_group)
+        self._members = ", ".join(map(str, dist.get_process_group_ranks(process_group)))
+        self._is_aborted = False
 
     @property
     def rank(self) -> int:
@@ -95,9 +125,39 @@ class DistGroup:
         except RuntimeError as error:
             raise self._failed("barrier", error) from error
 
-    def _failed(self, what: str, error: RuntimeError) -> CollectiveError:
-        members = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
-        return CollectiveError(f"A {what} over the processes {members} failed: {error}")
+    def abort(self) -> None:
+        """Give up, from any thread."""
+        group = self._held
+        if self._is_aborted or group is None:
+            return
+        self._is_aborted = True
+        with suppress(RuntimeError):
+            group.abort()
+        if self._size > 1:
+            # Gloo leaves waits waiting then. But a timeout breaks all connections of its group, and a receive
+            # of what is never sent times out at once.
+            with suppress(RuntimeError):
+                never = torch.empty(1, dtype=torch.uint8)
+                work = group.recv([never], (self._rank + 1) % self._size, UNUSED_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Destroy the process group, unless torch.distributed has done that with all of them."""
+        group, self._held = self._held, None  # its threads and sockets live as long as anything knows it
+        if group is not None:
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._held is None:
+            raise RuntimeError(f"the group of the processes {self._members} has been closed")
+        return self._held
+
+    def _failed(self, what: str, error: RuntimeError) -> Exception:
+        if self._is_aborted:
+            return AbortedError(f"This rank has given up the group of the processes {self._members}.")
+        return CollectiveError(f"A {what} over the processes {self._members} failed: {error}")
 
 
 class _Sum:
@@ -131,6 +191,12 @@ class LonelyGroup:
 
     def barrier(self) -> None:
         """There is nobody to wait for."""
+
+    def abort(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class _Done:

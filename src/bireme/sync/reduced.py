@@ -1,14 +1,13 @@
 """What the ranks tell each other about a batch, and what comes of it."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.sync.norm import squared_norm
 
 __all__ = ["Reduced", "numbers_of", "reduced_of"]
 
@@ -18,31 +17,25 @@ STAMP_LIMIT = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What a batch came to. All but the gradients is of the whole model, and the same on every rank.
+    """What a batch came to, of the whole model, and the same on every rank.
 
     `votes` is the sum of the numbers that ranks gave along, for whoever wants them to agree on something.
     """
 
-    gradients: Mapping[str, Tensor | None]
     loss: float
     grad_norm: float
     is_finite: bool
     votes: float = 0.0
 
 
-def numbers_of(
-    counted: Iterable[Tensor | None], *, loss_sum: float | Tensor, stamp: int, votes: float = 0.0
-) -> Tensor:
+def numbers_of(*, loss_sum: float | Tensor, squared_norm: float, stamp: int, votes: float) -> Tensor:
     """One rank's part of what is summed over all: its loss, the square of its norm, its stamp, its votes."""
-    norm = sum(squared_norm(gradient) for gradient in counted if gradient is not None)
     stamp %= STAMP_LIMIT
-    numbers = [float(loss_sum), norm, float(stamp), float(stamp**2), votes]
+    numbers = [float(loss_sum), squared_norm, float(stamp), float(stamp**2), votes]
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def reduced_of(
-    total: Tensor, batch: Hashable, gradients: Mapping[str, Tensor | None], *, num_ranks: int
-) -> Reduced:
+def reduced_of(total: Tensor, batch: Hashable, *, num_ranks: int) -> Reduced:
     """The outcome of a batch from the sum of all ranks' numbers; raises where their stamps differ."""
     loss, norm, stamps, squares, votes = total.tolist()
     if int(stamps) ** 2 != num_ranks * int(squares):
@@ -53,4 +46,4 @@ def reduced_of(
             "part of its own, for the pipeline does that."
         )
     # One element that is not finite anywhere makes every sum that it enters so.
-    return Reduced(gradients, loss, math.sqrt(norm), math.isfinite(norm), votes)
+    return Reduced(loss, math.sqrt(norm), math.isfinite(norm), votes)

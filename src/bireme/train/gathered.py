@@ -47,7 +47,7 @@ def server_here(device: str, count: int) -> Server:
     elif device == "cpu":
         found = replace(server, devices=kept, bridges=(), meshes=(), cards=_card(server, count))
     else:
-        devices = tuple(device_here(torch.device("cuda", place)) for place in range(count))
+        devices = tuple(device_here(torch.device(device, place)) for place in range(count))
         found = replace(server, devices=devices, bridges=(), meshes=(), cards=_card(server, count))
     return found
 
@@ -111,7 +111,7 @@ def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
 
 def _has_nvml(device: str) -> bool:
     """Whether this machine's GPUs can be asked for their links."""
-    if device != "cuda":
+    if device == "cpu":
         return False
     try:
         discover(0)

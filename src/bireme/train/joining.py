@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_text import cluster_text
-from bireme.cluster.machine import host_name
+from bireme.cluster.machine import host_name, num_cores
+from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
@@ -64,6 +63,7 @@ class _Orders:
     passed_over: list[str]
     places: list[int]
     backend: Backend
+    device: str
     threads: int | None
     timeout_s: float
     words: dict[str, Any]
@@ -132,7 +132,7 @@ class _Joined:
 
     def _members(self) -> list[Member]:
         own = self._environment
-        has_cuda = own.local_rank < torch.cuda.device_count()
+        has_cuda = own.local_rank < num_accelerators()
         member = Member(own.rank, own.node or host_name(), host_name(), has_cuda)
         self._talk.say(f"member/{own.rank}", asdict(member))
         return [Member(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
@@ -233,8 +233,8 @@ class _Joined:
             self._wait_for(size, Board(store, size))
             return
         threads = orders.threads
-        if threads is None and orders.backend == "gloo":
-            threads = max(1, len(os.sched_getaffinity(0)) // num_local)
+        if threads is None and orders.device == "cpu":
+            threads = max(1, num_cores() // num_local)
         place = self.place = orders.places.index(rank)
         checkpoint = None if orders.checkpoint is None else Path(orders.checkpoint)
         with World(
@@ -244,6 +244,7 @@ class _Joined:
             local_rank=self._environment.local_rank,
             timeout_s=orders.timeout_s,
             backend=orders.backend,
+            device=orders.device,
         ) as world:
             passed_over = tuple(map(Path, orders.passed_over))
             start = Start(Path(orders.folder), checkpoint, threads, place == 0, orders.words, passed_over)
@@ -273,6 +274,7 @@ def _orders(led: Led) -> _Orders:
         passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
         places=led.places,
         backend="nccl" if led.prepared.machines.backend == "nccl" else "gloo",
+        device=led.prepared.machines.device,
         threads=led.threads,
         timeout_s=led.prepared.run.cluster.timeout_s,
         words=led.words,

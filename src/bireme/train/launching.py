@@ -69,6 +69,7 @@ def start(
             timeout_s=prepared.run.cluster.timeout_s,
             threads_per_process=prepared.machines.threads,
             backend="nccl" if prepared.machines.backend == "nccl" else "gloo",
+            device=prepared.machines.device,
         )
     return finish(prepared, folder, outcomes)
 

@@ -4,7 +4,6 @@ A run that torchrun has started again finds its folder by its name and goes on i
 was if the devices did, and is made anew if there are others.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,6 +13,8 @@ from typing import Any
 
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
+from bireme.cluster.machine import num_cores
+from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.report.progress import progress_bar
@@ -121,8 +122,9 @@ def _device(run: RunFile, nodes: Nodes) -> str:
     asked, members = run.cluster, [one for node in nodes.values() for one in node]
     lacking = next((one for one in members if not one.has_cuda), None)
     if lacking is None:
-        return "cpu" if asked.device == "cpu" or asked.backend == "gloo" else "cuda"
-    for key, value, needed in (("device", asked.device, "cuda"), ("backend", asked.backend, "nccl")):
+        on_cpu = asked.device == "cpu" or (asked.device == "auto" and asked.backend == "gloo")
+        return "cpu" if on_cpu else ACCELERATOR
+    for key, value, needed in (("device", asked.device, ACCELERATOR), ("backend", asked.backend, "nccl")):
         if value == needed:
             raise BiremeError(
                 f"cluster.{key} is {value}, but rank {lacking.rank} on {lacking.host} has no CUDA device of "
@@ -167,8 +169,8 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
         return run.model_copy(update={"cluster": settled})
     threads = asked.threads_per_worker
     if threads is None and device == "cpu":
-        threads = max(1, len(os.sched_getaffinity(0)) // len(next(iter(nodes.values()))))
-    backend = "nccl" if device == "cuda" else "gloo"
+        threads = max(1, num_cores() // len(next(iter(nodes.values()))))
+    backend = "gloo" if device == "cpu" else asked.backend.replace("auto", "nccl")
     changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
     plan = run.plan
     if asked.source is None and plan.file is None and plan.depth is None and plan.width is None:

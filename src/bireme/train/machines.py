@@ -1,14 +1,15 @@
 """The devices of a run: those of a cluster file, or this machine's, and the processes that stand for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster
-from bireme.cluster.discover import discover
+from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
+from bireme.train.gathered import server_here
 from bireme.train.run_file import RunFile
 
-__all__ = ["Machines", "machines_of"]
+__all__ = ["Machines", "machines_of", "shared"]
 
 CPU_WORKERS = 2
 """Processes on a machine without a GPU, unless somebody says: as few as a pipeline has."""
@@ -36,19 +37,22 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
     """What a run has to run on, where there are so many GPUs and cores."""
     asked = run.cluster
     wants = asked.workers or (num_cuda if num_cuda and asked.device != "cpu" else CPU_WORKERS)
-    if asked.device == "cuda" and num_cuda < wants:
+    # NCCL wants a device for each process; gloo does not care.
+    may_share = asked.device == ACCELERATOR and asked.backend == "gloo" and num_cuda > 0
+    if asked.device == ACCELERATOR and num_cuda < wants and not may_share:
         raise BiremeError(
             f"cluster.device is cuda, and there are {num_cuda} CUDA devices for {wants} processes. Set "
-            "cluster.workers to fewer, or cluster.device to cpu."
+            "cluster.workers to fewer, cluster.backend to gloo, with which processes share a device, or "
+            "cluster.device to cpu."
         )
-    device = "cuda" if asked.device != "cpu" and 0 < wants <= num_cuda else "cpu"
-    cluster = load_cluster(asked.source) if asked.source is not None else _here(device, wants)
+    device = ACCELERATOR if asked.device != "cpu" and (may_share or 0 < wants <= num_cuda) else "cpu"
+    cluster = load_cluster(asked.source) if asked.source is not None else _here(device, wants, num_cuda)
     if asked.workers is not None and cluster.num_devices != asked.workers:
         raise BiremeError(
             f"cluster.source is {asked.source}, which has {cluster.num_devices} devices, but cluster.workers "
             f"is {asked.workers}: every device is a process. Leave cluster.workers out."
         )
-    backend = asked.backend if asked.backend != "auto" else ("nccl" if device == "cuda" else "gloo")
+    backend = asked.backend if asked.backend != "auto" else ("gloo" if device == "cpu" else "nccl")
     if backend == "nccl" and device == "cpu":
         raise BiremeError(
             "cluster.backend is nccl, which joins CUDA devices alone, and the run is on CPUs. Set it to gloo."
@@ -59,16 +63,23 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
     return Machines(cluster, device, backend, threads)
 
 
-def _here(device: str, workers: int) -> Cluster:
+def _here(device: str, workers: int, num_cuda: int) -> Cluster:
     """This machine, with as many devices as processes."""
-    found = discover(0 if device == "cuda" else workers).cluster
-    if device == "cuda" and found.num_devices != workers:
-        raise BiremeError(
-            f"This machine has {found.num_devices} GPUs, and cluster.workers is {workers}. Leave it out to "
-            "use all of them, or hide the others with CUDA_VISIBLE_DEVICES."
-        )
-    if device == "cpu" and found.num_devices != workers:  # GPUs that are not to be used
-        (server,) = found.servers
-        kept = tuple(one for one in server.devices if one.kind == "cpu")
-        return Cluster((Server(server.name, kept, num_cores=server.num_cores),))
-    return found
+    if device == "cpu":
+        return Cluster((server_here(device, workers),))
+    server = server_here(device, min(workers, num_cuda))
+    return Cluster((server if workers <= num_cuda else shared(server, workers),))
+
+
+def shared(server: Server, workers: int) -> Server:
+    """A server whose devices are shared by more processes, as the devices that these find.
+
+    Processes take turns on a device, so each has its part of the memory and, while all work, of the speed.
+    """
+    num = len(server.devices)
+    sharers = [len(range(place, workers, num)) for place in range(num)]
+    parts = [
+        replace(device, memory_bytes=device.memory_bytes // each, speed=device.speed / each)
+        for device, each in zip(server.devices, sharers, strict=True)
+    ]
+    return Server(server.name, tuple(parts[place % num] for place in range(workers)))

@@ -13,6 +13,8 @@ from typing import Self
 
 import torch
 
+from bireme.devices import allocated_bytes, is_accelerator, peak_bytes, reset_peak
+
 __all__ = ["MemoryUsed", "resident_bytes"]
 
 STATUS = Path("/proc/self/status")
@@ -26,9 +28,9 @@ class MemoryUsed:
         self._before = 0
 
     def __enter__(self) -> Self:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = int(torch.cuda.memory_allocated(self._device))
+        if is_accelerator(self._device):
+            reset_peak(self._device)
+            self._before = allocated_bytes(self._device)
         return self
 
     def __exit__(
@@ -38,8 +40,8 @@ class MemoryUsed:
 
     def peak_bytes(self) -> int:
         """The most there has been so far."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device)) - self._before
+        if is_accelerator(self._device):
+            return peak_bytes(self._device) - self._before
         return resident_bytes()
 
 

@@ -1,6 +1,5 @@
 """What is done before any process starts: check, measure, plan, and write it into the folder of the run."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from bireme.cluster.cluster_file import save_cluster
 from bireme.cluster.machine import num_cores
+from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
@@ -64,7 +64,7 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`."""
     check_tensorboard(is_asked=run.log.tensorboard)
     progress(0.0, "loading the model")
-    machines = machines_of(run, num_cuda=torch.cuda.device_count(), num_cores=len(os.sched_getaffinity(0)))
+    machines = machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
     _check_devices(run, machines)
     sizes = _micro_batches(run)
     model = RunModel.of(run, max(sizes))
@@ -95,9 +95,7 @@ def prepared_again(
     before = load_run_file(folder.run_file)
     if run == before or _rests_on(run) == _rests_on(before):
         progress(0.0, "reading the run")
-        machines = machines_of(
-            run, num_cuda=torch.cuda.device_count(), num_cores=len(os.sched_getaffinity(0))
-        )
+        machines = machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
         measured = load_profile(folder.profile) if folder.profile.is_file() else None
         graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
         data = data_of(run, RunModel.of(run, 1), progress)

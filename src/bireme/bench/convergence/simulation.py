@@ -17,6 +17,7 @@ from bireme.errors import BiremeError
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.stepper import Stepper
+from bireme.runtime.trial import Trials
 
 __all__ = ["Pipelining", "Simulation", "stage_of_parameter"]
 
@@ -94,20 +95,21 @@ class Simulation:
         self.scale = 1.0
         first = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         bank_dtype = pipelining.bank_dtype or first.dtype
-        self.is_short = bank_dtype.itemsize < 4
         model.to(bank_dtype)
         self.layout = _Layout(model, pipelining.num_stages)
-        self.newest = self.layout.vector(first.float() if self.is_short else first)
+        self.newest = self.layout.vector(first.float() if bank_dtype.itemsize < 4 else first)
         self.older = self.newest.copied()
         self.oldest = self.newest.copied()
         self.used = self.layout.vector(first.to(bank_dtype, copy=True))
-        self.gradient = self.layout.vector(torch.zeros_like(self.used.whole))
+        self.gradient = self.layout.vector(torch.zeros_like(self.newest.whole))
         self.last_gradient = self.gradient.copied()
         self.seen = self.layout.vector(torch.zeros_like(self.newest.whole))
         self.last_step: Tensor | None = None
         self.stepper = Stepper(self.newest.parts, factory)
+        self.trials = Trials(self.stepper)
         for name, parameter in model.named_parameters():
             parameter.data = self.used.parts[name]
+            parameter.grad_dtype = self.newest.whole.dtype
 
     def train(self, input_ids: Tensor) -> float:
         """Run a batch and make the update that it gives; its loss, which is not finite if it diverged."""
@@ -175,8 +177,6 @@ class Simulation:
     def _groups(self) -> Sequence[int]:
         """Where groups of micro-batches begin and end that may run together."""
         count, num_stages = self.pipelining.num_microbatches, self.pipelining.num_stages
-        if self.is_short:  # sums in few bits depend on every one of them
-            return range(count + 1)
         bounds = {0, count}
         if self.rule.depends_on_stages:
             bounds |= {count - self.pipelining.unseen(stage) for stage in range(num_stages)}
@@ -199,12 +199,12 @@ class Simulation:
                 known.div_(1.0 - unseen)
             elif self.rule.rest is Rest.LAST:
                 known.add_(self.last_gradient.whole[part], alpha=unseen)
-        self.stepper.trial(
+        self.trials.make(
             self.newest.parts,
             self.used.parts,
             self.seen.parts,
             lr_factor=self.lr_factor(self.batch),
-            scale=self.scale,
+            factor=self.scale,
         )
 
     @torch.no_grad()
@@ -213,9 +213,8 @@ class Simulation:
         self.older.whole.copy_(self.newest.whole)
         if self.rule.rest is Rest.LAST:
             self.last_gradient.whole.copy_(self.gradient.whole)
-        self.stepper.step(
-            self.newest.parts, self.gradient.parts, lr_factor=self.lr_factor(self.batch), scale=self.scale
-        )
+        self.gradient.whole.mul_(self.scale)
+        self.stepper.step(self.newest.parts, self.gradient.parts, lr_factor=self.lr_factor(self.batch))
         if self.rule.feedback:
             self._feed_back()
 

@@ -331,7 +331,9 @@ class Machines(_Table):
         default="auto", description="Where to compute; auto is cuda where there is a GPU for every process"
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="What carries messages; auto is nccl between GPUs, else gloo"
+        default="auto",
+        description="What carries messages; auto is nccl between GPUs, else gloo, with which processes may "
+        "share a GPU",
     )
     threads_per_worker: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None,

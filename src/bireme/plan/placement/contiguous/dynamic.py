@@ -7,7 +7,6 @@ was the best.
 """
 
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
+from bireme.cluster.machine import num_cores
 from bireme.plan.placement.bounds import counted_bound
 from bireme.plan.placement.contiguous.ideals import Lattice
 from bireme.plan.placement.contiguous.limits import Limits, flush_by_limits
@@ -157,7 +157,7 @@ class _Table:
 
     def fill(self) -> Iterator[None]:
         """Go through the ideals by size; yields now and then."""
-        num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        num_threads = min(MOST_THREADS, num_cores())
         self._sweep(np.zeros(0, np.int64))  # compiled before threads want it
         with ThreadPoolExecutor(num_threads) as threads:
             for begin, end in zip(self.lattice.levels[1:-1], self.lattice.levels[2:], strict=True):

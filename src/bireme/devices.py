@@ -1,0 +1,193 @@
+"""Devices as torch knows them: which there are, their memory, streams and clocks, their draws, their backend.
+
+The one file that tells an accelerator from the CPU, and CUDA from other accelerators. It asks
+`torch.accelerator` where that has an answer, so what is left of CUDA is its word and its allocator's history.
+Who imports this file may run where there is no accelerator, or one that Bireme does not compute on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+
+__all__ = [
+    "ACCELERATOR",
+    "KINDS",
+    "Allocations",
+    "Backend",
+    "Properties",
+    "allocated_bytes",
+    "allocations",
+    "backend_config",
+    "backend_of",
+    "check_supported",
+    "default_generator",
+    "device_called",
+    "device_of_process",
+    "is_accelerator",
+    "mark",
+    "num_accelerators",
+    "peak_bytes",
+    "pinned",
+    "properties_of",
+    "reset_peak",
+    "synchronize",
+    "use",
+]
+
+ACCELERATOR = "cuda"
+"""The accelerators that Bireme computes on. ROCm's go by this name as well."""
+
+KINDS: tuple[str, ...] = ("cpu", ACCELERATOR)
+"""The types of devices that Bireme computes on."""
+
+Backend = Literal["gloo", "nccl"]
+"""What joins processes: gloo through the memory of hosts, nccl between accelerators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What an accelerator is called, and how much memory it has."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(slots=True)
+class Allocations:
+    """What an accelerator's allocator counted: the most in use, the most it held, how often it was asked."""
+
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    num_allocations: int = 0
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on a device goes on after the call that asked for it, in memory the host cannot read."""
+    return device.type not in ("cpu", "meta")
+
+
+def num_accelerators() -> int:
+    """How many accelerators there are here that Bireme computes on."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.device_count() if found is not None and found.type == ACCELERATOR else 0
+
+
+def device_called(name: str | torch.device) -> torch.device:
+    """The device that torch calls so here, with its number if devices of its type have one."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise BiremeError(
+            f"There is no device {str(name)!r} here. Write cpu, {ACCELERATOR}, {ACCELERATOR}:1 or meta."
+        ) from error
+
+
+def check_supported(device: torch.device) -> None:
+    """Refuse a device that Bireme does not compute on."""
+    if device.type not in KINDS:
+        raise BiremeError(
+            f"Bireme computes on {' and '.join(KINDS)}, and not on {device}. Use device = cpu, or write the "
+            "description of a device where a plan is all you need."
+        )
+
+
+def device_of_process(kind: str, local_rank: int) -> torch.device:
+    """The device of the process of that number on its machine; processes share accelerators in turns."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, local_rank % max(1, num_accelerators()))
+
+
+def backend_of(device: torch.device) -> Backend:
+    """What joins processes that each have a device of this type to themselves."""
+    return "nccl" if is_accelerator(device) else "gloo"
+
+
+def backend_config(backend: Backend) -> str:
+    """What `init_process_group` calls a backend. Tensors on the CPU go over gloo with either."""
+    return f"cpu:gloo,{ACCELERATOR}:nccl" if backend == "nccl" else "gloo"
+
+
+def use(device: torch.device) -> None:
+    """Let the calling thread's work go to a device where none is named."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all it was asked for; at once where calls return with their result."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def properties_of(device: torch.device) -> Properties:
+    """The name and the memory of an accelerator."""
+    found: Any = torch.get_device_module(device).get_device_properties(device)
+    return Properties(str(found.name), int(found.total_memory))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operators on a device draw from unless told otherwise."""
+    if not is_accelerator(device):
+        return torch.default_generator
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    generator: torch.Generator = torch.get_device_module(device).default_generators[index]
+    return generator
+
+
+def pinned(num_bytes: int) -> Tensor:
+    """Host memory that an accelerator reads and writes by itself, while the host goes on."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def mark(device: torch.device) -> torch.Event:
+    """A point in the current stream of an accelerator. `one.elapsed_time(other)` is milliseconds once both
+    are reached.
+    """
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What this process's tensors take on an accelerator."""
+    return int(torch.accelerator.memory_allocated(device))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most they took since `reset_peak`."""
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to look for the peak anew."""
+    torch.empty(0, device=device)  # there is no allocator to ask before the first tensor
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def allocations(device: torch.device) -> Iterator[Allocations | None]:
+    """What a device's allocator does inside, once the block has ended; None where nobody counts it.
+
+    Torch offers the history of its allocator under private names, and for CUDA alone.
+    """
+    if device.type != "cuda":
+        yield None
+        return
+    found = Allocations()
+    reset_peak(device)
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        yield found
+        history = torch.cuda.memory._snapshot(device)["device_traces"]
+        found.num_allocations = sum(entry["action"] == "alloc" for entries in history for entry in entries)
+        found.peak_bytes = peak_bytes(device)
+        found.reserved_bytes = int(torch.accelerator.max_memory_reserved(device))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

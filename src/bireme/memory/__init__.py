@@ -1,0 +1,1 @@
+"""Where bytes lie: flat memory with places for named tensors."""

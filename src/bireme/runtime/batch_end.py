@@ -1,0 +1,123 @@
+"""A batch on one rank, from its first forward to its last update: all that is known of it so far."""
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.gradients import GradientPool, GradientSums
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.reduced import Reduced
+from bireme.sync.reducer import Reduction
+
+__all__ = ["BatchEnd", "Batches", "StagePart"]
+
+
+@dataclass(slots=True)
+class StagePart:
+    """What one stage has of a batch.
+
+    `own` are the gradients of this replica, and `whole` the sums that the update is made from, which are
+    others only where both are needed. `seen` is the share of the batch, by weight, whose gradients are there.
+    `loss` is this replica's part of the batch's loss, if it is made here.
+    """
+
+    pool: GradientPool
+    own: GradientSums | None = None
+    whole: GradientSums | None = None
+    seen: float = 0.0
+    loss: float | Tensor = 0.0
+
+    def sums(self) -> GradientSums:
+        """The gradients of this replica; they take memory from the first call on."""
+        if self.own is None:
+            self.own = self.whole = self.pool.open()
+        return self.own
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """What the update is made from."""
+        assert self.whole is not None, "it was gathered before"
+        return self.whole.items()
+
+    def release(self) -> None:
+        """The gradients have been applied."""
+        for sums in {id(one): one for one in (self.own, self.whole) if one is not None}.values():
+            self.pool.release(sums)
+        self.own = self.whole = None
+
+
+@dataclass(slots=True)
+class BatchEnd:
+    """A batch under way, with a part for each stage of the rank."""
+
+    parts: dict[int, StagePart] = field(default_factory=dict)
+    num_ended: int = 0
+    num_updated: int = 0
+    gradients: BatchGradients | None = None
+    reduction: Reduction | None = None
+    reduced: Reduced | None = None
+
+    def loss(self) -> float | Tensor:
+        """This rank's part of the loss."""
+        return sum((part.loss for part in self.parts.values()), 0.0)
+
+    @torch.no_grad()
+    def gather(self, *, summed_apart: Set[str], sums_gradients: bool, keep: bool) -> BatchGradients:
+        """The gradients of all stages, to be summed up; those in `summed_apart` not with the arenas.
+
+        A parameter that several of the rank's stages share is there once, with the sum of their gradients.
+        With `keep` the gradients of this replica stay as they are where sums would change them.
+        """
+        parts = [self.parts[stage] for stage in sorted(self.parts)]
+        names = [name for part in parts for name in part.sums().views]
+        if keep and (sums_gradients or len({*names}) < len(names)):
+            for part in parts:
+                part.whole = part.pool.open_copy(part.sums())
+        views: dict[str, Tensor] = {}
+        held: set[str] = set()
+        flats: list[Tensor] = []
+        for part in parts:
+            assert part.whole is not None, "sums() has opened it"
+            flats += [arena.flat for arena in part.whole.arenas if summed_apart.isdisjoint(arena.views)]
+            for name, view in part.whole.views.items():
+                known = views.setdefault(name, view)
+                if known is not view and name in part.whole.held:
+                    known.add_(view) if name in held else known.copy_(view)
+            held |= part.whole.held
+        self.gradients = BatchGradients(views, held, flats)
+        return self.gradients
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Give every stage the whole gradients, once they have been summed up."""
+        assert self.gradients is not None, "they were gathered before"
+        views, held = self.gradients.views, self.gradients.held
+        for part in self.parts.values():
+            assert part.whole is not None, "they were gathered from here"
+            part.whole.held = held & part.whole.views.keys()
+            for name in part.whole.held:
+                if part.whole.views[name] is not views[name]:
+                    part.whole.views[name].copy_(views[name])
+
+
+class Batches:
+    """The batches under way on one rank, by their numbers."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, BatchEnd] = {}
+
+    def __getitem__(self, batch: int) -> BatchEnd:
+        """A batch; it begins when it is first asked for."""
+        return self._ends.setdefault(batch, BatchEnd())
+
+    def part(self, batch: int, stage: int, pool: GradientPool) -> StagePart:
+        """A stage's part of a batch; it begins when it is first asked for."""
+        parts = self[batch].parts
+        if stage not in parts:
+            parts[stage] = StagePart(pool)
+        return parts[stage]
+
+    def forget(self, batch: int) -> None:
+        """A batch is done with."""
+        del self._ends[batch]

@@ -1,0 +1,136 @@
+"""The gradients of a stage's batches under way, each batch's in arenas of its own.
+
+Two batches may run on the same leaves at once (under 2BW the first two both run on the first version), so a
+leaf's own `.grad` belongs to no batch. Here it is lent, for one backward at a time, the sum of the batch that
+the backward is for, and autograd adds in place. Sums have at least 32 bits, whatever the leaves have.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bireme.memory.arena import Arena
+from bireme.runtime.shelf import Shelf
+
+__all__ = ["GradientPool", "GradientSums"]
+
+
+class GradientSums:
+    """The sums of one batch. `held` are the parameters that have had a gradient.
+
+    A parameter without one has no sum, not zero: an optimiser leaves it alone then, and does not even decay
+    it.
+    """
+
+    __slots__ = ("arenas", "held", "views")
+
+    def __init__(self, arenas: Sequence[Arena], names: Sequence[str]) -> None:
+        self.arenas = tuple(arenas)
+        views = {name: view for arena in arenas for name, view in arena.views.items()}
+        self.views: Mapping[str, Tensor] = {name: views[name] for name in names}
+        self.held: set[str] = set()
+
+    def into(self, leaves: Mapping[str, Tensor]) -> "_Lending":
+        """Within this context `torch.autograd.backward` adds the leaves' gradients to the sums."""
+        return _Lending(self, leaves)
+
+    @torch.no_grad()
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient that was computed apart, as by the weight half of a split backward."""
+        if name in self.held:
+            self.views[name].add_(gradient)
+        else:
+            self.views[name].copy_(gradient)
+            self.held.add(name)
+
+    def items(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Each parameter with its sum, if it has one."""
+        return ((name, view if name in self.held else None) for name, view in self.views.items())
+
+
+class GradientPool:
+    """Arenas for as many batches as are under way at once; those of a batch that is done are used again.
+
+    `names` are the parameters in the order in which sums are gone through.
+    """
+
+    def __init__(self, shelves: Sequence[Shelf], names: Sequence[str], device: torch.device) -> None:
+        self._shelves = tuple(shelves)
+        self._names = tuple(names)
+        self._device = device
+        self._free: list[GradientSums] = []
+        self._num_sets = 0
+
+    def open(self) -> GradientSums:
+        """Sums for a batch that begins."""
+        if self._free:
+            return self._free.pop()
+        self._num_sets += 1
+        arenas = [Arena(shelf.slots, shelf.dtype, self._device) for shelf in self._shelves]
+        return GradientSums(arenas, self._names)
+
+    @torch.no_grad()
+    def open_copy(self, sums: GradientSums) -> GradientSums:
+        """A copy of sums, in arenas of its own."""
+        copy = self.open()
+        for target, source in zip(copy.arenas, sums.arenas, strict=True):
+            target.flat.copy_(source.flat)
+        copy.held |= sums.held
+        return copy
+
+    def release(self, sums: GradientSums) -> None:
+        """Take back sums that have been applied."""
+        sums.held.clear()
+        self._free.append(sums)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all arenas there are."""
+        return self._num_sets * sum(shelf.num_bytes for shelf in self._shelves)
+
+
+class _Lending:
+    """Lends sums to leaves and takes them back; a generator would cost several times as much.
+
+    What a leaf without a sum is given, autograd makes anew. It is moved into the arena as soon as it is
+    there, so no more than one gradient lies outside at a time.
+    """
+
+    __slots__ = ("_hooks", "_leaves", "_sums")
+
+    def __init__(self, sums: GradientSums, leaves: Mapping[str, Tensor]) -> None:
+        self._sums = sums
+        self._leaves = leaves
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        leaves, held = self._leaves, self._sums.held
+        for name, view in self._sums.views.items():
+            if name in held:
+                leaves[name].grad = view
+            else:
+                move = partial(_move_in, self._sums, name)
+                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for name in self._sums.views:
+            self._leaves[name].grad = None
+
+
+def _move_in(sums: GradientSums, name: str, leaf: Tensor) -> None:
+    """Move a leaf's first gradient of a batch into its place."""
+    assert leaf.grad is not None, "the hook is called when a gradient has come"
+    view = sums.views[name]
+    leaf.grad = view.copy_(leaf.grad)
+    sums.held.add(name)

@@ -1,0 +1,45 @@
+"""A shelf: parameters of one stage that lie one after the other in every arena, because they are alike.
+
+They have one optimiser, one dtype to be stepped in and one to compute with.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.memory.slots import Slots
+
+__all__ = ["Shelf", "shelves_of"]
+
+ALIGNED_ELEMENTS = 16
+"""Parameters of other lengths lie last, so that kernels find the beginnings of all others aligned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shelf:
+    """The layout of some parameters; `dtype` is what they are stepped and their gradients summed in."""
+
+    slots: Slots
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of one arena in the dtype of the steps."""
+        return self.slots.num_elements * self.dtype.itemsize
+
+
+def shelves_of(parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]) -> tuple[Shelf, ...]:
+    """Lay out parameters: those whose entries in `alike` are equal share a shelf."""
+    groups: dict[tuple[Hashable, torch.dtype], list[str]] = {}
+    for name, tensor in parameters.items():
+        groups.setdefault((alike[name], tensor.dtype), []).append(name)
+    return tuple(
+        Shelf(Slots({name: parameters[name].shape for name in _ordered(names, parameters)}), dtype)
+        for (_, dtype), names in groups.items()
+    )
+
+
+def _ordered(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
+    return sorted(names, key=lambda name: parameters[name].numel() % ALIGNED_ELEMENTS != 0)

@@ -1,0 +1,87 @@
+"""What is known of devices where there is no accelerator, and how processes share one."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bireme import devices
+from bireme.cluster.cluster import Server
+from bireme.cluster.device import KNOWN
+from bireme.devices import device_called, device_of_process, num_accelerators
+from bireme.errors import BiremeError
+from bireme.runtime.world import World
+from bireme.train import machines
+from bireme.train.machines import machines_of
+from bireme.train.run_file import RunFile, load_run_file
+
+T4 = KNOWN["t4"]
+
+
+def asked(**cluster: object) -> RunFile:
+    return load_run_file(None, [f"cluster.{key}={value}" for key, value in cluster.items()])
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "server_here", lambda _device, count: Server("box", (T4,) * count))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_over_gloo_processes_share_a_device_in_parts() -> None:
+    found = machines_of(asked(device="cuda", backend="gloo", workers=3), num_cuda=2, num_cores=8)
+    half, whole = replace(T4, memory_bytes=T4.memory_bytes // 2, speed=0.5), T4
+    assert found.cluster.servers[0].devices == (half, whole, half)
+    assert (found.device, found.backend) == ("cuda", "gloo")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_nccl_and_auto_give_each_process_a_device_of_its_own() -> None:
+    found = machines_of(asked(), num_cuda=2, num_cores=8)
+    assert (found.cluster.num_devices, found.device, found.backend) == (2, "cuda", "nccl")
+    with pytest.raises(BiremeError, match="to gloo, with which processes share a device"):
+        machines_of(asked(device="cuda", workers=3), num_cuda=2, num_cores=8)
+
+
+def test_the_processes_of_a_machine_take_its_devices_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "num_accelerators", lambda: 2)
+    found = [str(device_of_process("cuda", local_rank)) for local_rank in range(3)]
+    assert found == ["cuda:0", "cuda:1", "cuda:0"]
+    assert device_of_process("cpu", 3) == torch.device("cpu")
+
+
+@pytest.mark.skipif(num_accelerators() > 0, reason="there is a device to share")
+def test_a_world_on_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BiremeError, match="no CUDA device here for process 0"), World.alone(device="cuda"):
+        pass
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "mps"), ("nccl", "cpu")])
+def test_a_world_says_which_devices_there_are(backend: devices.Backend, device: str) -> None:
+    world = World.alone(backend=backend, device=device)
+    with pytest.raises(BiremeError, match=f"A rank computes on cpu or cuda, .* not on '{device}'"), world:
+        pass
+
+
+def test_a_device_that_torch_does_not_know_is_refused() -> None:
+    with pytest.raises(BiremeError, match="There is no device 'tpu' here"):
+        device_called("tpu")
+    assert device_called(torch.device("cpu")) == torch.device("cpu")
+
+
+OTHER = """
+import torch
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
+torch.accelerator.device_count = lambda: 1
+import bireme.devices, bireme.runtime.pipeline, bireme.train.joining, bireme.cli.main
+assert bireme.devices.num_accelerators() == 0
+bireme.devices.synchronize(torch.device("cpu"))
+assert bireme.devices.default_generator(torch.device("cpu")) is torch.default_generator
+"""
+
+
+def test_an_accelerator_of_another_kind_is_left_alone() -> None:
+    """On a Mac torch's accelerator is mps: nothing may ask it for anything when Bireme is imported."""
+    subprocess.run([sys.executable, "-c", OTHER], check=True, timeout=100)
