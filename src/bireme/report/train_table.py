@@ -133,7 +133,7 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     speed = _speed(document)
     if speed is not None and predicted is not None:
         table.add_row(
-            "a step, at the machine's speed",
+            "a step at that speed",
             _seconds(predicted / speed),
             _seconds(measured),
             _error(predicted / speed, measured),

@@ -29,7 +29,7 @@ from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 
-__all__ = ["Companions"]
+__all__ = ["Companions", "mean_of"]
 
 Figures = TypeVar("Figures")
 
@@ -69,7 +69,7 @@ class Companions:
                 timeout_s=self._run.cluster.timeout_s,
                 threads_per_process=self._num_threads,
             )
-        return _mean_of([one for one in found if one is not None])
+        return mean_of([one for one in found if one is not None])
 
 
 def _measure(world: World, run: RunFile, job: Job, at_once: int, path: Path) -> Measured | None:
@@ -97,7 +97,7 @@ def _measure(world: World, run: RunFile, job: Job, at_once: int, path: Path) -> 
     return Measured(seconds, ends, found)
 
 
-def _mean_of(found: Sequence[Measured]) -> Measured:
+def mean_of(found: Sequence[Measured]) -> Measured:
     """What all measured at once, in the mean over them."""
     first = found[0]
     engines = [one.engine for one in found if one.engine is not None]

@@ -20,6 +20,10 @@ from bireme.schedule.rule import Rule
 __all__ = ["Ground", "check_numbers"]
 
 
+LEAST_BYTES = 1.0
+"""What a device has for tensors that a process alone fills."""
+
+
 class Ground:
     """A profile, a cluster and wishes that have been checked against each other."""
 
@@ -36,7 +40,7 @@ class Ground:
         )
         """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
         self.limits = tuple(
-            max(device.device.memory_bytes * wishes.memory_fraction - process, 0.0)
+            max(device.device.memory_bytes * wishes.memory_fraction - process, LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
         )
         self.threads = tuple(
