@@ -86,6 +86,8 @@ def profiles(draw: st.DrawFn) -> Profile:
                 optimizer_bytes=2000,
                 buffer_bytes=100,
                 update_s=0.0,
+                trial_s=0.0,
+                reduce_s=0.0,
                 tied=tuple(tied),
                 costs=(cost,),
             )

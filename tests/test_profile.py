@@ -16,7 +16,7 @@ from bireme.model.convert import dtype_name
 from bireme.model.graph import State
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
-from bireme.profile import profiler
+from bireme.profile import measuring, profiler
 from bireme.profile.optimizers import OPTIMIZERS, optimizer_bytes
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profiler import profile
@@ -29,8 +29,8 @@ from tests.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     found = Bench()
-    monkeypatch.setattr(profiler, "time_benches", found)
-    monkeypatch.setattr(profiler, "time_update", lambda *_: 0.5)
+    monkeypatch.setattr(measuring, "time_benches", found)
+    monkeypatch.setattr(measuring, "time_update", lambda *_: 0.5)
     return found
 
 
@@ -81,7 +81,7 @@ def without_seconds(unit: UnitProfile) -> UnitProfile:
         replace(cost, forward_s=0.0, backward_s=0.0, recompute_backward_s=0.0, spread=0.0)
         for cost in unit.costs
     )
-    return replace(unit, update_s=0.0, costs=tuple(costs))
+    return replace(unit, update_s=0.0, trial_s=0.0, reduce_s=0.0, costs=tuple(costs))
 
 
 def test_an_estimate_needs_no_memory() -> None:

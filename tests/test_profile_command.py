@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bireme.cluster.device import KNOWN
-from bireme.profile import profiler
+from bireme.profile import measuring
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile
 from bireme.profile.stages import stage_cost
@@ -191,7 +191,7 @@ def test_wrong_words_get_one_sentence_and_status_2(
     sentence: str,
 ) -> None:
     """Nothing is measured before they are found."""
-    monkeypatch.setattr(profiler, "time_benches", None)
+    monkeypatch.setattr(measuring, "time_benches", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     misspelt = {"byte_per_s" if key == "bytes_per_s" else key: value for key, value in DEVICE.items()}
@@ -244,7 +244,7 @@ def blocks(language: str = "") -> list[str]:
 def test_what_the_document_tells_to_type_works(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """In it nothing is measured here, and the table looks as printed there but for the seconds."""
     seconds = Seconds(1.0, 2.0, 3.0, None, None, 0.1)
-    monkeypatch.setattr(profiler, "time_benches", lambda benches, *_, **__: [seconds] * len(benches))
+    monkeypatch.setattr(measuring, "time_benches", lambda benches, *_, **__: [seconds] * len(benches))
     monkeypatch.setenv("COLUMNS", "80")
     commands = [block.strip() for block in blocks() if block.startswith("bireme profile")]
     results = [bireme(capsys, *shlex.split(command)[1:]) for command in commands]

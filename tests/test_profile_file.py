@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.cluster.device import Device
+from bireme.cluster.engine_cost import EngineCost
 from bireme.errors import BiremeError
-from bireme.profile import profiler
+from bireme.profile import measuring, profiler
 from bireme.profile.cache import cache_folder
 from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile, save_profile
@@ -23,8 +24,8 @@ from tests.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     found = Bench()
-    monkeypatch.setattr(profiler, "time_benches", found)
-    monkeypatch.setattr(profiler, "time_update", lambda *_: 0.5)
+    monkeypatch.setattr(measuring, "time_benches", found)
+    monkeypatch.setattr(measuring, "time_update", lambda *_: 0.5)
     return found
 
 
@@ -32,6 +33,15 @@ names = st.text(max_size=8)
 counts = st.integers(0, 2**63)
 seconds = st.floats(0, 1e9, allow_nan=False)
 kept = st.builds(Kept, st.lists(names, min_size=1, max_size=3).map(tuple), counts, st.booleans())
+
+
+engines = st.builds(
+    EngineCost,
+    **{
+        one.name: counts if one.name in ("process_bytes", "num_processes") else seconds
+        for one in fields(EngineCost)
+    },
+)
 
 
 @st.composite
@@ -74,6 +84,8 @@ def profiles(draw: st.DrawFn) -> Profile:
             optimizer_bytes=counts,
             buffer_bytes=counts,
             update_s=seconds,
+            trial_s=seconds,
+            reduce_s=seconds,
             tied=held,
             costs=costs,
         )
@@ -84,6 +96,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         num_operators=counts,
         parameter_bytes=counts,
         units=st.just(tuple(units)),
+        engine=st.none() | engines,
     )
     return draw(whole)
 

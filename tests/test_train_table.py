@@ -10,12 +10,8 @@ from rich.console import Console
 from bireme.report.train_table import print_summary
 from bireme.report.units import counted
 
-STAGE = {
-    "predicted_peak_bytes": None,
-    "measured_peak_bytes": 4096,
-    "predicted_busy_share": None,
-    "busy_share": 0.5,
-}
+STAGE = {"rank": 0, "predicted_busy_share": None, "busy_share": 0.5}
+RANK = {"rank": 0, "predicted_peak_bytes": None, "measured_peak_bytes": 4096}
 
 
 def shown(run: Path, *, is_stopped: bool = False, **values: Any) -> str:
@@ -27,7 +23,9 @@ def shown(run: Path, *, is_stopped: bool = False, **values: Any) -> str:
         "measured_batch_s": 0.5,
         "predicted_bubble": None,
         "bubble": None,
-        "stages": [STAGE],
+        "stages": [STAGE, STAGE],
+        "ranks": [RANK],
+        "control": None,
         "train_loss": 2.0,
         "eval_loss": None,
         "tokens_per_s": None,
@@ -72,3 +70,14 @@ def test_the_last_warnings_are_said_again(run: Path) -> None:
 def test_one_is_not_many() -> None:
     assert [counted(number, "stage") for number in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
     assert counted(3, "micro-batch", "micro-batches") == "3 micro-batches"
+
+
+def test_a_machine_that_was_slower_than_when_it_profiled_is_named(run: Path) -> None:
+    """A step was 15 to 35 % over its prediction, and nobody could tell the machine's part from ours."""
+    slow = {"profiled_s": 0.8, "measured_s": 1.0, "speed": 0.8}
+    text = shown(run, predicted_batch_s=0.4, control=slow)
+    assert "The machine ran at 0.80 of its speed when profiled." in text.splitlines()
+    assert "a step at that speed" in text
+    same = shown(run, predicted_batch_s=0.4, control={"profiled_s": 1.0, "measured_s": 1.01, "speed": 0.99})
+    assert "The machine ran" not in same
+    assert same.count("rank 0, memory") == 1

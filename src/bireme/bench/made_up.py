@@ -49,6 +49,8 @@ def unequal_units(num_units: int = 40, unit_s: float = 0.004, seed: int = 0) -> 
                 optimizer_bytes=16_000_000,
                 buffer_bytes=0,
                 update_s=0.0005,
+                trial_s=0.0005,
+                reduce_s=0.0,
                 tied=(),
                 costs=costs,
             )
@@ -98,6 +100,8 @@ def profile_of(
             optimizer_bytes=2 * parameters[place],
             buffer_bytes=0,
             update_s=update[place],
+            trial_s=update[place],
+            reduce_s=0.0,
             tied=(),
             costs=tuple(
                 UnitCost(

@@ -122,6 +122,8 @@ def _unit(
         optimizer_bytes=10 * parameters,
         buffer_bytes=0,
         update_s=20 * parameters / 0.7e12,
+        trial_s=20 * parameters / 0.7e12,
+        reduce_s=0.0,
         tied=(),
         costs=tuple(costs),
     )

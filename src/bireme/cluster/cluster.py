@@ -35,13 +35,17 @@ def device_names(devices: Sequence[Device]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A machine with devices: each on at most one bridge and one card, each two in at most one mesh."""
+    """A machine with devices: each on at most one bridge and one card, each two in at most one mesh.
+
+    `num_cores` are the cores that its processor devices share; with 0 each has those that it says.
+    """
 
     name: str
     devices: tuple[Device, ...]
     bridges: tuple[Bridge, ...] = ()
     meshes: tuple[Mesh, ...] = ()
     cards: tuple[Card, ...] = ()
+    num_cores: int = 0
 
     def __post_init__(self) -> None:
         check_name(self.name, "server")

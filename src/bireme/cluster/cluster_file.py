@@ -105,6 +105,9 @@ class ServerTable(_Table):
 
     name: str | None = Field(None, description="what it is called; a number follows where count is over 1")
     count: Count = Field(1, description="how many such servers")
+    num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
+        None, description="the cores that its processor devices share, where they are fewer than theirs"
+    )
     device: Annotated[list[DeviceTable], _list_of_tables("server.device")] = Field(description="its devices")
     bridge: Annotated[list[BridgeTable], _list_of_tables("server.bridge")] = Field(
         default_factory=list, description="its PCIe host bridges"
@@ -212,7 +215,7 @@ def _server(table: ServerTable, name: str) -> Server:
         with _at(f"card[{index}]"):
             title = f"card{index}" if card.name is None else card.name
             cards.append(Card(title, _places(card, names), _link(card)))
-    return Server(name, tuple(devices), tuple(bridges), tuple(meshes), tuple(cards))
+    return Server(name, tuple(devices), tuple(bridges), tuple(meshes), tuple(cards), table.num_cores or 0)
 
 
 def _device(table: DeviceTable) -> Device:

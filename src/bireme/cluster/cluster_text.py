@@ -54,7 +54,7 @@ def plain_cluster(cluster: Cluster) -> dict[str, Any]:
 
 
 def _parts(server: Server) -> tuple[object, ...]:
-    return (server.devices, server.bridges, server.meshes, server.cards)
+    return (server.devices, server.bridges, server.meshes, server.cards, server.num_cores)
 
 
 def _counted(names: Sequence[str], begin: int) -> "tuple[int, str | None]":
@@ -74,7 +74,8 @@ def _counted(names: Sequence[str], begin: int) -> "tuple[int, str | None]":
 
 def _plain_parts(server: Server) -> dict[str, Any]:
     devices = [(device, len(list(equal))) for device, equal in groupby(server.devices)]
-    plain: dict[str, Any] = {"device": [_plain_device(device, count) for device, count in devices]}
+    plain: dict[str, Any] = {"num_cores": server.num_cores} if server.num_cores else {}
+    plain["device"] = [_plain_device(device, count) for device, count in devices]
     kinds: dict[str, Sequence[Bridge | Mesh | Card]] = {
         "bridge": server.bridges,
         "mesh": server.meshes,

@@ -52,7 +52,8 @@ def discover(cpus: int | None = None) -> Discovery:
         notes.append(
             "How fast the processor's devices reach each other is not known: as if nothing limited it."
         )
-    server = Server(host_name(), devices, cuda.bridges, cuda.meshes, tuple(own))
+    shared = num_cores() if parts > num_cores() else 0
+    server = Server(host_name(), devices, cuda.bridges, cuda.meshes, tuple(own), shared)
     if cuda.bridges or own:
         notes.append("Bandwidths are what the hardware says it has, and latencies are not known.")
     return Discovery(Cluster((server,)), tuple(notes))

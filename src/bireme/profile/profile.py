@@ -6,6 +6,7 @@ differs between them, the names of the tensors they keep, stands with each.
 
 from dataclasses import dataclass
 
+from bireme.cluster.engine_cost import EngineCost
 from bireme.errors import BiremeError
 
 __all__ = ["Held", "Kept", "Profile", "UnitCost", "UnitProfile"]
@@ -67,7 +68,9 @@ class UnitProfile:
 
     `receives` and `sends` name the tensors that cross its borders, `inputs` those of the model's inputs that
     it reads. `optimizer_bytes` are those of the optimiser's state, and of its own copy of the weights where
-    it keeps one; `update_s` is one step of it. `tied` are the parameters and buffers that others use too.
+    it keeps one. At a batch's end `reduce_s` goes over its gradients, `update_s` is one step of the optimiser
+    and `trial_s` one that leaves the newest weights. `tied` are the parameters and buffers that others use
+    too.
     """
 
     name: str
@@ -83,6 +86,8 @@ class UnitProfile:
     update_s: float
     tied: tuple[Held, ...]
     costs: tuple[UnitCost, ...]
+    trial_s: float
+    reduce_s: float
 
     def at(self, micro_batch: int) -> UnitCost:
         """The costs at a micro-batch size."""
@@ -101,7 +106,8 @@ class Profile:
     """The costs of a graph's units on a device.
 
     `is_measured` tells whether the seconds were measured there, or estimated from its description. `versions`
-    says of which software, `num_threads` with how many threads where that matters.
+    says of which software, `num_threads` with how many threads where that matters. `engine` is what the
+    engine takes besides, where it was measured too.
     """
 
     model: str
@@ -115,6 +121,7 @@ class Profile:
     num_operators: int
     parameter_bytes: int
     units: tuple[UnitProfile, ...]
+    engine: EngineCost | None = None
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

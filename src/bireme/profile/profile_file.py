@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bireme.cluster.engine_cost import EngineCost
 from bireme.documents import read_json
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
@@ -96,6 +97,24 @@ class _UnitDocument(_Document):
     update_s: Seconds
     tied: list[_HeldDocument]
     costs: Annotated[list[_CostDocument], Field(min_length=1)]
+    trial_s: Seconds | None = None
+    reduce_s: Seconds = 0.0
+
+
+class _EngineDocument(_Document):
+    instruction_s: Seconds
+    send_s: Seconds
+    send_s_per_byte: Seconds
+    receive_s: Seconds
+    take_s: Seconds
+    take_s_per_byte: Seconds
+    late_s: Seconds
+    late_s_per_byte: Seconds
+    batch_s: Seconds
+    agree_s: Seconds
+    process_bytes: Bytes
+    control_s: Seconds
+    num_processes: Annotated[int, Field(ge=0)]
 
 
 class _ProfileDocument(_Document):
@@ -111,20 +130,24 @@ class _ProfileDocument(_Document):
     num_operators: Annotated[int, Field(ge=0)]
     parameter_bytes: Bytes
     units: Annotated[list[_UnitDocument], Field(min_length=1)]
+    engine: _EngineDocument | None = None
 
     def profile(self) -> Profile:
-        plain = self.model_dump(exclude={"format", "units"})
-        return Profile(**plain, units=tuple(_unit(unit) for unit in self.units))
+        plain = self.model_dump(exclude={"format", "units", "engine"})
+        engine = None if self.engine is None else EngineCost(**self.engine.model_dump())
+        return Profile(**plain, units=tuple(_unit(unit) for unit in self.units), engine=engine)
 
 
 def _unit(document: _UnitDocument) -> UnitProfile:
     return UnitProfile(
-        **document.model_dump(exclude={"receives", "sends", "inputs", "tied", "costs"}),
+        **document.model_dump(exclude={"receives", "sends", "inputs", "tied", "costs", "trial_s"}),
         receives=tuple(document.receives),
         sends=tuple(document.sends),
         inputs=tuple(document.inputs),
         tied=tuple(Held(**held.model_dump()) for held in document.tied),
         costs=tuple(_cost(cost) for cost in document.costs),
+        # Older files know one kind of step.
+        trial_s=document.update_s if document.trial_s is None else document.trial_s,
     )
 
 

@@ -4,38 +4,33 @@ Bytes are counted on tensors without memory, so they are exact everywhere. Secon
 units of the same work once; for a device that is only described they are estimated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bireme.cluster.device import Device
+from bireme.cluster.engine_cost import EngineCost
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
-from bireme.model.stage import Resolve, stage_function, torch_operator
+from bireme.model.stage import Resolve, torch_operator
 from bireme.model.torch_private import fake_tensors
 from bireme.profile.cache import cache_path, cached_profile, keep_profile
 from bireme.profile.estimate import estimate_unit, estimated_update_s
 from bireme.profile.here import check_measurable, device_here, versions_here
+from bireme.profile.measuring import BatchEnd, Here, Job, Measured, Measurer, Progress, bench_of
 from bireme.profile.optimizers import check_optimizer, optimizer_bytes, optimizer_flops
 from bireme.profile.pieces import Pieces, pieces_of
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.saved import Residue, residue_of
-from bireme.profile.timing import Effort, Seconds, time_benches, time_update
-from bireme.profile.workbench import Workbench
+from bireme.profile.timing import Effort, Seconds
 
 __all__ = ["Graphs", "Progress", "profile"]
 
 Graphs = Graph | Callable[[int], Graph]
 """A graph for every micro-batch size, or a way to have one for each."""
-
-Progress = Callable[[float, str], None]
-"""Is told which part of the work is done, and what comes next."""
-
-MEMORY_FRACTION = 0.25
-"""Of the device's memory that units measured in turns may take together."""
 
 COUNTING_FRACTION = 0.1
 """Of the work that counting bytes is, as the progress tells it."""
@@ -53,13 +48,14 @@ def profile(
     use_cache: bool = True,
     progress: Progress = lambda done, what: None,
     resolve: Resolve = torch_operator,
+    measurer: Measurer | None = None,
 ) -> Profile:
     """What a graph costs on a device at some micro-batch sizes.
 
     A torch device is measured; a `Device` is a description, and seconds are estimated from it. `examples` are
     inputs of the model. With `halves` the two halves of the backward are measured apart. A profile that was
     measured before under the same circumstances is read from the cache, if its graph says all that is run: a
-    chain's does not, which needs `resolve`.
+    chain's does not, which needs `resolve`. `measurer` runs the units; without one this process does, alone.
     """
     if not micro_batches or min(micro_batches) < 1:
         raise BiremeError("Name the micro-batch sizes to profile; each must be at least 1.")
@@ -74,7 +70,9 @@ def profile(
     effort = effort or Effort()
     num_threads = torch.get_num_threads() if isinstance(device, torch.device) and device.type == "cpu" else 0
     prints = [graph_hash(graph) for graph in captured.values()]
+    measurer = measurer or Here(resolve)
     circumstances = [described, num_threads, versions_here(), optimizer, halves, effort]
+    circumstances += measurer.circumstances
     path = cache_path([first.name, prints, sizes, *circumstances])
     # To estimate again is quick, and how it is done may have been changed.
     is_cacheable = is_measured and not any(operator.is_of_chain for operator in first.operators)
@@ -88,7 +86,7 @@ def profile(
         work.estimate(device, halves=halves)
     else:
         work.count(device)
-        work.measure(device, described.memory_bytes, effort, halves=halves)
+        work.measure(device, described.memory_bytes, effort, measurer, halves=halves)
     progress(1.0, "done")
     found = Profile(
         model=first.name,
@@ -102,6 +100,7 @@ def profile(
         num_operators=len(first.operators),
         parameter_bytes=first.parameter_bytes,
         units=work.units(),
+        engine=work.engine,
     )
     if is_cacheable:
         keep_profile(found, path)
@@ -162,7 +161,8 @@ class _Work:
         }
         self.residues: dict[int, dict[int, Residue]] = {size: {} for size in pieces}
         self.seconds: dict[int, dict[int, Seconds]] = {size: {} for size in pieces}
-        self.updates: dict[int, float] = {}
+        self.ends: dict[int, BatchEnd] = {}
+        self.engine: EngineCost | None = None
 
     def count(self, device: torch.device) -> None:
         """Find the bytes that units keep, with what runs for an operator on a device."""
@@ -189,36 +189,45 @@ class _Work:
                 )
         for index in self.first.distinct:
             state = self._state_of(index)
-            self.updates[index] = estimated_update_s(
+            update_s = estimated_update_s(
                 state.gradient_bytes, state.optimizer_bytes, state.optimizer_flops, device
             )
+            self.ends[index] = BatchEnd(0.0, update_s, update_s)
 
-    def measure(self, device: torch.device, memory_bytes: int, effort: Effort, *, halves: bool) -> None:
+    def measure(
+        self,
+        device: torch.device,
+        memory_bytes: int,
+        effort: Effort,
+        measurer: Measurer,
+        *,
+        halves: bool,
+    ) -> None:
         """Find the seconds by running the units on a device."""
         self._check_memory(memory_bytes)
-        num_all = len(self.pieces) * len(self.first.distinct)
-        num_done = 0
-        for size, one in self.pieces.items():
-            for turn in self._turns(size, memory_bytes * MEMORY_FRACTION):
-                units = "1 unit" if len(turn) == 1 else f"{len(turn)} units"
-                samples = "1 sample" if size == 1 else f"{size} samples"
+        needed = {
+            size: {index: self._needed_bytes(size, index) for index in one.distinct}
+            for size, one in self.pieces.items()
+        }
+        message_bytes = max(one.boundary_bytes for own in self.residues.values() for one in own.values())
+        job = Job(
+            self.pieces,
+            needed,
+            memory_bytes,
+            message_bytes,
+            device,
+            self.optimizer,
+            self.examples,
+            halves,
+            effort,
+        )
 
-                def tick(
-                    part: float,
-                    what: str = f"measuring {units}, {samples}",
-                    before: int = num_done,
-                    now: int = len(turn),
-                ) -> None:
-                    measured = (before + part * now) / num_all
-                    self.progress(COUNTING_FRACTION + (1 - COUNTING_FRACTION) * measured, what)
+        def tell(done: float, what: str) -> None:
+            self.progress(COUNTING_FRACTION + (1 - COUNTING_FRACTION) * done, what)
 
-                benches = [self._bench(size, index, device) for index in turn]
-                found = time_benches(benches, effort, halves=halves, tick=tick)
-                self.seconds[size].update(zip(turn, found, strict=True))
-                if one is self.first:
-                    for index, bench in zip(turn, benches, strict=True):
-                        self.updates[index] = time_update(bench, self.optimizer)
-                num_done += len(turn)
+        found: Measured = measurer(job, tell)
+        self.seconds = {size: dict(seconds) for size, seconds in found.seconds.items()}
+        self.ends, self.engine = dict(found.ends), found.engine
 
     def units(self) -> tuple[UnitProfile, ...]:
         """Everything that was found, unit by unit."""
@@ -238,7 +247,9 @@ class _Work:
             gradient_bytes=state.gradient_bytes,
             optimizer_bytes=state.optimizer_bytes,
             buffer_bytes=state.buffer_bytes,
-            update_s=self.updates[first],
+            reduce_s=self.ends[first].reduce_s,
+            update_s=self.ends[first].update_s,
+            trial_s=self.ends[first].trial_s,
             tied=self.first.tied(unit, self.state_bytes),
             costs=tuple(self._cost(size, index) for size in self.pieces),
         )
@@ -265,14 +276,8 @@ class _Work:
         one = self.pieces[size]
         common = one.common_of(one.units[index])
         with fake_tensors():
-            return residue_of(self._bench(size, index, device, also=common), frozenset(common))
-
-    def _bench(self, size: int, index: int, device: torch.device, also: tuple[str, ...] = ()) -> Workbench:
-        one = self.pieces[size]
-        function = stage_function(one.graph, [one.units[index]], resolve=self.resolve, also=also)
-        return Workbench(
-            one.graph, function, learned=one.learned, batch=size, device=device, examples=self.examples
-        )
+            bench = bench_of(one, index, size, device, self.examples, self.resolve, also=common)
+            return residue_of(bench, frozenset(common))
 
     def _state_of(self, index: int) -> _State:
         graph, unit = self.first.graph, self.first.units[index]
@@ -289,19 +294,6 @@ class _Work:
         """What measuring a unit takes: it is there once, with gradients, optimiser and one micro-batch."""
         residue = self.residues[size][index]
         return self._state_of(index).num_bytes + residue.kept_bytes + residue.workspace_bytes
-
-    def _turns(self, size: int, limit_bytes: float) -> Iterator[list[int]]:
-        """The units to measure, in groups that fit into memory together."""
-        turn: list[int] = []
-        needed = 0
-        for index in self.pieces[size].distinct:
-            more = self._needed_bytes(size, index)
-            if turn and needed + more > limit_bytes:
-                yield turn
-                turn, needed = [], 0
-            turn.append(index)
-            needed += more
-        yield turn
 
     def _check_memory(self, memory_bytes: int) -> None:
         for size, one in self.pieces.items():

@@ -27,7 +27,9 @@ class StageCost:
     recompute_backward_s: float
     backward_input_s: float | None
     backward_weight_s: float | None
+    reduce_s: float
     update_s: float
+    trial_s: float
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -60,7 +62,9 @@ def stage_cost(profile: Profile, begin: int, end: int, micro_batch: int) -> Stag
         recompute_backward_s=sum(cost.recompute_backward_s for cost in costs),
         backward_input_s=_sum_if_known(inputs),
         backward_weight_s=_sum_if_known(weights),
+        reduce_s=sum(unit.reduce_s for unit in units),
         update_s=sum(unit.update_s for unit in units),
+        trial_s=sum(unit.trial_s for unit in units),
         parameter_bytes=sum(u.parameter_bytes for u in units) - sum(h.parameter_bytes for h in twice),
         gradient_bytes=sum(u.gradient_bytes for u in units) - sum(h.gradient_bytes for h in twice),
         optimizer_bytes=sum(u.optimizer_bytes for u in units) - sum(h.optimizer_bytes for h in twice),

@@ -5,9 +5,9 @@ when it runs again. Where several benches do not fit into memory together, fewer
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from bireme.devices import synchronize
 from bireme.errors import BiremeError
 from bireme.model.halves import backward_input
 from bireme.profile.optimizers import is_hidden_matrix
+from bireme.profile.waits import waited_s
 from bireme.profile.workbench import Workbench
 
 __all__ = ["Effort", "Seconds", "time_benches", "time_update"]
@@ -63,9 +64,9 @@ def time_benches(
             stopwatch.run()
     for stopwatch in stopwatches:
         stopwatch.laps.clear()
-    started = time.perf_counter()
+    started = perf_counter()
     for done in range(effort.num_most):
-        late = (time.perf_counter() - started) / (effort.seconds_per_unit * len(benches))
+        late = (perf_counter() - started) / (effort.seconds_per_unit * len(benches))
         tick(max(done / effort.num_most, min(done / effort.num_least, late, 1.0)))
         if done >= effort.num_least and late > 1:
             break
@@ -119,20 +120,23 @@ def _optimizers(name: str, weights: Mapping[str, Tensor]) -> list[torch.optim.Op
 
 
 class _Clock:
-    """Measures stretches of time up to when the device has done what it was given."""
+    """Measures stretches of time up to when the device has done what it was given.
+
+    Time in which others had the core is left out: a profile tells what the work takes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.before = self._now()
+        self._waited_s = waited_s()
+        self._before_s = perf_counter()
 
     def lap(self) -> float:
-        now = self._now()
-        took, self.before = now - self.before, now
-        return took
-
-    def _now(self) -> float:
         synchronize(self.device)
-        return time.perf_counter()
+        now_s = perf_counter()
+        all_waited_s = waited_s()
+        took_s = max(now_s - self._before_s - (all_waited_s - self._waited_s), 0.0)
+        self._waited_s, self._before_s = all_waited_s, perf_counter()
+        return took_s
 
 
 class _Stopwatch:

@@ -23,6 +23,9 @@ __all__ = ["print_prepared", "print_summary"]
 
 LONGEST_SAMPLE = 1200
 
+WORTH_TELLING = 0.03
+"""By how much a machine is slower or faster before it is told."""
+
 MOST_WARNINGS = 3
 """Of a long run the last ones; the log has all."""
 
@@ -127,22 +130,36 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     table = Table("", "predicted", "measured", "error", box=None, header_style="dim")
     predicted, measured = document["predicted_batch_s"], document["measured_batch_s"]
     table.add_row("a step", _seconds(predicted), _seconds(measured), _error(predicted, measured))
-    for number, stage in enumerate(document["stages"]):
+    speed = _speed(document)
+    if speed is not None and predicted is not None:
         table.add_row(
-            f"stage {number}, memory",
-            _bytes(stage["predicted_peak_bytes"]),
-            _bytes(stage["measured_peak_bytes"]),
-            _error(stage["predicted_peak_bytes"], stage["measured_peak_bytes"]),
+            "a step at that speed",
+            _seconds(predicted / speed),
+            _seconds(measured),
+            _error(predicted / speed, measured),
         )
+    for rank in document["ranks"]:
         table.add_row(
-            f"stage {number}, busy",
-            _share(stage["predicted_busy_share"]),
-            _share(stage["busy_share"]),
-            "",
+            f"rank {rank['rank']}, memory",
+            _bytes(rank["predicted_peak_bytes"]),
+            _bytes(rank["measured_peak_bytes"]),
+            _error(rank["predicted_peak_bytes"], rank["measured_peak_bytes"]),
         )
+    shown = set()
+    for stage in document["stages"]:
+        if stage["rank"] not in shown:
+            shown.add(stage["rank"])
+            table.add_row(
+                f"rank {stage['rank']}, busy",
+                _share(stage["predicted_busy_share"]),
+                _share(stage["busy_share"]),
+                "",
+            )
     table.add_row("bubble", _share(document["predicted_bubble"]), _share(document["bubble"]), "")
     say()
     say(table)
+    if speed is not None:
+        tell(f"The machine ran at {speed:.2f} of its speed when profiled.")
     loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]
     rate = document["tokens_per_s"]
     parts = [counted(steps, "step"), *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
@@ -167,6 +184,12 @@ def _tell(console: Console, text: str) -> None:
 
 
 LOSSES = (("training", "train_loss"), ("evaluation", "eval_loss"))
+
+
+def _speed(document: dict[str, Any]) -> float | None:
+    """The machine's speed relative to when the model was profiled, where that explains anything."""
+    control = document["control"]
+    return None if control is None or abs(control["speed"] - 1) < WORTH_TELLING else float(control["speed"])
 
 
 def _seconds(value: float | None) -> str:

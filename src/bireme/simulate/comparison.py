@@ -113,6 +113,7 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         update_s=share(costs.update_s),
         trial_s=share(costs.trial_s),
         reduce_s=share(costs.reduce_s),
+        reduce_busy_s=share(costs.reduce_busy_s),
         reduce_bytes=share(costs.reduce_bytes),
         message_bytes=borders,
         weight_bytes=share(costs.weight_bytes),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.residency import Sizes
@@ -20,7 +21,9 @@ class Costs:
 
     `message_bytes[s]` crosses the border between stage s and s+1, in either direction. `reduce_s` is the
     gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
-    besides. `rank_speed[r]` divides the seconds of rank r: 0.5 is half as fast. Make one with `per_stage`.
+    besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
+    seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides. Make one
+    with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -41,11 +44,13 @@ class Costs:
     input_bytes: tuple[float, ...]
     rank_speed: tuple[float, ...] = ()
     master_weights: bool = False
+    reduce_busy_s: tuple[float, ...] = ()
+    engine: EngineCost = NO_ENGINE
 
     def __post_init__(self) -> None:
         for field in fields(self):
             values = getattr(self, field.name)
-            if isinstance(values, bool):
+            if isinstance(values, bool | EngineCost):
                 continue
             least = "greater than 0" if field.name == "rank_speed" else "0 or greater"
             for value in values:
@@ -79,6 +84,8 @@ class Costs:
         input_bytes: PerStage | None = None,
         rank_speed: Sequence[float] = (),
         master_weights: bool = False,
+        reduce_busy_s: PerStage = 0.0,
+        engine: EngineCost = NO_ENGINE,
     ) -> "Costs":
         """Costs with what is left out filled in.
 
@@ -131,11 +138,20 @@ class Costs:
             input_bytes=(0.0, *messages[:-1]) if input_bytes is None else spread("input_bytes", input_bytes),
             rank_speed=tuple(map(float, rank_speed)),
             master_weights=master_weights,
+            reduce_busy_s=spread("reduce_busy_s", reduce_busy_s),
+            engine=engine,
         )
 
-    def seconds(self, step: Instruction, rank: int) -> float:
-        """How long an instruction keeps its rank busy; communication and the start of a sync do not."""
+    def seconds(self, step: Instruction, rank: int, *, takes_bytes: float | None = None) -> float:
+        """How long an instruction keeps its rank busy; `takes_bytes` has the message that it uses, if any.
+
+        What a message is under way and a sync with replicas run beside it.
+        """
         speed = self.rank_speed[rank] if self.rank_speed else 1.0
+        own_s = self.engine.instruction_s + self._work_s(step)
+        return (own_s if takes_bytes is None else own_s + self.engine.taking_s(takes_bytes)) / speed
+
+    def _work_s(self, step: Instruction) -> float:
         match step.kind:
             case Kind.FORWARD:
                 table = self.forward_s if step.half is None else self.half_forward_s
@@ -151,14 +167,22 @@ class Costs:
                 table = self.update_s
             case Kind.TRIAL:
                 table = self.trial_s
+            case Kind.REDUCE:
+                busy_s = self.reduce_busy_s[step.stage] if self.reduce_busy_s else 0.0
+                return busy_s + self.engine.batch_s
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                return self.engine.sending_s(self.border_bytes(step))
             case _:
-                return 0.0
-        return table[step.stage] / speed
+                return self.engine.receive_s
+        return table[step.stage]
 
     def border_bytes(self, step: Instruction) -> float:
         """The bytes a send moves."""
-        stage = step.stage if step.kind is Kind.SEND_FORWARD else step.stage - 1
-        return self.message_bytes[stage] * (1.0 if step.half is None else 0.5)
+        return self.message_of(step.stage if step.kind is Kind.SEND_FORWARD else step.stage - 1, step.half)
+
+    def message_of(self, border: int, half: int | None) -> float:
+        """The bytes that cross a border for a micro-batch, or for half of one."""
+        return self.message_bytes[border] * (1.0 if half is None else 0.5)
 
     def sizes(self) -> Sizes:
         """What each stage keeps, for the account of memory."""

@@ -7,25 +7,24 @@ message crosses, as blocking runtimes do; messages of one pair of ranks then cro
 used. A gradient sync runs beside the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
 batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all of them.
 
-Where no two channels share a wire each rank runs ahead as far as it can; else all ranks go forward together
-in the order of time, so that messages meet when they would.
+Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
+can; else all ranks go forward together in the order of time, so that messages and work meet when they would.
 """
 
 from array import array
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import chain, pairwise
-from typing import NamedTuple
 
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program
-from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
-from bireme.simulate.network import Network, Path, Traffic
+from bireme.simulate.network import Network, Traffic
+from bireme.simulate.operations import AGREED, LOCAL, RECEIVE, REDUCE, SEND, USE, Op, Operations
 from bireme.simulate.parcels import Channel, Parcel
+from bireme.simulate.processors import Processors
 from bireme.timeline.timeline import RankTimeline, Timeline
 
 __all__ = ["pairs_that_talk", "simulate"]
@@ -40,12 +39,14 @@ def simulate(
     overlap_reduce: bool = True,
     agree: bool = False,
     memory_series: bool = False,
+    processors: Processors | None = None,
 ) -> Timeline:
     """The timeline of a lowered program.
 
     Without a network messages take no time. `overlap_reduce=False` keeps a rank busy during its gradient
     sync. `agree` lets no rank update before all have a batch's gradients, as it is in the engine.
-    `memory_series` keeps the bytes at every instruction, not only the peak.
+    `memory_series` keeps the bytes at every instruction, not only the peak. With `processors` ranks of one
+    machine share its cores; otherwise each has its own.
     """
     if costs.num_stages != program.num_stages:
         raise BiremeError(
@@ -58,7 +59,9 @@ def simulate(
     if agree and program.rule is Rule.STASHED:
         raise BiremeError(f"Under {program.name} stages step one by one, so ranks cannot agree before.")
     network = network or Network.dedicated(pairs_that_talk(program))
-    run = _Run(program, costs, network, overlap=overlap, overlap_reduce=overlap_reduce, agree=agree)
+    run = _Run(
+        program, costs, network, processors, overlap=overlap, overlap_reduce=overlap_reduce, agree=agree
+    )
     run.to_end()
     sizes = costs.sizes()
     return Timeline(
@@ -81,34 +84,22 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     return {(a, b) for a, b in neighbours if a != b}
 
 
-LOCAL, USE, SEND, RECEIVE, REDUCE, UPDATE = range(6)
-
-AGREED = 1
-"""From the key of a sync to that of what all ranks agree on behind it."""
-
-
-class _Op(NamedTuple):
-    """An instruction as the inner loop wants it: what to do, how long, and with which message."""
-
-    code: int
-    seconds: float
-    key: int
-    """The message or sync it is about; batches later, so many strides more."""
-    channel: int
-    num_bytes: float
-    instruction: Instruction
+GOES_ON, WORKED = range(2)
+"""What an entry of the agenda says of a rank: that it may go on, or that the work it was at is done."""
 
 
 class _Rank:
     """A rank, how far it has got, and the times so far."""
 
-    def __init__(self, number: int, ops: Iterator[tuple[_Op, int]]) -> None:
+    def __init__(self, number: int, ops: Iterator[tuple[Op, int]]) -> None:
         self.number = number
         self.ops = ops
         self.now_s = 0.0
-        self.held: tuple[_Op, int] | None = None
+        self.held: tuple[Op, int] | None = None
         """The operation it waits in, and the shift of its key."""
         self.since_s = 0.0
+        self.worked_on: tuple[Op, int] | None = None
+        """The operation whose work is under way, and its key."""
         self.start_s = array("d")
         self.end_s = array("d")
 
@@ -121,6 +112,7 @@ class _Run:
         program: Program,
         costs: Costs,
         network: Network,
+        processors: Processors | None,
         *,
         overlap: bool,
         overlap_reduce: bool,
@@ -132,13 +124,16 @@ class _Run:
         self.overlap = overlap
         self.overlap_reduce = overlap_reduce
         self.agree = agree
-        self.in_order = network.is_shared()
+        self.processors = processors if processors is not None and processors.is_shared() else None
+        self.work = None if self.processors is None else self.processors.traffic()
+        self.in_order = network.is_shared() or self.processors is not None
         self.traffic = Traffic(network)
-        self.channels: list[Channel] = []
-        self.number_of_channel: dict[tuple[int, int], int] = {}
-        self.ranks = [_Rank(number, self._ops(number)) for number in range(program.num_ranks)]
-        self.agenda = [(0.0, rank.number, 0, 0) for rank in self.ranks]
-        """When which rank goes on, or (rank −1) which flow is through, with the stamp that makes it valid."""
+        self.operations = Operations(program, costs, network, agree=agree)
+        self.channels = self.operations.channels
+        self.ranks = [_Rank(number, self.operations.of_rank(number)) for number in range(program.num_ranks)]
+        self.agenda = [(0.0, rank.number, GOES_ON, 0) for rank in self.ranks]
+        """When which rank goes on or has worked, or (rank −1) which flow is through; work and flows with the
+        stamp that makes it valid."""
         self.parcels: dict[int, Parcel] = {}
         """Messages that one end is ready for and the other not yet."""
         self.arrival_s: dict[int, float] = {}
@@ -147,14 +142,18 @@ class _Run:
         """By batch, the syncs that have come and wait for those of the other stages, and when they came."""
         self.flows: dict[int, tuple[Parcel, float]] = {}
         self.stamps: dict[int, int] = {}
+        self.work_stamps = [0] * program.num_ranks
         self.num_stamps = 0
 
     def to_end(self) -> None:
         """Run until nothing moves; everything must have been done by then."""
         while self.agenda:
             now, rank, flow, stamp = heappop(self.agenda)
-            if rank >= 0:
+            if rank >= 0 and flow == GOES_ON:
                 self._go_on(self.ranks[rank], now)
+            elif rank >= 0:
+                if self.work_stamps[rank] == stamp:
+                    self._end_work(self.ranks[rank], now)
             elif self.stamps.get(flow) == stamp:
                 self._end_flow(flow, now)
         waits = [f"rank {r.number} waits at {r.held[0].instruction}" for r in self.ranks if r.held]
@@ -171,54 +170,84 @@ class _Run:
         for op, shift in chain((held,), rank.ops) if held else rank.ops:
             code, seconds, key = op.code, op.seconds, op.key + shift
             begun = now if since is None else since
-            if code == SEND:
-                self._sent(op, key, len(rank.start_s), now)
-            elif code == RECEIVE:
+            if code == RECEIVE:
                 if self.overlap:
                     self._ready(op, key, len(rank.start_s), now)
-            elif code != LOCAL:
+            elif code not in (LOCAL, SEND) and (code != REDUCE or not self.overlap_reduce):
                 if key not in self.arrival_s:
                     if code == REDUCE:
-                        self._sync(op, key, len(rank.start_s), now)
+                        self._sync(op, key, len(rank.start_s), now + seconds)
                     elif code == USE and not self.overlap:
                         self._ready(op, key, len(rank.start_s), now)
-                if code != REDUCE or not self.overlap_reduce:
-                    arrival = self.arrival_s.get(key)
-                    if arrival is None or (self.in_order and arrival > now):
-                        rank.since_s = begun
-                        self._hold(rank, op, shift, now, arrival)
-                        return
-                    if code != REDUCE or self.agree:
-                        del self.arrival_s[key]
-                    if code != REDUCE:
-                        now = max(now, arrival)
-                    else:
-                        # A sync that nothing runs beside lasts as long as its instruction.
-                        now, seconds = begun, max(arrival, now) - begun
+                arrival = self.arrival_s.get(key)
+                if arrival is None or (self.in_order and arrival > now):
+                    rank.since_s = begun
+                    self._hold(rank, op, shift, now, arrival)
+                    return
+                if code != REDUCE or self.agree:
+                    del self.arrival_s[key]
+                if code != REDUCE:
+                    now = max(now, arrival)
+                else:
+                    # A sync that nothing runs beside lasts as long as its instruction.
+                    now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
-            now += seconds
-            rank.end_s.append(now)
             since = None
             if seconds and self.in_order:
-                rank.now_s = now
-                heappush(self.agenda, (now, rank.number, 0, 0))
+                self._begin_work(rank, op, key, now, seconds)
                 return
+            now += seconds
+            self._worked(rank, op, key, now)
 
-    def _hold(self, rank: _Rank, op: _Op, shift: int, now: float, arrival: float | None) -> None:
+    def _begin_work(self, rank: _Rank, op: Op, key: int, now: float, seconds: float) -> None:
+        """A rank is at an operation's work, for so long if it need not share its cores."""
+        rank.now_s = now
+        rank.worked_on = op, key
+        if self.work is None or self.processors is None:
+            self._stamp_work({rank.number: now + seconds})
+            return
+        number = rank.number
+        cores_s = self.processors.work(number, seconds)
+        self._stamp_work(self.work.begin(number, self.processors.path(number), cores_s, now))
+
+    def _end_work(self, rank: _Rank, now: float) -> None:
+        if self.work is not None:
+            self._stamp_work(self.work.end(rank.number, now))
+        assert rank.worked_on is not None, "work that ends was begun"
+        self._worked(rank, *rank.worked_on, now)
+        rank.now_s = now
+        self._go_on(rank, now)
+
+    def _stamp_work(self, ends: dict[int, float]) -> None:
+        for rank, end in ends.items():
+            self.num_stamps += 1
+            self.work_stamps[rank] = self.num_stamps
+            heappush(self.agenda, (end, rank, WORKED, self.num_stamps))
+
+    def _worked(self, rank: _Rank, op: Op, key: int, now: float) -> None:
+        """An operation is done, and what it lets loose sets out."""
+        if op.code == SEND:
+            self._sent(op, key, len(rank.end_s), now)
+        elif op.code == REDUCE and self.overlap_reduce:
+            self._sync(op, key, len(rank.end_s), now)
+        rank.end_s.append(now)
+
+    def _hold(self, rank: _Rank, op: Op, shift: int, now: float, arrival: float | None) -> None:
         rank.now_s = now
         rank.held = op, shift
         if arrival is None:
             self.waiting[op.key + shift] = rank
         else:
-            heappush(self.agenda, (arrival, rank.number, 0, 0))
+            heappush(self.agenda, (arrival, rank.number, GOES_ON, 0))
 
-    def _sent(self, op: _Op, key: int, index: int, now: float) -> None:
+    def _sent(self, op: Op, key: int, index: int, now: float) -> None:
         parcel = self.parcels.pop(key, None) or Parcel(key, op.channel)
         parcel.num_bytes = op.num_bytes
+        parcel.late_s = self.costs.engine.lateness_s(op.num_bytes)
         parcel.sent_by = index
         self._one_end(parcel, now)
 
-    def _ready(self, op: _Op, key: int, index: int, now: float) -> None:
+    def _ready(self, op: Op, key: int, index: int, now: float) -> None:
         parcel = self.parcels.pop(key, None) or Parcel(key, op.channel)
         parcel.received_by = index
         self._one_end(parcel, now)
@@ -231,10 +260,12 @@ class _Run:
         else:
             self._set_out(parcel)
 
-    def _sync(self, op: _Op, key: int, index: int, now: float) -> None:
+    def _sync(self, op: Op, key: int, index: int, now: float) -> None:
         parcel = Parcel(key, op.channel)
         parcel.num_bytes = op.num_bytes
         parcel.late_s = self.costs.reduce_s[op.instruction.stage]
+        if self.agree:
+            parcel.late_s += self.costs.engine.agree_s
         parcel.ready_s = now
         parcel.sent_by = parcel.received_by = index
         self._set_out(parcel)
@@ -244,7 +275,7 @@ class _Run:
         if not self.in_order or not channel.path.wires:
             start = max(parcel.ready_s, channel.free_s)
             through = start + self.network.seconds(channel.path, parcel.num_bytes)
-            channel.free_s = through + parcel.late_s
+            channel.free_s = through + (parcel.late_s if channel.transfers.is_sync else 0.0)
             self._arrive(channel, parcel, start, through)
         elif channel.is_busy:
             channel.queue.append(parcel)
@@ -293,79 +324,4 @@ class _Run:
         self.arrival_s[key] = arrival
         rank = self.waiting.pop(key, None)
         if rank is not None:
-            heappush(self.agenda, (max(arrival, rank.now_s), rank.number, 0, 0))
-
-    def _ops(self, rank: int) -> Iterator[tuple[_Op, int]]:
-        """A rank's track as operations, each with the shift of its key."""
-        stride = self.program.num_microbatches * self.program.num_stages * 8
-        ready: dict[int, list[_Op]] = {}
-        for block in self.program.tracks[rank].blocks():
-            ops = ready.get(id(block.instructions))
-            if ops is None:
-                ops = ready[id(block.instructions)] = [self._op(step, rank) for step in block.instructions]
-            shift = block.batches * stride
-            for op in ops:
-                yield op, shift
-
-    def _op(self, step: Instruction, rank: int) -> _Op:
-        program = self.program
-        seconds = self.costs.seconds(step, rank)
-        if step.kind in SENDS or step.kind in RECEIVES:
-            ends = channel_of(program, step)
-            if ends is None:
-                raise BiremeError(f"Rank {rank} holds {step}, but there is no stage on the other side.")
-            is_send = step.kind in SENDS
-            num_bytes = self.costs.border_bytes(step) if is_send else 0.0
-            return _Op(
-                SEND if is_send else RECEIVE,
-                0.0,
-                self._key(step.carries()),
-                self._channel(*ends),
-                num_bytes,
-                step,
-            )
-        if step.kind in (Kind.REDUCE, Kind.UPDATE):
-            key = self._number(step.batch, step.microbatch or 0, step.stage) * 8 + 4
-            num_bytes = self.costs.reduce_bytes[step.stage]
-            code = REDUCE if step.kind is Kind.REDUCE else UPDATE
-            if code == UPDATE and self.agree:
-                key += AGREED
-            return _Op(code, seconds, key, self._channel(rank, rank), num_bytes, step)
-        needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
-        if needed is not None:
-            source = program.rank_of_stage[needed.from_stage]
-            if source != rank:
-                return _Op(USE, seconds, self._key(needed), self._channel(source, rank), 0.0, step)
-        return _Op(LOCAL, seconds, 0, -1, 0.0, step)
-
-    def _key(self, message: Message) -> int:
-        half = 0 if message.half is None else message.half + 1
-        kind = half if message.forward else 3
-        return self._number(message.batch, message.microbatch or 0, message.to_stage) * 8 + kind
-
-    def _number(self, batch: int, microbatch: int, stage: int) -> int:
-        return (batch * self.program.num_microbatches + microbatch) * self.program.num_stages + stage
-
-    def _channel(self, source: int, destination: int) -> int:
-        ends = source, destination
-        number = self.number_of_channel.get(ends)
-        if number is None:
-            number = self.number_of_channel[ends] = len(self.channels)
-            path = self._sync_path(source) if source == destination else self._path(ends)
-            self.channels.append(Channel(source, destination, path))
-        return number
-
-    def _path(self, ends: tuple[int, int]) -> Path:
-        path = self.network.paths.get(ends)
-        if path is None:
-            raise BiremeError(f"The network has no path from rank {ends[0]} to rank {ends[1]}, which talk.")
-        return path
-
-    def _sync_path(self, rank: int) -> Path:
-        path = self.network.sync_paths.get(rank)
-        if path is None and any(self.costs.reduce_bytes):
-            raise BiremeError(
-                f"The costs have reduce_bytes, but the network has no path for rank {rank}'s gradient sync. "
-                "Give sync_paths, or the time as reduce_s."
-            )
-        return Path(()) if path is None else path
+            heappush(self.agenda, (max(arrival, rank.now_s), rank.number, GOES_ON, 0))

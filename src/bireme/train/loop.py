@@ -11,6 +11,7 @@ from statistics import median
 from time import perf_counter
 
 from bireme.errors import BiremeError
+from bireme.profile.control import Control
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.timeline.timeline import Timeline
@@ -66,12 +67,13 @@ class Loop:
         memory: MemoryUsed,
         rank_bytes: Callable[[int | None], list[int | None]],
         stops: Stops,
+        control: Control | None = None,
         later: Later | None = None,
         delayed_from: int = 0,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
-        self.stops = stops
+        self.stops, self._control = stops, control
         self.timeline: Timeline | None = None
         self._rank_bytes = rank_bytes
         self._later, self._delayed_from = later, delayed_from
@@ -220,6 +222,8 @@ class Loop:
                 sums[place] += value
         if not is_first:
             self._batch_s.append(result.seconds)
+            if self._control is not None:
+                self._control.time_if_due()
         self._note_skipped(result)
         if not result.is_skipped:
             self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
@@ -323,6 +327,11 @@ class Loop:
             tokens_per_s=tokens / seconds if seconds and tokens else None,
             num_skipped=self._num_skipped,
             checkpoint=self._newest,
-            own=RankOutcome(self.pipeline.layout.rank, self.memory.peak_bytes(), busy),
+            own=RankOutcome(
+                self.pipeline.layout.rank,
+                self.memory.peak_bytes(),
+                busy,
+                None if self._control is None or not self._control.seconds else self._control.mean_s,
+            ),
             warnings=tuple(self._warnings),
         )

@@ -27,6 +27,11 @@ class Machines:
     backend: str
     threads: int | None
 
+    @property
+    def workers_here(self) -> int:
+        """The processes of the largest machine: those that share what this one has, for all we know."""
+        return max(len(server.devices) for server in self.cluster.servers)
+
 
 def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
     """What a run has to run on, where there are so many GPUs and cores."""

@@ -7,11 +7,14 @@ __all__ = ["Outcome", "RankOutcome"]
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What one rank measured. `busy_share` is None where no batches were recorded."""
+    """What one rank measured. `busy_share` is None where no batches were recorded; `control_s` is what the
+    control took in the mean, None where it never ran.
+    """
 
     rank: int
     peak_bytes: int | None
     busy_share: float | None
+    control_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

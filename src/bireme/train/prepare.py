@@ -27,12 +27,14 @@ from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
-from bireme.train.data.checks import check_sizes, vocabulary_of
-from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
+from bireme.train.companions import Companions
+from bireme.train.data.checks import check_sizes
+from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.going_on import check_goes_on
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
+from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 from bireme.train.tensorboard import check_tensorboard
 
@@ -123,25 +125,6 @@ def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
         save_profile(prepared.profile, folder.profile)
 
 
-def data_of(run: RunFile, model: RunModel, progress: Progress | None = None) -> RunData:
-    """The samples of a run; the first time may take long, and later the cache has them."""
-    asked = run.data
-    request = DataRequest(
-        source=asked.source,
-        tokenizer=asked.tokenizer,
-        length=asked.length,
-        evaluation_fraction=asked.evaluation_fraction or 0.0,
-        evaluation_source=asked.evaluation_source,
-        text_column=asked.text_column,
-        pattern=asked.pattern,
-        dtype=asked.dtype,
-    )
-    source = model.source
-    folder = Path(source.text.partition(":")[2]) if source.text.startswith("hf:") else None
-    side = ModelSide(source.example_inputs, vocabulary_of(source.model), folder)
-    return prepare_data(request, side, run.training.batch_size, progress)
-
-
 def _check_devices(run: RunFile, machines: Machines) -> None:
     """A plan for more devices than there are is refused before anything is measured."""
     needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
@@ -200,10 +183,21 @@ def _divides(width: int, run: RunFile) -> bool:
 def _measured(
     run: RunFile, model: RunModel, machines: Machines, sizes: list[int], progress: Progress
 ) -> Profile:
-    """What the model costs on a device of this machine, with as many threads as a process will have."""
+    """What the model costs on a device of this machine, with as many threads as a process will have.
+
+    On a processor it is measured in as many processes at once as there will be.
+    """
     before = torch.get_num_threads()
+    measurer = None
     if machines.threads is not None:
         torch.set_num_threads(machines.threads)
+        if machines.device == "cpu":
+            measurer = Companions(
+                run,
+                num_workers=machines.workers_here,
+                num_threads=machines.threads,
+                num_cores=num_cores(),
+            )
     try:
         return profile(
             model.training.graph,
@@ -213,6 +207,7 @@ def _measured(
             optimizer=run.training.optimizer,
             halves=True,
             progress=progress,
+            measurer=measurer,
         )
     finally:
         torch.set_num_threads(before)

@@ -14,22 +14,44 @@ from bireme.train.prepare import Prepared
 from bireme.train.warmup import delayed_from
 from bireme.train.worker import first_of
 
-__all__ = ["StageSummary", "Summary", "summary_of"]
+__all__ = ["ControlSummary", "RankSummary", "StageSummary", "Summary", "summary_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
     """One stage. `units` are its first and last; of several replicas the largest figures count.
 
-    Bytes and busy shares are those of its rank, which may have other stages too.
+    Bytes and busy shares are those of its `rank` in the pipeline, which may have other stages too.
     """
 
     units: tuple[int, int]
+    rank: int
     device: str
     predicted_peak_bytes: float | None
     measured_peak_bytes: int | None
     busy_share: float | None
     predicted_busy_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """The memory of one process, replicas counted."""
+
+    rank: int
+    predicted_peak_bytes: float | None
+    measured_peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSummary:
+    """The same piece of work when the model was profiled and, in the mean over the ranks, while it trained.
+
+    `speed` is that of the machine while training, relative to when it was profiled.
+    """
+
+    profiled_s: float
+    measured_s: float
+    speed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,8 @@ class Summary:
     predicted_bubble: float | None
     bubble: float | None
     stages: tuple[StageSummary, ...]
+    ranks: tuple[RankSummary, ...]
+    control: ControlSummary | None
     run_dir: str
     schedule: str
     delayed_from: int
@@ -84,6 +108,8 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         predicted_bubble=None if forecast is None else 1 - forecast.busy_share,
         bubble=_bubble(outcomes),
         stages=_stages(prepared, outcomes),
+        ranks=_ranks(prepared, outcomes),
+        control=_control(prepared, outcomes),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
         delayed_from=delayed_from(prepared.run, saved),
@@ -132,6 +158,7 @@ def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, 
         found.append(
             StageSummary(
                 units=(bounds[stage], bounds[stage + 1] - 1),
+                rank=rank,
                 device=", ".join(plan.devices[rank]) if plan.devices else "",
                 predicted_peak_bytes=None if promised is None else promised.peak_bytes,
                 measured_peak_bytes=max(peaks, default=None),
@@ -147,6 +174,28 @@ def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, 
             )
         )
     return tuple(found)
+
+
+def _ranks(prepared: Prepared, outcomes: list[Outcome]) -> tuple[RankSummary, ...]:
+    plan, forecast = prepared.plan.plan, prepared.plan.forecast
+    program = plan.program(1)
+    found = []
+    for own in sorted((one.own for one in outcomes), key=lambda own: own.rank):
+        replica, rank = divmod(own.rank, program.num_ranks)
+        promised = None
+        if forecast is not None:
+            stage = forecast.stages[program.stages_of(rank)[0]]
+            _, promised, _ = list(stage.bytes_of_devices())[replica]
+        found.append(RankSummary(own.rank, promised, own.peak_bytes))
+    return tuple(found)
+
+
+def _control(prepared: Prepared, outcomes: list[Outcome]) -> ControlSummary | None:
+    engine = None if prepared.profile is None else prepared.profile.engine
+    took_s = [one.own.control_s for one in outcomes if one.own.control_s]
+    if engine is None or not engine.control_s or not took_s:
+        return None
+    return ControlSummary(engine.control_s, fmean(took_s), engine.control_s / fmean(took_s))
 
 
 def _num_units(prepared: Prepared) -> int:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan_file import SavedPlan, load_plan
+from bireme.profile.control import Control
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
@@ -121,6 +123,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             memory=memory,
             rank_bytes=_Shared(world),
             stops=stops,
+            control=_control(part),
             later=later,
             delayed_from=begin,
         )
@@ -135,6 +138,14 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         log.end(outcome)
     loop.pipeline.close()
     return outcome
+
+
+def _control(part: _Part) -> Control | None:
+    """What is timed in turns with training on a processor. That ranks share its cores is predicted."""
+    if part.world.device.type != "cpu":
+        return None
+    servers = read_cluster(part.folder.cluster).servers
+    return Control(counts_waits=not any(server.num_cores for server in servers))
 
 
 def _checkpoint(start: Start) -> Checkpoint | None:

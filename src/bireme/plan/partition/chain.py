@@ -36,7 +36,9 @@ class Chain:
     backward_s: Seconds
     recompute_backward_s: Seconds
     backward_input_s: Seconds | None
+    reduce_s: Seconds
     update_s: Seconds
+    trial_s: Seconds
     boundary_bytes: Bytes
     bytes: RangeBytes
 
@@ -79,7 +81,9 @@ class Chain:
             backward_s=np.add.reduceat(self.backward_s, starts),
             recompute_backward_s=np.add.reduceat(self.recompute_backward_s, starts),
             backward_input_s=None if inputs is None else np.add.reduceat(inputs, starts),
+            reduce_s=np.add.reduceat(self.reduce_s, starts),
             update_s=np.add.reduceat(self.update_s, starts),
+            trial_s=np.add.reduceat(self.trial_s, starts),
             boundary_bytes=self.boundary_bytes[[end - 1 for end in bounds[1:]]],
             bytes=self.bytes.between(bounds),
         )
@@ -97,7 +101,9 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
         backward_s=np.array([cost.backward_s for cost in costs]),
         recompute_backward_s=np.array([cost.recompute_backward_s for cost in costs]),
         backward_input_s=np.array(inputs) if len(inputs) == len(costs) else None,
+        reduce_s=np.array([unit.reduce_s for unit in units]),
         update_s=np.array([unit.update_s for unit in units]),
+        trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
         bytes=range_bytes(profile, micro_batch),
     )
@@ -147,7 +153,9 @@ def chain_of_numbers(
             forward + backward if recompute_backward_s is None else np.array(recompute_backward_s, np.float64)
         ),
         backward_input_s=None,
+        reduce_s=np.zeros(num_units),
         update_s=np.broadcast_to(np.asarray(update_s, np.float64), num_units).copy(),
+        trial_s=np.broadcast_to(np.asarray(update_s, np.float64), num_units).copy(),
         boundary_bytes=boundary,
         bytes=additive_bytes(
             state=state,

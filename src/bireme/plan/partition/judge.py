@@ -77,6 +77,8 @@ def costs_between(chain: Chain, cuts: Cuts, *, half_forward_s: Seconds | None = 
         half_forward_s=None if half_forward_s is None else sums(half_forward_s),
         recompute_s=[max(again - once, 0.0) for again, once in zip(again_s, backward_s, strict=True)],
         update_s=sums(chain.update_s),
+        trial_s=sums(chain.trial_s),
+        reduce_busy_s=sums(chain.reduce_s),
         message_bytes=[*(float(chain.boundary_bytes[end - 1]) for end in ends[:-1]), 0.0],
         weight_bytes=tables.parameter[begins, ends].tolist(),
         gradient_bytes=tables.gradient[begins, ends].tolist(),

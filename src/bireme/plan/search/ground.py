@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from bireme.cluster.cluster import Cluster
+from bireme.cluster.engine_cost import NO_ENGINE
 from bireme.cluster.routes import Lane
 from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
@@ -19,6 +20,10 @@ from bireme.schedule.rule import Rule
 __all__ = ["Ground", "check_numbers"]
 
 
+LEAST_BYTES = 1.0
+"""What a device has for tensors that a process alone fills."""
+
+
 class Ground:
     """A profile, a cluster and wishes that have been checked against each other."""
 
@@ -29,7 +34,19 @@ class Ground:
         placed = cluster.devices()
         self.names = tuple(device.name for device in placed)
         self.speeds = tuple(device.device.speed for device in placed)
-        self.limits = tuple(device.device.memory_bytes * wishes.memory_fraction for device in placed)
+        self.engine = profile.engine or NO_ENGINE
+        self.process_bytes = tuple(
+            self.engine.process_bytes if device.device.kind == "cpu" else 0 for device in placed
+        )
+        """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
+        self.limits = tuple(
+            max(device.device.memory_bytes * wishes.memory_fraction - process, LEAST_BYTES)
+            for device, process in zip(placed, self.process_bytes, strict=True)
+        )
+        self.threads = tuple(
+            max(1, profile.num_threads) if device.device.kind == "cpu" else 0 for device in placed
+        )
+        """The cores of its server that each device computes on; none of an accelerator."""
         self.servers = tuple(device.server for device in placed)
         self.devices = tuple(dict.fromkeys(map(cluster.number_of, wishes.devices))) or tuple(
             range(len(placed))

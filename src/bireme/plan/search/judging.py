@@ -19,6 +19,7 @@ from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.judge import costs_between
 from bireme.plan.ring import ring_share
 from bireme.plan.search.contention import Ring, Traffic, ring_over
+from bireme.plan.search.crowding import cores_needed, processors_of
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.ground import Ground
 from bireme.plan.search.shapes import PATH_BOUND
@@ -46,11 +47,18 @@ class _Work:
     costs: Costs
     again_s: tuple[float, ...]
 
-    def busy_s(self, stage: int, num_microbatches: int, *, steps: int) -> float:
-        """For how long a batch keeps the stage busy; `steps` counts updates and trials."""
+    def passes_s(self, stage: int, num_microbatches: int) -> float:
+        """For how long the passes of a batch keep the stage busy."""
         costs = self.costs
-        each_s = costs.forward_s[stage] + costs.backward_s[stage] + self.again_s[stage]
-        return num_microbatches * each_s + steps * costs.update_s[stage]
+        return num_microbatches * (costs.forward_s[stage] + costs.backward_s[stage] + self.again_s[stage])
+
+    def busy_s(self, stage: int, num_microbatches: int, rule: Rule) -> float:
+        """For how long a batch keeps the stage busy, with what its end takes under an update rule."""
+        costs = self.costs
+        end_s = costs.reduce_busy_s[stage] + costs.update_s[stage]
+        if rule is Rule.FRESH:
+            end_s += costs.trial_s[stage]
+        return self.passes_s(stage, num_microbatches) + end_s
 
     def kept_bytes(self, stage: int, draft: Draft) -> float:
         """What the stage keeps of a micro-batch that waits for its backward."""
@@ -90,19 +98,19 @@ class Judge:
         """What the busiest device and the busiest lane need, all else being free."""
         ground, outline = self._ground, draft.outline
         rank_of_stage = draft.outline.rank_of_stage
-        steps = 2 if draft.rule is Rule.FRESH else 1
         device_s: dict[int, float] = {}
         works = {size: self._work(draft, size) for size in set(outline.sizes)}
         for replica, size in enumerate(outline.sizes):
             for stage, rank in enumerate(rank_of_stage):
                 device = draft.grid[rank][replica]
-                busy_s = works[size].busy_s(stage, outline.num_microbatches, steps=steps)
+                busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule)
                 device_s[device] = device_s.get(device, 0.0) + busy_s / ground.speeds[device]
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._traffic(draft, rank_of_stage).slowest()
-        if lane_s > device_s[busiest]:
-            return Floor(lane_s, slowest_lane, device_s)
-        return Floor(device_s[busiest], ground.names[busiest], device_s)
+        cores = cores_needed(ground, device_s)
+        floors = [(device_s[busiest], ground.names[busiest]), (lane_s, slowest_lane), *cores]
+        most_s, bottleneck = max(floors, key=lambda one: one[0])
+        return Floor(most_s, bottleneck, device_s)
 
     def least_s(self, draft: Draft) -> float:
         """What a batch takes at the least: its floor and, where it drains, the way there and back.
@@ -121,7 +129,7 @@ class Judge:
             for stage, row in enumerate(draft.grid):
                 speed = self._ground.speeds[row[replica]]
                 once_s = (work.costs.forward_s[stage] + work.costs.backward_s[stage]) / speed
-                every_s = (work.busy_s(stage, m, steps=0)) / speed
+                every_s = work.passes_s(stage, m) / speed
                 least_s = max(least_s, before_s + every_s)
                 before_s += once_s
                 all_s += m * once_s
@@ -178,7 +186,6 @@ class Judge:
 
     def _stages(self, draft: Draft, program: Program, timelines: Sequence[Timeline]) -> list[StageForecast]:
         ground, outline = self._ground, draft.outline
-        steps = 2 if draft.rule is Rule.FRESH else 1
         works = {size: self._work(draft, size) for size in set(outline.sizes)}
         found = []
         for stage, (begin, end) in enumerate(draft.stages(len(ground.profile.units))):
@@ -193,6 +200,9 @@ class Judge:
                 for timeline, extra in zip(timelines, more, strict=True)
             ]
             tightest = min(range(outline.width), key=lambda r: ground.limits[row[r]] - held[r])
+            process = [ground.process_bytes[device] for device in row]
+            peaks = tuple(one + own for one, own in zip(held, process, strict=True))
+            limits = tuple(ground.limits[device] + own for device, own in zip(row, process, strict=True))
             found.append(
                 StageForecast(
                     begin=begin,
@@ -200,14 +210,14 @@ class Judge:
                     devices=tuple(ground.names[device] for device in row),
                     recompute=stage in draft.recompute,
                     busy_s=max(
-                        works[size].busy_s(stage, outline.num_microbatches, steps=steps)
+                        works[size].busy_s(stage, outline.num_microbatches, draft.rule)
                         / ground.speeds[device]
                         for size, device in zip(outline.sizes, row, strict=True)
                     ),
-                    peak_bytes=held[tightest],
-                    limit_bytes=ground.limits[row[tightest]],
-                    device_peak_bytes=tuple(held),
-                    device_limit_bytes=tuple(ground.limits[device] for device in row),
+                    peak_bytes=peaks[tightest],
+                    limit_bytes=limits[tightest],
+                    device_peak_bytes=peaks,
+                    device_limit_bytes=limits,
                 )
             )
         return found
@@ -233,10 +243,13 @@ class Judge:
             reduce_s=tied_s,
             reduce_bytes=reduce_bytes,
             rank_speed=tuple(ground.speeds[device] for device in devices),
+            engine=ground.engine,
         )
         self.num_simulated += 1
         self.num_instructions += program.num_instructions
-        return simulate(program, costs, shared, agree=True)
+        return simulate(
+            program, costs, shared, agree=True, processors=processors_of(ground, draft.grid, replica)
+        )
 
     def _likeness(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> object:
         """What is equal for replicas that run alike."""
@@ -256,7 +269,8 @@ class Judge:
                         ),
                     )
                 )
-        return draft.outline.sizes[replica], tuple(ground.speeds[device] for device in devices), tuple(ways)
+        speeds = tuple(ground.speeds[device] for device in devices)
+        return draft.outline.sizes[replica], speeds, tuple(ways), processors_of(ground, draft.grid, replica)
 
     def _work(self, draft: Draft, size: int) -> _Work:
         ground = self._ground

@@ -95,8 +95,8 @@ def _near_of(ground: Ground, outline: Outline, grid: Grid, misfit: Misfit) -> _N
                 devices=tuple(ground.names[device] for device in row),
                 recompute=stage.recompute,
                 busy_s=outline.num_microbatches * stage.busy_s,
-                peak_bytes=stage.peak_bytes,
-                limit_bytes=stage.limit_bytes,
+                peak_bytes=stage.peak_bytes + ground.process_bytes[row[0]],
+                limit_bytes=stage.limit_bytes + ground.process_bytes[row[0]],
             )
             for stage, row in zip(misfit.nearest.stages, grid, strict=True)
         ),

@@ -1,0 +1,120 @@
+"""Instructions as the simulator's inner loop wants them: what to do, how long, with which message."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bireme.errors import BiremeError
+from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
+from bireme.schedule.program import Program
+from bireme.schedule.proofs.messages import channel_of
+from bireme.simulate.costs import Costs
+from bireme.simulate.network import Network, Path
+from bireme.simulate.parcels import Channel
+
+__all__ = ["AGREED", "LOCAL", "RECEIVE", "REDUCE", "SEND", "UPDATE", "USE", "Op", "Operations"]
+
+LOCAL, USE, SEND, RECEIVE, REDUCE, UPDATE = range(6)
+
+AGREED = 1
+"""From the key of a sync to that of what all ranks agree on behind it."""
+
+
+class Op(NamedTuple):
+    """An instruction as the inner loop wants it: what to do, how long, and with which message."""
+
+    code: int
+    seconds: float
+    key: int
+    """The message or sync it is about; batches later, so many strides more."""
+    channel: int
+    num_bytes: float
+    instruction: Instruction
+
+
+class Operations:
+    """The operations of a program's ranks, and the channels that their messages go through."""
+
+    def __init__(self, program: Program, costs: Costs, network: Network, *, agree: bool) -> None:
+        self.channels: list[Channel] = []
+        self._program = program
+        self._costs = costs
+        self._network = network
+        self._agree = agree
+        self._number_of_channel: dict[tuple[int, int], int] = {}
+
+    def of_rank(self, rank: int) -> Iterator[tuple[Op, int]]:
+        """A rank's track as operations, each with the shift of its key."""
+        stride = self._program.num_microbatches * self._program.num_stages * 8
+        ready: dict[int, list[Op]] = {}
+        for block in self._program.tracks[rank].blocks():
+            ops = ready.get(id(block.instructions))
+            if ops is None:
+                ops = ready[id(block.instructions)] = [self._op(step, rank) for step in block.instructions]
+            shift = block.batches * stride
+            for op in ops:
+                yield op, shift
+
+    def _op(self, step: Instruction, rank: int) -> Op:
+        program = self._program
+        if step.kind in SENDS or step.kind in RECEIVES:
+            ends = channel_of(program, step)
+            if ends is None:
+                raise BiremeError(f"Rank {rank} holds {step}, but there is no stage on the other side.")
+            is_send = step.kind in SENDS
+            num_bytes = self._costs.border_bytes(step) if is_send else 0.0
+            return Op(
+                SEND if is_send else RECEIVE,
+                self._costs.seconds(step, rank),
+                self._key(step.carries()),
+                self._channel(*ends),
+                num_bytes,
+                step,
+            )
+        if step.kind in (Kind.REDUCE, Kind.UPDATE):
+            key = self._number(step.batch, step.microbatch or 0, step.stage) * 8 + 4
+            num_bytes = self._costs.reduce_bytes[step.stage]
+            seconds = self._costs.seconds(step, rank)
+            code = REDUCE if step.kind is Kind.REDUCE else UPDATE
+            if code == UPDATE and self._agree:
+                key += AGREED
+            return Op(code, seconds, key, self._channel(rank, rank), num_bytes, step)
+        needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
+        if needed is not None:
+            source = program.rank_of_stage[needed.from_stage]
+            if source != rank:
+                num_bytes = self._costs.message_of(min(needed.from_stage, needed.to_stage), needed.half)
+                seconds = self._costs.seconds(step, rank, takes_bytes=num_bytes)
+                return Op(USE, seconds, self._key(needed), self._channel(source, rank), 0.0, step)
+        return Op(LOCAL, self._costs.seconds(step, rank), 0, -1, 0.0, step)
+
+    def _key(self, message: Message) -> int:
+        half = 0 if message.half is None else message.half + 1
+        kind = half if message.forward else 3
+        return self._number(message.batch, message.microbatch or 0, message.to_stage) * 8 + kind
+
+    def _number(self, batch: int, microbatch: int, stage: int) -> int:
+        return (batch * self._program.num_microbatches + microbatch) * self._program.num_stages + stage
+
+    def _channel(self, source: int, destination: int) -> int:
+        ends = source, destination
+        number = self._number_of_channel.get(ends)
+        if number is None:
+            number = self._number_of_channel[ends] = len(self.channels)
+            path = self._sync_path(source) if source == destination else self._path(ends)
+            self.channels.append(Channel(source, destination, path))
+        return number
+
+    def _path(self, ends: tuple[int, int]) -> Path:
+        path = self._network.paths.get(ends)
+        if path is None:
+            raise BiremeError(f"The network has no path from rank {ends[0]} to rank {ends[1]}, which talk.")
+        return path
+
+    def _sync_path(self, rank: int) -> Path:
+        path = self._network.sync_paths.get(rank)
+        if path is None and any(self._costs.reduce_bytes):
+            raise BiremeError(
+                f"The costs have reduce_bytes, but the network has no path for rank {rank}'s gradient sync. "
+                "Give sync_paths, or the time as reduce_s."
+            )
+        return Path(()) if path is None else path

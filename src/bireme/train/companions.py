@@ -1,0 +1,147 @@
+"""Profiling under the load that training will have: as many processes at once, of the same kind.
+
+A core is slower while its neighbours compute, and a process that trains is not the one that plans: it has a
+watch, a store, threads of its own. So the units of a model are timed in processes that `launch` starts as it
+starts those of the run, all at once; but never more than there are cores for, since ranks that share cores
+are the simulator's business. The same processes find out what the engine takes for an instruction and a
+message, and what a process holds before it has a tensor of the model.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
+from bireme.profile.control import Control
+from bireme.profile.measuring import BatchEnd, Job, Measured, Progress, measure_units
+from bireme.profile.timing import Seconds
+from bireme.runtime.launch import launch
+from bireme.runtime.measuring.batch_end import batch_end_of
+from bireme.runtime.measuring.messages import message_costs
+from bireme.runtime.world import World
+from bireme.train.memory_used import resident_bytes
+from bireme.train.model import RunModel
+from bireme.train.run_data import data_of
+from bireme.train.run_file import RunFile
+
+__all__ = ["Companions", "mean_of"]
+
+Figures = TypeVar("Figures")
+
+LOOK_S = 0.2
+"""How often to look how far they are."""
+
+UNITS_SHARE = 0.9
+"""Of the work that timing units is, as the progress tells it."""
+
+
+class Companions:
+    """Measures jobs for a run of `num_workers` processes with so many threads, on so many cores."""
+
+    def __init__(self, run: RunFile, *, num_workers: int, num_threads: int, num_cores: int) -> None:
+        self._run = run
+        self._num_threads = num_threads
+        self._num_workers = num_workers
+        self._at_once = max(1, min(num_workers, num_cores // num_threads))
+
+    @property
+    def circumstances(self) -> tuple[object, ...]:
+        """How many compute at once, and whether there will be messages."""
+        return "companions", self._at_once, min(self._num_workers, 2)
+
+    def __call__(self, job: Job, progress: Progress) -> Measured:
+        """Do a job."""
+        size = max(self._at_once, min(self._num_workers, 2))
+        progress(0.0, f"starting {size} processes to measure in")
+        with TemporaryDirectory() as folder, _followed(Path(folder, "progress"), progress) as path:
+            found = launch(
+                _measure,
+                size,
+                self._run,
+                job,
+                self._at_once,
+                path,
+                timeout_s=self._run.cluster.timeout_s,
+                threads_per_process=self._num_threads,
+            )
+        return mean_of([one for one in found if one is not None])
+
+
+def _measure(world: World, run: RunFile, job: Job, at_once: int, path: Path) -> Measured | None:
+    """Measure as one of several; None from a process that there is no core for."""
+
+    def tell(done: float, what: str) -> None:
+        if world.rank == 0:
+            path.write_text(f"{done} {what}", encoding="utf-8")
+
+    tell(0.0, "measuring messages")
+    # What a process of the run has, too, before it has its part of the pipeline.
+    model = RunModel.of(run, 1)
+    data = data_of(run, model)
+    engine = message_costs(world, job.message_bytes) if world.size > 1 else NO_ENGINE
+    process_bytes = resident_bytes()
+    del model, data
+    if world.rank >= at_once:
+        return None
+    control = Control(counts_waits=False)
+    seconds = measure_units(job, lambda done, what: tell(UNITS_SHARE * done, what), in_turns=control.time)
+    tell(UNITS_SHARE, "measuring the end of a batch")
+    first = job.first
+    ends = {index: batch_end_of(first.graph, first.units[index], job.optimizer) for index in first.distinct}
+    found = replace(engine, process_bytes=process_bytes, control_s=control.median_s, num_processes=at_once)
+    return Measured(seconds, ends, found)
+
+
+def mean_of(found: Sequence[Measured]) -> Measured:
+    """What all measured at once, in the mean over them."""
+    first = found[0]
+    engines = [one.engine for one in found if one.engine is not None]
+    return Measured(
+        {
+            size: {index: _mean(Seconds, [one.seconds[size][index] for one in found]) for index in own}
+            for size, own in first.seconds.items()
+        },
+        {index: _mean(BatchEnd, [one.ends[index] for one in found]) for index in first.ends},
+        replace(
+            _mean(EngineCost, engines),
+            process_bytes=max(one.process_bytes for one in engines),
+            num_processes=engines[0].num_processes,
+        ),
+    )
+
+
+def _mean(kind: Callable[..., Figures], found: Sequence[Figures]) -> Figures:
+    """Figures of several processes as one; what one of them lacks is lacking."""
+    values: dict[str, float | None] = {}
+    for field in fields(found[0]):  # type: ignore[arg-type]  # all of them are data classes
+        own = [getattr(one, field.name) for one in found]
+        values[field.name] = None if None in own else fmean(own)
+    return kind(**values)
+
+
+@contextmanager
+def _followed(path: Path, progress: Progress) -> Iterator[Path]:
+    """Tell on what another process writes into a file of its progress."""
+    is_over = threading.Event()
+
+    def follow() -> None:
+        before = ""
+        while not is_over.wait(LOOK_S):
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            done, _, what = text.partition(" ")
+            if what and text != before:
+                progress(float(done), what)
+                before = text
+
+    thread = threading.Thread(target=follow, name="bireme progress", daemon=True)
+    thread.start()
+    try:
+        yield path
+    finally:
+        is_over.set()
+        thread.join()

@@ -1,0 +1,113 @@
+"""What the engine takes beside a model: read off measured timelines, timed by a control, counted by plans."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from bireme.bench.made_up import profile_of
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device
+from bireme.cluster.engine_cost import EngineCost
+from bireme.plan.forecast import Answer
+from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.wishes import Wishes
+from bireme.profile.control import Control
+from bireme.profile.measuring import BatchEnd, Measured
+from bireme.profile.timing import Seconds
+from bireme.runtime.measuring.messages import read_off
+from bireme.schedule.catalogue import generate
+from bireme.simulate.costs import Costs
+from bireme.simulate.simulator import simulate
+from bireme.timeline.timeline import Timeline
+from bireme.train.companions import mean_of
+
+ENGINE = EngineCost(
+    instruction_s=1e-5, send_s=3e-4, receive_s=1e-4, take_s=2e-4, late_s=5e-5, batch_s=0.0, agree_s=6e-4
+)
+
+
+def as_measured(timeline: Timeline, engine: EngineCost) -> Timeline:
+    """A simulated timeline as the engine's recorder writes it: what an instruction takes before its work, and
+    taking its message, pass between two instructions.
+    """
+    ranks = []
+    for rank in timeline.ranks:
+        starts = array("d")
+        for interval in rank.intervals():
+            needed = interval.instruction.needs(timeline.program.num_stages)
+            own = timeline.program.rank_of_stage[interval.instruction.stage]
+            takes = needed is not None and timeline.program.rank_of_stage[needed.from_stage] != own
+            before_s = engine.instruction_s + (engine.take_s if takes else 0.0)
+            starts.append(interval.start_s + before_s)
+        ranks.append(replace(rank, start_s=starts))
+    return replace(timeline, ranks=tuple(ranks), source="measured")
+
+
+def test_costs_are_read_off_a_run_that_had_them() -> None:
+    program = generate("2bw", num_stages=2, num_microbatches=6, num_batches=9)
+    costs = Costs.per_stage(2, forward_s=(1e-4, 4e-3), backward_s=(2e-4, 8e-3), engine=ENGINE)
+    found = read_off(as_measured(simulate(program, costs, agree=True), ENGINE))
+    for name in ("instruction_s", "send_s", "receive_s", "take_s", "late_s"):
+        assert getattr(found, name) == pytest.approx(getattr(ENGINE, name), rel=1e-6), name
+    assert found.batch_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_control_takes_little_of_the_time_it_runs_beside() -> None:
+    """Its clock moves half a second at every look, and a step of a second passes between two looks at it."""
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.5
+        return now_s
+
+    control = Control(counts_waits=True, clock=clock)
+    for _ in range(1000):
+        control.time_if_due()
+    assert control.mean_s == control.median_s == 0.5
+    assert sum(control.seconds) <= 0.01 * now_s
+    assert len(control.seconds) >= 2
+
+
+def cluster(num_devices: int, num_cores: int) -> Cluster:
+    device = Device("a core", "cpu", 2**30, num_cores=1)
+    return Cluster((Server("here", (device,) * num_devices, num_cores=num_cores),))
+
+
+def test_workers_on_fewer_cores_are_planned_as_sharing_them() -> None:
+    """Three workers on two cores were planned as if each had its own."""
+    profile = profile_of([1.0] * 3, [2.0] * 3)
+    wishes = Wishes(batch_size=6, schedule="2bw", depth=3, micro_batch=1)
+    own, shared = (find_plan(profile, cluster(3, cores), wishes) for cores in (0, 2))
+    assert isinstance(own, Answer)
+    assert isinstance(shared, Answer)
+    assert own.best.forecast.batch_s == pytest.approx(6 * 3)
+    assert shared.best.forecast.batch_s == pytest.approx(6 * 3 * 3 / 2)
+    assert shared.best.forecast.bottleneck == "the cores of here"
+
+
+def test_a_process_counts_before_it_has_a_tensor() -> None:
+    profile = profile_of([1.0] * 2, [2.0] * 2, parameter_bytes=[1000] * 2)
+    wishes = Wishes(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
+    answer = find_plan(profile, cluster(2, 0), wishes)
+    assert isinstance(answer, Answer)
+    measured = replace(profile, engine=EngineCost(process_bytes=2**28))
+    found = forecast_of(answer.best.plan, measured, cluster(2, 0), wishes)
+    for one, other in zip(found.stages, answer.best.forecast.stages, strict=True):
+        assert one.peak_bytes == other.peak_bytes + 2**28
+        assert one.limit_bytes == other.limit_bytes
+    too_large = replace(profile, engine=EngineCost(process_bytes=2**30))
+    assert not isinstance(find_plan(too_large, cluster(2, 0), wishes), Answer)
+
+
+def test_what_was_measured_at_once_counts_in_the_mean() -> None:
+    def one(seconds: float, process_bytes: int) -> Measured:
+        unit = Seconds(seconds, 2 * seconds, 3 * seconds, None, None, 0.0)
+        engine = EngineCost(send_s=seconds, process_bytes=process_bytes, num_processes=2)
+        return Measured({4: {0: unit}}, {0: BatchEnd(seconds, seconds, seconds)}, engine)
+
+    found = mean_of([one(1.0, 100), one(2.0, 300)])
+    assert found.seconds[4][0] == Seconds(1.5, 3.0, 4.5, None, None, 0.0)
+    assert found.ends[0] == BatchEnd(1.5, 1.5, 1.5)
+    assert found.engine == EngineCost(send_s=1.5, process_bytes=300, num_processes=2)
