@@ -345,7 +345,7 @@ def test_the_kernel_takes_ordinary_messages_while_the_sender_computes() -> None:
     size = near.ordinary_bytes - 64
     for n in range(NUM_UNDER_WAY):
         send(transport, key(n), 1, bytes_of(n, size))
-    assert sum(len(job.rest) for job in transport._lines[1].queue) == 0
+    assert sum(len(one.rest) for one in transport._lines[1].queue) == 0
     transport.close()
     far.small.close()
     far.large.close()

@@ -21,7 +21,7 @@ from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
 from bireme.sync.group import DistGroup, LonelyGroup, MessageGroup, OwnedGroup, Sums
 
-__all__ = ["DistFabric", "Fabric", "Holder", "LonelyFabric", "fabric_of"]
+__all__ = ["DistFabric", "Fabric", "LonelyFabric", "PipelineFabric", "fabric_of"]
 
 
 def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.device) -> "Fabric":
@@ -171,7 +171,7 @@ class LonelyFabric:
         return LonelyGroup()
 
 
-class Holder:
+class PipelineFabric:
     """A fabric as one pipeline uses it: what was made through it is given back together."""
 
     def __init__(self, fabric: Fabric) -> None:

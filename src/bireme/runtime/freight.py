@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from bireme.errors import BiremeError
 from bireme.runtime.header import HEADER_BYTES, read_header
-from bireme.runtime.socket_line import Job, posted_for
+from bireme.runtime.socket_line import Transfer, posted_for
 
 __all__ = ["Freight"]
 
@@ -28,27 +28,27 @@ class Freight:
         """When bytes last moved in each direction."""
         self._line = line
         self._ring = ring
-        self._outgoing: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._posted: dict[bytes, Job] = {}
+        self._outgoing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._posted: dict[bytes, Transfer] = {}
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._is_closed = False
         self._has_writer = self._has_reader = False
 
-    def send(self, job: Job) -> None:
+    def send(self, transfer: Transfer) -> None:
         """Begin to send."""
         if not self._has_writer:
             self._has_writer = True
             threading.Thread(target=self._write, name=f"bireme to {self.peer}", daemon=True).start()
-        self._outgoing.put(job)
+        self._outgoing.put(transfer)
 
-    def post(self, job: Job) -> None:
+    def post(self, transfer: Transfer) -> None:
         """Expect a message."""
         with self._changed:
             if self._error is not None:
-                job.error, job.is_done = self._error, True
+                transfer.error, transfer.is_done = self._error, True
                 return
-            self._posted[bytes(job.data[:HEADER_BYTES])] = job
+            self._posted[bytes(transfer.data[:HEADER_BYTES])] = transfer
             self._changed.notify()
         if not self._has_reader:
             self._has_reader = True
@@ -67,54 +67,54 @@ class Freight:
             self._line.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
-        while (job := self._outgoing.get()) is not None:
+        while (transfer := self._outgoing.get()) is not None:
             if self._error is not None:
-                job.error = self._error
-                self._end(job)
+                transfer.error = self._error
+                self._end(transfer)
                 continue
             try:
-                while job.rest:
-                    job.rest = job.rest[self._line.send(job.rest[:CHUNK_BYTES]) :]
+                while transfer.rest:
+                    transfer.rest = transfer.rest[self._line.send(transfer.rest[:CHUNK_BYTES]) :]
                     self.sent_s = time.monotonic()
             except OSError as error:
-                self._error = job.error = error
-            self._end(job)
+                self._error = transfer.error = error
+            self._end(transfer)
 
-    def _end(self, job: Job) -> None:
-        job.is_done = True
+    def _end(self, transfer: Transfer) -> None:
+        transfer.is_done = True
         self._ring()
 
     def _read(self) -> None:
-        job: Job | None = None
+        transfer: Transfer | None = None
         try:
             while True:
                 header = bytearray(HEADER_BYTES)
                 self._fill(memoryview(header))
-                job = self._expected(bytes(header))
-                if job is None:
+                transfer = self._expected(bytes(header))
+                if transfer is None:
                     return
-                if header == job.data[:HEADER_BYTES]:
-                    self._fill(job.data[HEADER_BYTES:])
+                if header == transfer.data[:HEADER_BYTES]:
+                    self._fill(transfer.data[HEADER_BYTES:])
                 else:
                     self._skip(read_header(bytes(header)).num_bytes - HEADER_BYTES)
-                    job.data[:HEADER_BYTES] = header
-                self._end(job)
-                job = None
+                    transfer.data[:HEADER_BYTES] = header
+                self._end(transfer)
+                transfer = None
         except (OSError, BiremeError) as error:
             with self._changed:
                 self._error = error
                 left, self._posted = list(self._posted.values()), {}
-            for one in left if job is None else [job, *left]:
+            for one in left if transfer is None else [transfer, *left]:
                 one.error = error
                 self._end(one)
 
-    def _expected(self, header: bytes) -> Job | None:
+    def _expected(self, header: bytes) -> Transfer | None:
         """The receive for a message that has come; waits until it is posted."""
         with self._changed:
             while not self._is_closed:
-                job = posted_for(header, self._posted)
-                if job is not None:
-                    return job
+                transfer = posted_for(header, self._posted)
+                if transfer is not None:
+                    return transfer
                 self._changed.wait()
             return None
 

@@ -1,7 +1,7 @@
 """How ranks find one another for sockets: each says in the store where it listens, the later rank calls.
 
 Addresses are those that the ranks reach the store from, so ranks on one machine meet on its loopback. A
-caller greets with a token that only this run knows. Whoever does not is turned away, and holds up nobody.
+caller greets with a token that only this run knows. Whoever does not is refused, and holds up nobody.
 """
 
 import os
@@ -49,9 +49,9 @@ def meet(
         token = secrets.token_bytes(TOKEN_BYTES)
         here = f"{_address()} {listener.getsockname()[1]} {token.hex()} {own_bytes}"
         store.set(f"{name}/{ranks[rank]}", here)
-        reception = _Reception(listener, token, {peer for peer in neighbours if peer > rank})
-        undo.callback(reception.close)
-        sockets, limits = reception.sockets, reception.limits
+        acceptor = _Acceptor(listener, token, {peer for peer in neighbours if peer > rank})
+        undo.callback(acceptor.close)
+        sockets, limits = acceptor.sockets, acceptor.limits
         for peer in sorted(peer for peer in neighbours if peer < rank):
             where = f"{name}/{ranks[peer]}"
             store.wait([where], timedelta(seconds=timeout_s))
@@ -61,7 +61,7 @@ def meet(
                 made = socket.create_connection((host, int(port)), timeout=timeout_s)
                 sockets[peer, line] = made
                 made.sendall(GREETING.pack(bytes.fromhex(its_token), rank, line, own_bytes))
-        reception.wait(timeout_s)
+        acceptor.wait(timeout_s)
         lines = {
             peer: Lines(sockets[peer, 0], sockets[peer, 1], min(own_bytes, limits[peer]))
             for peer in neighbours
@@ -94,7 +94,7 @@ class _Call:
         return len(self.said) >= GREETING.size
 
 
-class _Reception:
+class _Acceptor:
     """Takes the calls of some ranks while strangers may call as well, and say anything or nothing."""
 
     def __init__(self, listener: socket.socket, token: bytes, expected: set[int]) -> None:
@@ -124,12 +124,12 @@ class _Reception:
                     self._hear(key.data)
             now = time.monotonic()
             for call in [one for one in self._calls if one.ends_s < now]:
-                self._turn_away(call)
+                self._refuse(call)
 
     def close(self) -> None:
-        """Turn away whoever still waits, and close what was not taken."""
+        """Refuse whoever still waits, and close what was not taken."""
         for call in tuple(self._calls):
-            self._turn_away(call)
+            self._refuse(call)
         self._selector.close()
         for made in self.sockets.values():
             made.close()
@@ -146,7 +146,7 @@ class _Reception:
             if not call.is_over:
                 return
         if not call.is_over or not self._take(call):
-            self._turn_away(call)
+            self._refuse(call)
 
     def _take(self, call: _Call) -> bool:
         """Whether the caller is a rank that is expected; then its socket is among the others."""
@@ -159,7 +159,7 @@ class _Reception:
         self.limits[peer] = its_bytes
         return True
 
-    def _turn_away(self, call: _Call) -> None:
+    def _refuse(self, call: _Call) -> None:
         self._forget(call)
         call.socket.close()
 

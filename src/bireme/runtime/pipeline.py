@@ -27,7 +27,7 @@ from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
-from bireme.runtime.fabric import Fabric, Holder, fabric_of
+from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
@@ -101,7 +101,7 @@ class Pipeline:
         asked = runnable(plan)
         self._device = torch.device(device)
         check_supported(self._device)
-        fabric = Holder(fabric_of(world, asked.num_ranks, self._device))
+        fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
         made_of = prepared(
             model,
             evaluation=evaluation,

@@ -10,7 +10,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.header import HEADER_BYTES, read_header
 from bireme.schedule.instruction import Message
 
-__all__ = ["BUFFER_BYTES", "LARGE_BYTES", "NUM_UNDER_WAY", "Job", "Line", "ordinary_bytes", "posted_for"]
+__all__ = ["BUFFER_BYTES", "LARGE_BYTES", "NUM_UNDER_WAY", "Line", "Transfer", "ordinary_bytes", "posted_for"]
 
 LARGE_BYTES = 256 * 1024
 """Messages of more bytes go over the second socket, and of fewer where the kernel's buffers are small."""
@@ -33,7 +33,7 @@ def ordinary_bytes() -> int:
     return min(granted // NUM_UNDER_WAY, LARGE_BYTES)
 
 
-class Job:
+class Transfer:
     """One message to send or to receive, which begins with the header that is sent or expected.
 
     A receive is done as well when another message comes in its place; then the header is that one's.
@@ -60,18 +60,18 @@ class Job:
         self.is_done = True
 
 
-def posted_for(header: bytes, posted: dict[bytes, Job]) -> Job | None:
+def posted_for(header: bytes, posted: dict[bytes, Transfer]) -> Transfer | None:
     """The receive that a message belongs to, which is taken out of those posted; None if there is none yet.
 
     A message that comes first on its channel where another one is expected belongs to that one's receive.
     """
-    job = posted.pop(header, None)
-    if job is None and posted:
+    transfer = posted.pop(header, None)
+    if transfer is None and posted:
         come = read_header(header).key
         for expected, other in posted.items():
             if other.key.forward == come.forward and other.key.to_stage == come.to_stage:
                 return posted.pop(expected)
-    return job
+    return transfer
 
 
 class Line:
@@ -84,11 +84,11 @@ class Line:
     def __init__(self, peer: int, small: socket.socket) -> None:
         self.peer = peer
         self.socket = small
-        self.queue: list[Job] = []
+        self.queue: list[Transfer] = []
         self.polled_events = 0
         self.sent_s = self.came_s = 0.0
         """When bytes last moved in each direction."""
-        self._posted: dict[bytes, Job] = {}
+        self._posted: dict[bytes, Transfer] = {}
         """By the headers expected, so that an ordinary one need not be taken apart."""
         self._early: dict[bytes, bytes] = {}
         """What came before it was expected, by its header."""
@@ -104,9 +104,9 @@ class Line:
         """What a wait must wake up for. Bytes that nobody expects yet may stay where they are."""
         return (select.POLLIN if self._posted else 0) | (select.POLLOUT if self.queue else 0)
 
-    def post(self, job: Job) -> None:
+    def post(self, transfer: Transfer) -> None:
         """Expect a message; it may have come already."""
-        self._posted[bytes(job.data[:HEADER_BYTES])] = job
+        self._posted[bytes(transfer.data[:HEADER_BYTES])] = transfer
         for header, body in self._early.items():
             found = posted_for(header, self._posted)
             if found is not None:
@@ -123,16 +123,16 @@ class Line:
     def _write(self) -> None:
         """Write what the kernel takes of what waits."""
         while self.queue:
-            job = self.queue[0]
+            transfer = self.queue[0]
             try:
-                num_bytes = self.socket.send(job.rest)
+                num_bytes = self.socket.send(transfer.rest)
             except BlockingIOError:
                 return
             self.sent_s = time.monotonic()
-            if num_bytes < len(job.rest):
-                job.rest = job.rest[num_bytes:]
+            if num_bytes < len(transfer.rest):
+                transfer.rest = transfer.rest[num_bytes:]
                 return
-            job.is_done = True
+            transfer.is_done = True
             self.queue.pop(0)
 
     def _read(self) -> None:
@@ -157,11 +157,11 @@ class Line:
                 return
 
     def _take_unexpected(self, header: bytes, body: memoryview) -> None:
-        job = posted_for(header, self._posted)
-        if job is None:
+        transfer = posted_for(header, self._posted)
+        if transfer is None:
             self._early[header] = bytes(body)
         else:
-            job.take(header, body)
+            transfer.take(header, body)
 
     def _stage_more(self) -> bool:
         """Read more behind what is staged; whether there was any."""

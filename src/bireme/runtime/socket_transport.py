@@ -18,7 +18,7 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.runtime.freight import Freight
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.socket_line import BUFFER_BYTES, LARGE_BYTES, Job, Line
+from bireme.runtime.socket_line import BUFFER_BYTES, LARGE_BYTES, Line, Transfer
 from bireme.runtime.transport import AbortedError, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
 
@@ -77,29 +77,29 @@ class SocketTransport:
     def send(self, key: Message, to: int, payload: Tensor) -> "SocketPending":
         """Begin to send."""
         self.check()
-        job = Job(key, payload, is_send=True)
-        if len(job.data) > self._ordinary_bytes[to]:
+        transfer = Transfer(key, payload, is_send=True)
+        if len(transfer.data) > self._ordinary_bytes[to]:
             freight = self._freight[to]
-            freight.send(job)
-            return SocketPending(self, freight, job)
+            freight.send(transfer)
+            return SocketPending(self, freight, transfer)
         line = self._lines[to]
-        line.queue.append(job)
+        line.queue.append(transfer)
         self._move(line)
-        return SocketPending(self, line, job)
+        return SocketPending(self, line, transfer)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> "SocketPending":
         """Begin to receive."""
         self.check()
-        job = Job(key, payload, is_send=False)
-        if len(job.data) > self._ordinary_bytes[source]:
+        transfer = Transfer(key, payload, is_send=False)
+        if len(transfer.data) > self._ordinary_bytes[source]:
             freight = self._freight[source]
-            freight.post(job)
-            return SocketPending(self, freight, job)
+            freight.post(transfer)
+            return SocketPending(self, freight, transfer)
         line = self._lines[source]
-        line.post(job)
+        line.post(transfer)
         if line.has_staged:
             self._move(line)
-        return SocketPending(self, line, job)
+        return SocketPending(self, line, transfer)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -129,27 +129,27 @@ class SocketTransport:
         self._failure = error
         return error
 
-    def wait(self, line: Line | Freight, job: Job) -> None:
+    def wait(self, line: Line | Freight, transfer: Transfer) -> None:
         """Move bytes on all lines until that message has gone or come, or for too long none moved on its."""
         began_s = 0.0
-        while not job.is_done:
+        while not transfer.is_done:
             self.check()
             self._move(line)
-            if job.is_done:
+            if transfer.is_done:
                 break
             now = time.monotonic()
             began_s = began_s or now
-            moved_s = max(began_s, line.sent_s if job.is_send else line.came_s)
+            moved_s = max(began_s, line.sent_s if transfer.is_send else line.came_s)
             if now > moved_s + self.timeout_s:
-                words = nothing_taken if job.is_send else nothing_came
-                raise self.fail(words(job.key, line.peer, job.payload, self.timeout_s))
+                words = nothing_taken if transfer.is_send else nothing_came
+                raise self.fail(words(transfer.key, line.peer, transfer.payload, self.timeout_s))
             self.poll(min(LOOK_S, moved_s + self.timeout_s - now))
-        if job.error is not None:
+        if transfer.error is not None:
             self.check()
-            if isinstance(job.error, BiremeError):
-                raise self.fail(job.error)
-            lost = PeerLost(line.peer, str(job.error) or type(job.error).__name__)
-            raise self.fail(lost) from job.error
+            if isinstance(transfer.error, BiremeError):
+                raise self.fail(transfer.error)
+            lost = PeerLost(line.peer, str(transfer.error) or type(transfer.error).__name__)
+            raise self.fail(lost) from transfer.error
 
     def poll(self, seconds: float) -> None:
         """Sleep until some line can move or a large message is done with, and move what can."""
@@ -190,18 +190,18 @@ class SocketTransport:
 class SocketPending:
     """A message under way, in either direction."""
 
-    __slots__ = ("_job", "_line", "_transport")
+    __slots__ = ("_line", "_transfer", "_transport")
 
-    def __init__(self, transport: SocketTransport, line: Line | Freight, job: Job) -> None:
+    def __init__(self, transport: SocketTransport, line: Line | Freight, transfer: Transfer) -> None:
         self._transport = transport
         self._line = line
-        self._job = job
+        self._transfer = transfer
 
     def is_done(self) -> bool:
         """Whether it has come, or the kernel has all of it."""
-        return self._job.is_done
+        return self._transfer.is_done
 
     def wait(self) -> None:
         """Return when it has come, or when the kernel has all of it."""
-        if not self._job.is_done or self._job.error is not None:
-            self._transport.wait(self._line, self._job)
+        if not self._transfer.is_done or self._transfer.error is not None:
+            self._transport.wait(self._line, self._transfer)

@@ -14,7 +14,6 @@ from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError, Pending
 
 __all__ = [
-    "DEFAULT_TIMEOUT_S",
     "AbortedError",
     "Channel",
     "Pending",
@@ -22,10 +21,6 @@ __all__ = [
     "nothing_came",
     "nothing_taken",
 ]
-
-DEFAULT_TIMEOUT_S = 300.0
-"""How long a rank waits while nothing of a message moves. It must be longer than the longest pause of a
-healthy neighbour."""
 
 
 class Channel(NamedTuple):

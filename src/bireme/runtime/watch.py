@@ -44,7 +44,7 @@ def is_of_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-class Joint(Protocol):
+class Abortable(Protocol):
     """What joins this rank with others, so that it may wait for them."""
 
     def abort(self) -> None:
@@ -71,7 +71,7 @@ class Watch:
         self._hurried_s = min(self._beat_s, 0.02 * size)
         self._ends_quietly = ends_quietly
         self._acts: list[Callable[[], None]] = []
-        self._joints: WeakSet[Joint] = WeakSet()
+        self._abortables: WeakSet[Abortable] = WeakSet()
         self._poke = threading.Event()
         self._changed = threading.Condition()
         self._stopping = False
@@ -106,10 +106,10 @@ class Watch:
         """
         self._acts.append(act)
 
-    def abort_on_failure(self, joint: Joint) -> None:
+    def abort_on_failure(self, abortable: Abortable) -> None:
         """Have this aborted, from the watch's thread, when another rank has failed while it is in use."""
         with self._changed:
-            self._joints.add(joint)
+            self._abortables.add(abortable)
 
     def wait_for_everyone(self, limit_s: float) -> None:
         """Wait until every rank has given a sign of life. Raises `RankFailed` if that does not happen."""
@@ -295,7 +295,7 @@ class Watch:
         if self._cause_since is None:
             self._cause_since = now
             with self._changed:
-                acts = [*self._acts, *(joint.abort for joint in self._joints)]
+                acts = [*self._acts, *(abortable.abort for abortable in self._abortables)]
             for act in acts:
                 # The failure is there already; another one here would only hide it.
                 with suppress(Exception):
