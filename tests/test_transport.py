@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bireme.devices import use
 from bireme.errors import BiremeError
 from bireme.runtime.dist_transport import UNUSED_TAG, open_transport, tag_of
 from bireme.runtime.nccl_transport import NcclTransport
@@ -302,15 +303,8 @@ def test_a_killed_process_is_named_to_whoever_waits_for_it(tmp_path: Path) -> No
         assert all(text.startswith("Rank 0 is gone: ") for text in texts)
 
 
-def _nccl_is_missing() -> str:
-    """Why the test cannot run; empty if it can."""
-    if not dist.is_nccl_available():
-        return "this torch is built without NCCL"
-    return "" if torch.cuda.device_count() > 1 else "NCCL takes one process for each CUDA device; needs two"
-
-
 def _over_nccl(rank: int) -> dict[str, Any]:
-    torch.cuda.set_device(rank)
+    use(torch.device("cuda", rank))
     device = torch.device("cuda", rank)
     transport = NcclTransport((0, 1), (0, 1, 0, 1, 0, 1), device)
     message = torch.full((64,), rank, dtype=torch.uint8, device=device)
@@ -325,7 +319,8 @@ def _over_nccl(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(_nccl_is_missing()), reason=_nccl_is_missing())
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 def test_cuda_devices_exchange_messages_over_nccl(tmp_path: Path) -> None:
     assert run_processes(2, _over_nccl, tmp_path) == [{"came": True}] * 2
 
@@ -343,6 +338,6 @@ def _cuda_over_gloo(rank: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_tensors_of_one_cuda_device_go_over_gloo(tmp_path: Path) -> None:
     assert run_processes(2, _cuda_over_gloo, tmp_path) == [True, True]
