@@ -5,6 +5,7 @@ the device has done it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -33,6 +34,18 @@ Trainer = Callable[[int], None]
 """Trains so many batches."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """The engine as a trainer."""
+
+    pipeline: Pipeline
+    gpt: Gpt
+
+    def __call__(self, num_batches: int) -> None:
+        for _ in self.pipeline.train(self.gpt.batches(num_batches)):
+            pass
+
+
 def loop(kind: str, *, quick: bool) -> list[dict[str, Any]]:
     """One rank of the engine beside torch without a pipeline: what it costs where it gains nothing."""
     (rows,) = launch(_beside_loop, 1, quick, timeout_s=TIMEOUT_S, device=kind)
@@ -59,6 +72,7 @@ def _beside_loop(world: World, quick: bool) -> list[dict[str, Any]]:
         ours = _ours(graph, gpt, Plan((), m, "1f1b"), world)
         theirs = _loop(_Stage(graph, 0, len(units_of(graph)), world.device), gpt, world.device)
         ours_s, theirs_s = _in_turns(world, ours, theirs)
+        ours.pipeline.close()
         rows.append(
             {
                 "microbatches": m,
@@ -80,6 +94,7 @@ def _beside_torch(world: World, quick: bool) -> list[dict[str, Any]]:
         for schedule in ("1f1b", "2bw"):
             ours = _ours(graph, gpt, Plan((cut,), m, schedule), world)
             ours_s, theirs_s = _in_turns(world, ours, theirs)
+            ours.pipeline.close()
             rows.append(
                 {
                     "schedule": schedule,
@@ -92,16 +107,9 @@ def _beside_torch(world: World, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _ours(graph: Graph, gpt: Gpt, plan: Plan, world: World) -> Trainer:
-    pipeline = Pipeline(
-        graph, plan, DistFabric(world), weights=Weights(graph, world.device), device=world.device
-    )
-
-    def run(num_batches: int) -> None:
-        for _ in pipeline.train(gpt.batches(num_batches)):
-            pass
-
-    return run
+def _ours(graph: Graph, gpt: Gpt, plan: Plan, world: World) -> _Ours:
+    weights = Weights(graph, world.device)
+    return _Ours(Pipeline(graph, plan, DistFabric(world), weights=weights, device=world.device), gpt)
 
 
 class _Stage(nn.Module):
