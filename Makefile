@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup train test test-fast lint bench clean
+.PHONY: help setup train test test-fast lint bench gpu clean
 
 help:
 	@echo "make setup      create .venv and install Bireme with its development tools"
@@ -13,6 +13,7 @@ help:
 	@echo "make test       all tests          make test-fast   the fast core (under 90 s)"
 	@echo "make lint       ruff, mypy --strict, import contracts"
 	@echo "make bench      the benchmarks of docs/benchmarks.md"
+	@echo "make gpu        tests, training and benchmarks on this machine's GPUs, into docs/gpu.md"
 	@echo "make clean      remove .venv and caches"
 
 setup: $(READY)
@@ -53,6 +54,10 @@ bench: setup
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
 
+# It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
+gpu:
+	@$(PYTHON) benchmarks/gpu.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-gpu .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,6 +23,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than there are."""
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
+    if not marked:
+        return
+    from bireme.devices import num_accelerators
+
+    there = num_accelerators()
+    for item, mark in marked:
+        needed = mark.args[0] if mark.args else 1
+        if there < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, and there are {there}: make gpu"))
+
+
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache") / "bireme"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bireme.cluster.machine import num_cores
+from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.launch import launch
@@ -130,14 +131,14 @@ def return_a_lock(world: World) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there is a CUDA device for each process")
+@pytest.mark.skipif(num_accelerators() >= 2, reason="there is a CUDA device for each process")
 def test_processes_without_a_cuda_device_of_their_own_are_refused() -> None:
     with pytest.raises(BiremeError, match="needs a CUDA device of its own"):
         launch(give_back, 2, None, backend="nccl")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_rank_has_its_cuda_device_and_both_backends() -> None:
     (device,) = launch(sum_on_both, 1, backend="nccl")
 

@@ -594,7 +594,7 @@ def test_a_model_that_fails_says_in_which_phase() -> None:
 # --- on a GPU ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose allocator it compares with")
+@pytest.mark.gpu
 def test_on_a_gpu_the_allocator_s_peak_is_the_trace_s_rounded_up() -> None:
     source = load_source(GPT, batch=2, device="cuda")
     found = observe(source.model, source.example_inputs)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from bireme.devices import num_accelerators
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise
 from bireme.train.data.order import Order
@@ -192,7 +193,7 @@ def test_a_wrong_run_file_is_a_sentence_before_any_process_starts(
         raise AssertionError("a process was to be started")
 
     monkeypatch.setattr("bireme.train.launching.launch", launch)
-    if "cluster.device=cuda" in changes and torch.cuda.device_count() > 1:
+    if "cluster.device=cuda" in changes and num_accelerators() > 1:
         pytest.skip("there are CUDA devices enough")
     own = "tests.paced_samples:regressed" if "no_loss" in changes[0] else ""
     path = write_run(tmp_path, "1f1b", 4, data=own)

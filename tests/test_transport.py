@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bireme.devices import use
 from bireme.errors import BiremeError
 from bireme.runtime.nccl_transport import NcclTransport
 from bireme.runtime.peers import PeerLost
@@ -212,15 +213,8 @@ def test_transports_made_twice_do_not_hear_each_other() -> None:
 # CUDA devices.
 
 
-def _nccl_is_missing() -> str:
-    """Why the test cannot run; empty if it can."""
-    if not dist.is_nccl_available():
-        return "this torch is built without NCCL"
-    return "" if torch.cuda.device_count() > 1 else "NCCL takes one process for each CUDA device; needs two"
-
-
 def _over_nccl(rank: int) -> dict[str, Any]:
-    torch.cuda.set_device(rank)
+    use(torch.device("cuda", rank))
     device = torch.device("cuda", rank)
     transport = NcclTransport((0, 1), (0, 1, 0, 1, 0, 1), device)
     message = torch.full((64,), rank, dtype=torch.uint8, device=device)
@@ -235,6 +229,7 @@ def _over_nccl(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(_nccl_is_missing()), reason=_nccl_is_missing())
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 def test_cuda_devices_exchange_messages_over_nccl(tmp_path: Path) -> None:
     assert run_processes(2, _over_nccl, tmp_path) == [{"came": True}] * 2

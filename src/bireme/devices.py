@@ -137,7 +137,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     if not is_accelerator(device):
         return torch.default_generator
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    generator: torch.Generator = torch.get_device_module(device).default_generators[index]
+    module: Any = torch.get_device_module(device)
+    if not module.default_generators:
+        torch.empty(0, device=device)  # there are none before the device is first used
+    generator: torch.Generator = module.default_generators[index]
     return generator
 
 
