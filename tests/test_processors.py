@@ -72,7 +72,7 @@ def test_processors_are_whole_and_there() -> None:
 
 ENGINE = EngineCost(
     instruction_s=1, send_s=2, send_s_per_byte=0.5, receive_s=3, take_s=4, take_s_per_byte=0.25,
-    late_s=5, late_s_per_byte=0.125, batch_s=6, agree_s=7,
+    late_s=5, late_s_per_byte=0.125, batch_s=6, agree_s=7, reduce_s=8, update_s=9,
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_the_engine_is_counted_where_it_works(shared: bool) -> None:
     # The first rank posts its receive before it begins.
     there = (1 + 10) + (1 + 3) + send_s + late_s + take_s + (1 + 10)
     back = (1 + 20) + send_s + late_s + take_s + (1 + 20)
-    end = (1 + 40 + 6) + 7 + (1 + 30)
+    end = (1 + 40 + 8 + 6) + 7 + (1 + 30 + 9)
     assert timeline.makespan_s == pytest.approx(there + back + end)
 
 

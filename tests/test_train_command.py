@@ -49,6 +49,11 @@ def test_a_run_tells_what_was_predicted_and_what_was_measured(
         assert stage.keys() >= PARTS
         assert stage["predicted_peak_bytes"] > 0
         assert 0 < stage["busy_share"] <= 1
+    assert [stage["rank"] for stage in document["stages"]] == [rank["rank"] for rank in document["ranks"]]
+    for rank in document["ranks"]:
+        assert rank["predicted_peak_bytes"] > 2**26  # an interpreter with torch, and not only tensors
+        assert rank["measured_peak_bytes"] > 2**26
+    assert document["control"].keys() == {"profiled_s", "measured_s", "speed"}
     assert json.loads((run / "summary.json").read_text()) == document
     assert [line["step"] for line in metrics(run, "train")] == list(range(1, 13))
     assert [line["step"] for line in metrics(run, "evaluation")] == [6, 12]

@@ -15,6 +15,7 @@ class EngineCost:
     `instruction_s` is what any instruction takes besides its work. The rank that sends a message is busy for
     `send_s`, the rank that gets it for `receive_s` when it posts the receive and for `take_s` when it uses
     the message; `late_s` passes between the two. Sending, taking and lateness grow with the bytes.
+    REDUCE, UPDATE and TRIAL take `reduce_s`, `update_s` and `trial_s` however few the parameters are.
     `batch_s` is what a batch takes on each rank besides its instructions, `agree_s` how long after the last
     rank's REDUCE all know of it. `process_bytes` is what a process holds before it has a tensor of the model.
 
@@ -30,6 +31,9 @@ class EngineCost:
     take_s_per_byte: float = 0.0
     late_s: float = 0.0
     late_s_per_byte: float = 0.0
+    reduce_s: float = 0.0
+    update_s: float = 0.0
+    trial_s: float = 0.0
     batch_s: float = 0.0
     agree_s: float = 0.0
     process_bytes: int = 0

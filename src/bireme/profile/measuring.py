@@ -34,6 +34,14 @@ class BatchEnd:
     update_s: float
     trial_s: float
 
+    def beyond(self, other: "BatchEnd") -> "BatchEnd":
+        """What these seconds are more than others."""
+        return BatchEnd(
+            max(self.reduce_s - other.reduce_s, 0.0),
+            max(self.update_s - other.update_s, 0.0),
+            max(self.trial_s - other.trial_s, 0.0),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -110,6 +110,9 @@ class _EngineDocument(_Document):
     take_s_per_byte: Seconds
     late_s: Seconds
     late_s_per_byte: Seconds
+    reduce_s: Seconds
+    update_s: Seconds
+    trial_s: Seconds
     batch_s: Seconds
     agree_s: Seconds
     process_bytes: Bytes

@@ -164,12 +164,12 @@ class Costs:
             case Kind.RECOMPUTE:
                 table = self.recompute_s
             case Kind.UPDATE:
-                table = self.update_s
+                return self.update_s[step.stage] + self.engine.update_s
             case Kind.TRIAL:
-                table = self.trial_s
+                return self.trial_s[step.stage] + self.engine.trial_s
             case Kind.REDUCE:
                 busy_s = self.reduce_busy_s[step.stage] if self.reduce_busy_s else 0.0
-                return busy_s + self.engine.batch_s
+                return busy_s + self.engine.reduce_s + self.engine.batch_s
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 return self.engine.sending_s(self.border_bytes(step))
             case _:

@@ -17,12 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
+from bireme.model.graph import Graph
 from bireme.profile.control import Control
 from bireme.profile.measuring import BatchEnd, Job, Measured, Progress, measure_units
 from bireme.profile.timing import Seconds
 from bireme.runtime.launch import launch
-from bireme.runtime.measuring.batch_end import batch_end_of
-from bireme.runtime.measuring.messages import message_costs
+from bireme.runtime.measuring.batch_end import batch_end_of, batch_end_of_next_to_nothing
+from bireme.runtime.measuring.messages import lopsided_graph, message_costs
 from bireme.runtime.world import World
 from bireme.train.memory_used import resident_bytes
 from bireme.train.model import RunModel
@@ -65,6 +66,7 @@ class Companions:
                 self._run,
                 job,
                 self._at_once,
+                lopsided_graph(size),
                 path,
                 timeout_s=self._run.cluster.timeout_s,
                 threads_per_process=self._num_threads,
@@ -72,7 +74,9 @@ class Companions:
         return mean_of([one for one in found if one is not None])
 
 
-def _measure(world: World, run: RunFile, job: Job, at_once: int, path: Path) -> Measured | None:
+def _measure(
+    world: World, run: RunFile, job: Job, at_once: int, lopsided: Graph, path: Path
+) -> Measured | None:
     """Measure as one of several; None from a process that there is no core for."""
 
     def tell(done: float, what: str) -> None:
@@ -83,7 +87,7 @@ def _measure(world: World, run: RunFile, job: Job, at_once: int, path: Path) -> 
     # What a process of the run has, too, before it has its part of the pipeline.
     model = RunModel.of(run, 1)
     data = data_of(run, model)
-    engine = message_costs(world, job.message_bytes) if world.size > 1 else NO_ENGINE
+    engine = message_costs(world, lopsided, job.message_bytes) if world.size > 1 else NO_ENGINE
     process_bytes = resident_bytes()
     del model, data
     if world.rank >= at_once:
@@ -92,8 +96,20 @@ def _measure(world: World, run: RunFile, job: Job, at_once: int, path: Path) -> 
     seconds = measure_units(job, lambda done, what: tell(UNITS_SHARE * done, what), in_turns=control.time)
     tell(UNITS_SHARE, "measuring the end of a batch")
     first = job.first
-    ends = {index: batch_end_of(first.graph, first.units[index], job.optimizer) for index in first.distinct}
-    found = replace(engine, process_bytes=process_bytes, control_s=control.median_s, num_processes=at_once)
+    alone = batch_end_of_next_to_nothing(job.optimizer)
+    ends = {
+        index: batch_end_of(first.graph, first.units[index], job.optimizer).beyond(alone)
+        for index in first.distinct
+    }
+    found = replace(
+        engine,
+        reduce_s=alone.reduce_s,
+        update_s=alone.update_s,
+        trial_s=alone.trial_s,
+        process_bytes=process_bytes,
+        control_s=control.median_s,
+        num_processes=at_once,
+    )
     return Measured(seconds, ends, found)
 
 

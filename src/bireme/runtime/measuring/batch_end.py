@@ -5,8 +5,9 @@ engine trains that on this process alone under the rule that has all three instr
 memory is gone through, for in training a step finds the caches full of activations.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ from bireme.model.graph import Graph, State
 from bireme.model.units import Unit
 from bireme.plan.plan import Plan
 from bireme.profile.measuring import BatchEnd
+from bireme.profile.waits import waited_s
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.schedule.instruction import Kind
+from bireme.schedule.instruction import Instruction, Kind
 
-__all__ = ["batch_end_of"]
+__all__ = ["batch_end_of", "batch_end_of_next_to_nothing"]
 
 NUM_SETTLING, NUM_COUNTED = 3, 7
 """Batches: an optimiser makes its state in the first ones."""
@@ -54,31 +56,60 @@ class _Holder(nn.Module):
 def batch_end_of(graph: Graph, unit: Unit, optimizer: str) -> BatchEnd:
     """The medians for the parameters of a unit; nothing where none of them learns. On the CPU."""
     states = [state for state in graph.parameters if state.name in unit.parameters and state.trainable]
-    if not states:
-        return BatchEnd(0.0, 0.0, 0.0)
+    return _batch_end_of(states, optimizer) if states else BatchEnd(0.0, 0.0, 0.0)
+
+
+def batch_end_of_next_to_nothing(optimizer: str) -> BatchEnd:
+    """The same for one parameter of a few numbers: what the instructions themselves take."""
+    return _batch_end_of([State("weight", (8,), "float32", is_parameter=True, trainable=True)], optimizer)
+
+
+def _batch_end_of(states: Sequence[State], optimizer: str) -> BatchEnd:
     shortest = min((getattr(torch, state.dtype) for state in states), key=lambda one: one.itemsize)
+    laps = _Laps()
     pipeline = Pipeline(
         _Holder(states),
         Plan((), 1, "2bw-fresh"),
         example_inputs={"given": torch.ones(2, 1)},
         optimizer=named_optimizer(optimizer, lr=RATE),
         clip_norm=1.0,
+        on_instruction=laps,
         bank_dtype=shortest if shortest.itemsize < torch.float32.itemsize else None,
     )
     other = torch.zeros(OTHER_BYTES // 4)
 
-    def batches(count: int) -> Iterable[dict[str, Tensor]]:
-        for _ in range(count):
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for _ in range(NUM_SETTLING + NUM_COUNTED):
+            laps.pause()
             other.add_(1.0)
             yield {"given": torch.ones(2, 1)}
 
-    for _ in pipeline.train(batches(NUM_SETTLING)):
-        pass
-    for _ in pipeline.train(batches(NUM_COUNTED + 1), record=True):
-        pass
-    (rank,) = pipeline.timeline().ranks
+    for _ in pipeline.train(batches()):
+        laps.pause()
     pipeline.close()
-    seconds: dict[Kind, list[float]] = {}
-    for interval in rank.intervals():
-        seconds.setdefault(interval.instruction.kind, []).append(interval.end_s - interval.start_s)
-    return BatchEnd(*(median(seconds[kind][1:]) for kind in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)))
+    reduce_s, update_s, trial_s = (
+        median(laps.seconds[kind][-NUM_COUNTED:]) for kind in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
+    )
+    return BatchEnd(reduce_s, update_s, trial_s)
+
+
+class _Laps:
+    """How long instructions took, by kind; waits for a core are left out, as in all of a profile."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Kind, list[float]] = {}
+        self._kind: Kind | None = None
+        self._began_s = self._waited_s = 0.0
+
+    def __call__(self, step: Instruction) -> None:
+        """The next instruction begins."""
+        self.pause()
+        self._kind, self._waited_s, self._began_s = step.kind, waited_s(), perf_counter()
+
+    def pause(self) -> None:
+        """The instruction under way, if there is one, is over."""
+        if self._kind is not None:
+            took_s = perf_counter() - self._began_s
+            took_s -= waited_s() - self._waited_s
+            self.seconds.setdefault(self._kind, []).append(max(took_s, 0.0))
+            self._kind = None

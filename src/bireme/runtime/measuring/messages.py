@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from bireme.cluster.engine_cost import EngineCost
+from bireme.model.capture import capture
+from bireme.model.graph import Graph
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.instruction import RECEIVES, SENDS, Kind, Message
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["message_costs", "read_off"]
+__all__ = ["lopsided_graph", "message_costs", "read_off"]
 
 WIDTH = 64
 HEAVY = 320
@@ -38,7 +40,7 @@ class _Lopsided(nn.Module):
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)))
-        self.heavy = nn.Parameter(torch.full((HEAVY, HEAVY), 1e-3))
+        self.heavy = nn.Parameter(torch.empty(HEAVY, HEAVY))
 
     def forward(self, given: Tensor, wanted: Tensor) -> dict[str, Tensor]:
         """How far the result is from what is wanted; the heavy part counts as well."""
@@ -46,14 +48,24 @@ class _Lopsided(nn.Module):
         return {"loss": nn.functional.mse_loss(self.layers(given), wanted) + heavy}
 
 
-def message_costs(world: World, large_bytes: int) -> EngineCost:
-    """The costs of a message and of instructions, the same on all ranks. `large_bytes` is about as much as a
-    message of the model has; between it and a small one costs grow evenly.
+def lopsided_graph(num_ranks: int) -> Graph:
+    """The model for so many ranks, captured, so that they need not do it: what that takes no rank of a run
+    takes.
+    """
+    batch = {name: torch.ones(2, WIDTH) for name in ("given", "wanted")}
+    return capture(_Lopsided(num_ranks), batch, name="lopsided")
+
+
+def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
+    """The costs of a message and of instructions, the same on all ranks, found with that model.
+
+    `large_bytes` is about as much as a message of the model to be trained has; between it and a small one
+    costs grow evenly.
     """
     # Large ones first: what a process does for the first time it does slowly.
     large_bytes = max(large_bytes, 2 * SMALL_BYTES)
-    large = read_off(_run(world, large_bytes))
-    small = read_off(_run(world, SMALL_BYTES))
+    large = read_off(_run(world, graph, large_bytes))
+    small = read_off(_run(world, graph, SMALL_BYTES))
     more = large_bytes - SMALL_BYTES
     send, take, late = (
         max(one - other, 0.0) / more
@@ -74,16 +86,18 @@ def message_costs(world: World, large_bytes: int) -> EngineCost:
     )
 
 
-def _run(world: World, num_bytes: int) -> Timeline:
+def _run(world: World, graph: Graph, num_bytes: int) -> Timeline:
     samples = max(1, num_bytes // (4 * WIDTH))
     num_microbatches = max(NUM_MICROBATCHES, world.size)
     torch.manual_seed(0)
     batch = {name: torch.randn(samples * num_microbatches, WIDTH) for name in ("given", "wanted")}
     pipeline = Pipeline(
-        _Lopsided(world.size),
+        graph,
         Plan(tuple(range(1, world.size)), num_microbatches, "2bw"),
         world,
-        example_inputs={name: tensor[:samples] for name, tensor in batch.items()},
+        weights=lambda names: {
+            state.name: torch.full(state.shape, 1e-3) for state in graph.parameters if state.name in names
+        },
         optimizer="sgd",
     )
 
