@@ -27,7 +27,7 @@ NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Ru
 
 
 def every_plan(profile: Profile, cluster: Cluster, wishes: Wishes) -> Iterator[Plan]:
-    """All plans, written down with nothing of the search: whatever `Plan` takes is one."""
+    """All plans, written down with nothing of the search: whatever `Plan` takes is one, with late updates."""
     names = [device.name for device in cluster.devices()]
     num_units = len(profile.units)
     schedules = NAMES if wishes.schedule == "auto" else [wishes.schedule]
@@ -86,6 +86,7 @@ def _cut_every_way(
                     recompute=again,
                     micro_batch_sizes=sizes,
                     devices=grid,
+                    updates_early=False,
                 )
             except BiremeError:
                 continue  # the schedule does not run in this shape
