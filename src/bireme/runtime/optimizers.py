@@ -24,6 +24,7 @@ OptimizerFactory = Callable[[NamedTensors], Optimizer | Sequence[Optimizer]]
 WEIGHT_DECAY = {"adam": 0.0, "adamw": 0.01, "muon": 0.1, "sgd": 0.0}
 """What torch takes where nothing is said."""
 
+
 def _is_hidden(name: str, parameter: Tensor) -> bool:
     return is_hidden_matrix(name, parameter.ndim)
 

@@ -17,17 +17,13 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from bireme.errors import BiremeError
-from bireme.memory.arena import Arena
 from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.shelf import Shelf, shelves_of
+from bireme.runtime.shelf import shelves_of
+from bireme.runtime.state_arenas import StateArenas
 
 __all__ = ["ELEMENTWISE", "Home", "Stepped", "Stepper"]
 
 Tensors = Mapping[str, Tensor]
-
-CHUNK_ELEMENTS = 4 * 2**20
-"""How many parameters are stepped at a time when they are stepped first: 16 MiB in float32. Optimisers make
-their state themselves, and it moves into an arena before the next chunk makes its own."""
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -106,8 +102,7 @@ class Stepper:
                 for name, home in self._homes.items()
             },
         )
-        self._shelf_of = {name: shelf for shelf in self.shelves for name in shelf.slots}
-        self._arenas: dict[tuple[Shelf, str, torch.dtype], Arena] = {}
+        self._arenas = StateArenas(self.shelves)
         self._states: dict[str, dict[str, Any]] = {}
 
     @property
@@ -127,10 +122,11 @@ class Stepper:
             for home in self.homes
             if home.name in gradients
         ]
-        for chunk in _chunks(stepped):
-            self.run(chunk, lr_factor)
-            for one in chunk:
-                self._keep(one)
+        new = {one.home.name: (one.tensor, one.gradient) for one in stepped if not one.state}
+        with self._arenas.made_here(new):
+            self.run(stepped, lr_factor)
+        for one in stepped:
+            self._keep(one)
 
     def run(self, stepped: Iterable[Stepped], lr_factor: float) -> None:
         """One step of the optimisers, with nothing but these tensors in their groups."""
@@ -175,6 +171,7 @@ class Stepper:
         """
         self._homes = self._made(parameters)
         self._states = {}
+        self._arenas.forget()
         for name, home in self._homes.items():
             own: dict[str, Any] = {}
             group = home.optimizer.param_groups[home.group]
@@ -189,13 +186,12 @@ class Stepper:
 
     def state_bytes(self) -> int:
         """The bytes of all that the optimisers remember so far."""
-        apart = sum(
+        return self._arenas.num_bytes + sum(
             value.nbytes
             for name, state in self._states.items()
             for key, value in state.items()
-            if isinstance(value, Tensor) and not self._goes_into_arena(name, key, value)
+            if isinstance(value, Tensor) and not self._arenas.hold(name, key)
         )
-        return apart + sum(arena.num_bytes for arena in self._arenas.values())
 
     def _made(self, parameters: Tensors) -> dict[str, Home]:
         """Have the factory make the optimisers, and find each parameter in them, in the given order."""
@@ -215,31 +211,12 @@ class Stepper:
         return {name: found[name] for name in own}
 
     def _keep(self, one: Stepped) -> None:
-        """Remember a parameter's state; tensors like the parameter move into an arena if they are new."""
-        name = one.home.name
+        """Remember a parameter's state; tensors like the parameter move into arenas if they are not there."""
         for key, value in one.state.items():
-            if isinstance(value, Tensor) and self._goes_into_arena(name, key, value):
-                view = self._arena(name, key, value).views[name]
-                if value is not view:
-                    one.state[key] = view.copy_(value)
+            if isinstance(value, Tensor):
+                one.state[key] = self._arenas.taken_in(one.home.name, key, value)
         if one.state:
-            self._states[name] = one.state
-
-    def _goes_into_arena(self, name: str, key: str, value: Tensor) -> bool:
-        """Whether a tensor has an element for each of its parameter's.
-
-        A number may be one about the parameter, unless there is an arena for what other parameters, which
-        come first on a shelf, have under its key.
-        """
-        is_there = (self._shelf_of[name], key, value.dtype) in self._arenas
-        return value.shape == self._homes[name].shape and (value.ndim > 0 or is_there)
-
-    def _arena(self, name: str, key: str, like: Tensor) -> Arena:
-        """The arena for what is remembered under a key of the parameters of one shelf."""
-        place = self._shelf_of[name], key, like.dtype
-        if place not in self._arenas:
-            self._arenas[place] = Arena(place[0].slots, like.dtype, like.device)
-        return self._arenas[place]
+            self._states[one.home.name] = one.state
 
     def _changed_in_group(self, home: Home) -> dict[str, Any]:
         """What an optimiser remembers in a group, which is what has changed there since it was made."""
@@ -282,19 +259,6 @@ def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> 
             "factory is called with to one optimiser; a parameter that is to stay as it is must not require "
             "gradients in the model."
         )
-
-
-def _chunks(stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-    """What is stepped in one call: everything, but where state is made the first time as little as may be."""
-    begin = size = 0
-    for index, one in enumerate(stepped):
-        is_full = index > begin and size + one.tensor.numel() > CHUNK_ELEMENTS
-        if is_full and not one.state and all(other.home.may_be_apart for other in stepped[begin : index + 1]):
-            yield stepped[begin:index]
-            begin, size = index, 0
-        size += one.tensor.numel()
-    if begin < len(stepped):
-        yield stepped[begin:]
 
 
 def _step(optimizer: Optimizer, stepped: Sequence[Stepped], lr_factor: float) -> None:
