@@ -1,5 +1,7 @@
 """Samples: tokens cut without a gap, and a part kept for evaluation that is never trained on."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.train.data.samples import PackedSamples, Part, packed, split_samples, split_tokens
-from bireme.train.data.tokens import Tokens
+from bireme.train.data.tokens import Tokens, load_tokens
 
 
 def tokens_of(num_tokens: int, ends: list[int] | None = None) -> Tokens:
@@ -119,3 +121,20 @@ def test_an_id_beyond_the_vocabulary_names_its_sample() -> None:
 def test_a_sample_needs_a_next_token() -> None:
     with pytest.raises(BiremeError, match="at least 2"):
         packed(tokens_of(100), 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's account of memory")
+def test_what_was_read_of_a_file_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """A process grew by the tokens that it had read until it held the whole file: 30 MB in the demonstration,
+    which no prediction knew of.
+    """
+    path = tmp_path / "tokens.bin"
+    np.zeros(2**21, np.uint16).tofile(path)
+    tokens = load_tokens(path)
+    samples = PackedSamples(tokens, 128, 0, len(tokens))
+    for first in range(0, len(samples), 64):
+        samples.take(range(first, min(first + 64, len(samples))))
+    entry = Path("/proc/self/smaps").read_text(encoding="utf-8").partition(str(path))[2]
+    resident = next(line for line in entry.splitlines() if line.startswith("Rss:"))
+    assert int(resident.split()[1]) < 64
+    assert samples.take([0])["input_ids"].sum() == 0

@@ -98,6 +98,7 @@ class PackedSamples:
         for row, number in zip(rows, numbers, strict=True):
             first = self.begin + int(number) * self.length
             row[:] = self.tokens.ids[first : first + self.length]
+        self.tokens.let_go()
         uncounted = rows < 0 if self.tokens.has_uncounted else None
         ids = rows if uncounted is None else np.where(uncounted, -1 - rows, rows)
         self._check(ids, numbers)

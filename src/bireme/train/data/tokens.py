@@ -1,5 +1,6 @@
 """Tokens of a corpus in one long array, which lies on disk and is read where it is needed."""
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,16 @@ class Tokens:
         for ids in _looked_at(self.ids):
             low = -1 - int(ids.min()) if self.has_uncounted else -1
             largest = max(largest, int(ids.max()), low)
+        self.let_go()
         return largest
+
+    def let_go(self) -> None:
+        """Let the system have back the pages of the file that were read: they would count as this process's
+        memory, more with every batch, until all of the file does.
+        """
+        mapped = getattr(self.ids, "_mmap", None)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _looked_at(ids: IntArray) -> Iterator[IntArray]:
