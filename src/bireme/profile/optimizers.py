@@ -1,15 +1,24 @@
-"""What an optimiser keeps of a parameter, in bytes, and what muon takes.
+"""What training keeps of a parameter beside it, in bytes, and what muon takes.
 
-Weights of sixteen bits get float32 state, and a float32 copy that the optimiser works on.
+Weights of sixteen bits get float32 sums of gradients, float32 state, and a float32 copy that is stepped.
 """
 
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import State
 
-__all__ = ["OPTIMIZERS", "check_optimizer", "is_hidden_matrix", "optimizer_bytes", "optimizer_flops"]
+__all__ = [
+    "OPTIMIZERS",
+    "check_optimizer",
+    "gradient_bytes",
+    "is_hidden_matrix",
+    "optimizer_bytes",
+    "optimizer_flops",
+]
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd")
 """The optimisers known by name; sgd is meant with momentum, muon leaves to adamw what is no hidden matrix."""
+
+SHORT = ("bfloat16", "float16")
 
 STEP_BYTES = 4
 """Adam counts its steps for each parameter apart, in a float32."""
@@ -33,11 +42,18 @@ def is_hidden_matrix(name: str, num_axes: int) -> bool:
     return num_axes == 2 and any(part.isdecimal() for part in name.split(".")[:-2])
 
 
+def gradient_bytes(state: State) -> int:
+    """The bytes of the sum of one parameter's gradients, which has at least 32 bits an element."""
+    if not state.trainable:
+        return 0
+    return 4 * state.num_elements if state.dtype in SHORT else state.num_bytes
+
+
 def optimizer_bytes(state: State, optimizer: str) -> int:
     """The bytes an optimiser keeps of one parameter; nothing of one that is frozen."""
     if not state.trainable:
         return 0
-    is_short = state.dtype in ("bfloat16", "float16")
+    is_short = state.dtype in SHORT
     element_bytes = 4 if is_short else state.num_bytes // max(state.num_elements, 1)
     has_one_copy = optimizer == "sgd" or _is_muons(state, optimizer)
     copies = (1 if has_one_copy else 2) + (1 if is_short else 0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from bireme.model.graph import Graph
 from bireme.model.learned import learned_values
 from bireme.model.units import Unit, units_of
+from bireme.profile.optimizers import gradient_bytes
 from bireme.profile.profile import Held, Kept
 
 __all__ = ["Pieces", "pieces_of"]
@@ -52,7 +53,7 @@ class Pieces:
             Held(
                 name=name,
                 parameter_bytes=states[name].num_bytes if name in unit.parameters else 0,
-                gradient_bytes=states[name].num_bytes if states[name].trainable else 0,
+                gradient_bytes=gradient_bytes(states[name]) if name in unit.parameters else 0,
                 optimizer_bytes=optimizer_bytes.get(name, 0),
                 buffer_bytes=states[name].num_bytes if name in unit.buffers else 0,
             )

@@ -21,7 +21,7 @@ from bireme.profile.cache import cache_path, cached_profile, keep_profile
 from bireme.profile.estimate import estimate_unit, estimated_update_s
 from bireme.profile.here import check_measurable, device_here, versions_here
 from bireme.profile.measuring import BatchEnd, Here, Job, Measured, Measurer, Progress, bench_of
-from bireme.profile.optimizers import check_optimizer, optimizer_bytes, optimizer_flops
+from bireme.profile.optimizers import check_optimizer, gradient_bytes, optimizer_bytes, optimizer_flops
 from bireme.profile.pieces import Pieces, pieces_of
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.saved import Residue, residue_of
@@ -284,7 +284,7 @@ class _Work:
         own = [state for state in graph.parameters if state.name in unit.parameters]
         return _State(
             parameter_bytes=sum(state.num_bytes for state in own),
-            gradient_bytes=sum(state.num_bytes for state in own if state.trainable),
+            gradient_bytes=sum(gradient_bytes(state) for state in own),
             optimizer_bytes=sum(self.state_bytes[state.name] for state in own),
             buffer_bytes=sum(state.num_bytes for state in graph.buffers if state.name in unit.buffers),
             optimizer_flops=sum(optimizer_flops(state, self.optimizer) for state in own),

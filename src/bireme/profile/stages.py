@@ -129,7 +129,7 @@ def _waiting_bytes(units: Sequence[UnitProfile]) -> list[int]:
         for held in unit.tied:
             if held.name not in seen:
                 for between in range(place, last[held.name] + 1 if place < last[held.name] else place):
-                    waiting[between] += held.gradient_bytes
+                    waiting[between] += held.parameter_bytes if held.gradient_bytes else 0
             seen.add(held.name)
     return waiting
 

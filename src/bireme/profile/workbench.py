@@ -96,7 +96,9 @@ class Workbench:
             tensor = torch.ones(state.shape, dtype=dtype, device=self.device)
         if state.trainable:
             tensor.requires_grad_()
-            tensor.grad = torch.zeros_like(tensor, requires_grad=False)
+            if dtype.itemsize < torch.float32.itemsize:
+                tensor.grad_dtype = torch.float32
+            tensor.grad = torch.zeros_like(tensor, dtype=tensor.grad_dtype, requires_grad=False)
         return tensor
 
     def _buffer(self, state: State) -> Tensor:

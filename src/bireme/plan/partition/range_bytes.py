@@ -252,7 +252,7 @@ class _Memory:
 
     def _gradient_bytes(self, places: Sequence[int], name: str) -> int:
         held = (held for place in places[:1] for held in self._units[place].tied if held.name == name)
-        return next((one.gradient_bytes for one in held), 0)
+        return next((one.parameter_bytes for one in held if one.gradient_bytes), 0)
 
     def _wait(self, places: Sequence[int], num_bytes: int) -> None:
         """The gradient that an earlier unit adds to, from the backward of the last that uses it."""
