@@ -142,7 +142,7 @@ def test_the_simulation_is_what_the_engine_would_do(
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["2bw", "2bw-fresh"])
 def test_short_banks_have_masters_that_are_stepped(rule: str) -> None:
-    """Sums in sixteen bits are made in the order of the micro-batches, so that even they agree."""
+    """Each micro-batch's gradient is rounded to sixteen bits by itself, so that even they agree."""
     pipelining = Pipelining(4, 8, torch.bfloat16)
     engine_rule = Rule.DELAYED if rule == "2bw" else Rule.FRESH
     losses, weights = simulated(rule, "adamw", pipelining)

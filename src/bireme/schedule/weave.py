@@ -79,7 +79,12 @@ def weave(
                 # Another rank waits for the message, and nobody for the sum.
                 woven.insert(-1, moved)
             elif moved.stage in stages:
-                woven.extend(stages[moved.stage].weave(moved))
+                for made in stages[moved.stage].weave(moved):
+                    if made.kind is Kind.UPDATE:
+                        # A rank ends a batch on all its stages before it ends the next on any.
+                        for weaver in stages.values():
+                            woven.extend(weaver.finish(made.batch - 1))
+                    woven.append(made)
             else:
                 woven.append(moved)
         for batch in program.batches:

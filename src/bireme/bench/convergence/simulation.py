@@ -177,6 +177,8 @@ class Simulation:
     def _groups(self) -> Sequence[int]:
         """Where groups of micro-batches begin and end that may run together."""
         count, num_stages = self.pipelining.num_microbatches, self.pipelining.num_stages
+        if self.used.whole.itemsize < 4:  # each micro-batch's gradient is rounded by itself
+            return range(count + 1)
         bounds = {0, count}
         if self.rule.depends_on_stages:
             bounds |= {count - self.pipelining.unseen(stage) for stage in range(num_stages)}
