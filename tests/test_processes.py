@@ -18,6 +18,7 @@ from bireme.report.trace import write_trace
 from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
+from bireme.schedule.program import Program
 from bireme.timeline.timeline import BUSY, Timeline
 from tests.engine_parity import (
     ALL,
@@ -129,13 +130,15 @@ def test_four_processes_compute_what_one_does() -> None:
 # --- the timeline
 
 
-def record(world: World, model: Model, settings: Sequence[Setting], data: list[Batch]) -> list[Timeline]:
+def record(
+    world: World, model: Model, settings: Sequence[Setting], data: list[Batch]
+) -> list[tuple[Timeline, Program]]:
     timelines = []
     for setting in settings:
         pipeline = pipeline_of(model, setting, world)
         list(pipeline.train(data[:2]))
         list(pipeline.train(data[2:], record=True))
-        timelines.append(pipeline.timeline())
+        timelines.append((pipeline.timeline(), pipeline.plan.source.program(12, 2)))
         pipeline.close()
     return timelines
 
@@ -146,11 +149,10 @@ def test_a_measured_timeline_has_each_instruction_and_can_be_shown(tmp_path: Pat
     plans = [plan_for(schedule, 4 if schedule in TWO_TO_A_RANK else 2) for schedule in ALL]
     settings = [Setting(plan_for("2bw", 1, width=2)), *map(Setting, plans)]
     ranks = launch(record, 2, gpt(PLAIN), settings, data, threads_per_process=1)
-    for setting, timelines in zip(settings, zip(*ranks, strict=True), strict=True):
-        timeline, other = timelines
-        assert timeline == other
+    for (timeline, program), other in zip(*ranks, strict=True):
+        assert (timeline, program) == other
         assert timeline.source == "measured"
-        assert timeline.program == setting.plan.source.program(12, 2)
+        assert timeline.program == program
         assert len(timeline.ranks) == timeline.program.num_ranks
         ended: dict[str, float] = {}
         for rank in timeline.ranks:
@@ -173,6 +175,6 @@ def test_a_measured_timeline_has_each_instruction_and_can_be_shown(tmp_path: Pat
         assert not late or min(late) > -0.005
         shown = io.StringIO()
         print_timeline(timeline, Console(file=shown, width=120))
-        assert setting.plan.source.name in shown.getvalue()
+        assert program.name in shown.getvalue()
         write_trace(timeline, tmp_path / "trace.json")
         assert (tmp_path / "trace.json").stat().st_size > 1000

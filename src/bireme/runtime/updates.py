@@ -104,9 +104,9 @@ class Updates:
         assert step.version is not None
         if step.batch != self._batches.first:
             raise BiremeError(
-                f"The program updates stage {step.stage} from batch {step.batch}, and another stage of its rank "
-                f"is not yet updated from batch {self._batches.first}. Let each rank update all its stages "
-                "from one batch before it updates any from the next."
+                f"The program updates stage {step.stage} from batch {step.batch}, and another stage of its "
+                f"rank is not yet updated from batch {self._batches.first}. Let each rank update all its "
+                "stages from one batch before it updates any from the next."
             )
         end = self._batches[step.batch]
         reduced = end.reduced
