@@ -18,6 +18,7 @@ from bireme.cluster.device import device_named
 from bireme.plan.plan import Plan
 from bireme.profile.profiler import profile
 from bireme.profile.stages import stage_cost
+from bireme.runtime.banks import BankMemory
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
@@ -75,10 +76,15 @@ def measure_counts(world: World, effort: Effort) -> Counts:
     weights = {}
     for schedule in ("1f1b", "2bw"):
         pipeline = _trained(model, Plan(model.cuts, world.size, schedule), fabric)
-        weights[schedule] = sum(stage.banks.memory().total_bytes for stage in pipeline.stages.values())
+        weights[schedule] = sum(_kept_bytes(stage.banks.memory()) for stage in pipeline.stages.values())
         parameter_bytes = sum(tensor.nbytes for tensor in pipeline.parameters().values())
         pipeline.close()
     return Counts(ours, theirs, weights["1f1b"], weights["2bw"], parameter_bytes)
+
+
+def _kept_bytes(memory: BankMemory) -> int:
+    """What a stage keeps from batch to batch: all but gradients and workspace."""
+    return memory.total_bytes - memory.gradient_bytes - memory.workspace_bytes
 
 
 def counts_of(one: Counts, other: Counts) -> Counts:

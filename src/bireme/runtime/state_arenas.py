@@ -41,18 +41,20 @@ class StateArenas:
     @contextmanager
     def made_here(self, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
         """Within this context, zeros like a parameter's tensor or its gradient are places in arenas."""
-        names = {tensor.data_ptr(): name for name, both in tensors.items() for tensor in both}
+        names = {id(tensor): name for name, both in tensors.items() for tensor in both}
         if not names:
             yield
             return
 
         def place(like: Tensor, dtype: torch.dtype) -> Tensor | None:
-            name = names.get(like.data_ptr()) if like.numel() else None
+            name = names.get(id(like))
             if name is None or like.shape != self._shelf_of[name].slots[name].shape:
                 return None
             arena = self._free(name, dtype, like.device)
             self._made.setdefault(name, []).append(arena)
-            return arena.views[name].zero_()
+            view = arena.views[name]
+            view.zero_()
+            return view
 
         with _ZerosPlaced(place):
             yield
@@ -62,7 +64,7 @@ class StateArenas:
         kept = self._kept.setdefault(name, {})
         if key not in kept:
             made = self._made.get(name, [])
-            arena = next((one for one in made if one.views[name].data_ptr() == value.data_ptr()), None)
+            arena = next((one for one in made if one.views[name] is value), None)
             if arena is not None:
                 made.remove(arena)
             elif value.ndim and value.numel() and value.shape == self._shelf_of[name].slots[name].shape:
@@ -71,7 +73,7 @@ class StateArenas:
                 return value
             kept[key] = arena
         view = kept[key].views[name]
-        return view if view.data_ptr() == value.data_ptr() else view.copy_(value)
+        return view if view is value else view.copy_(value)
 
     def forget(self) -> None:
         """Nothing is remembered any more; the arenas are used again."""

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from bireme.devices import pinned
 from bireme.errors import BiremeError
 from bireme.runtime.header import HEADER_BYTES, header_of, read_header
 from bireme.schedule.instruction import Message
@@ -79,7 +80,7 @@ class WireFormat:
 
     def _memory(self, device: torch.device, *, is_pinned: bool) -> Tensor:
         if is_pinned:
-            return torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=True)
+            return pinned(self.num_bytes)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def views(self, message: Tensor) -> dict[str, Tensor]:
