@@ -5,6 +5,7 @@ the sums that the stages have when they begin the next batch. All weights are pa
 the order of the stages, so that a version is one copy and a stage a slice.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,7 @@ from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
+from bireme.sync.norm import squared_norm
 
 __all__ = ["Pipelining", "Simulation", "stage_of_parameter"]
 
@@ -115,7 +117,7 @@ class Simulation:
         """Run a batch and make the update that it gives; its loss, which is not finite if it diverged."""
         self._choose_weights()
         loss = self._run(input_ids)
-        norm = float(torch.linalg.vector_norm(self.gradient.whole.double()))
+        norm = math.sqrt(squared_norm([*self.gradient.parts.values()]))
         if norm == norm and norm != float("inf"):
             self._try()
             if self.clip_norm is not None:
@@ -197,16 +199,18 @@ class Simulation:
             if not self.rule.sees:
                 unseen = 1.0
                 known.zero_()
+            weight = 1.0
             if self.rule.rest is Rest.MEAN and unseen < 1.0:
-                known.div_(1.0 - unseen)
+                weight = 1.0 / (1.0 - unseen)
             elif self.rule.rest is Rest.LAST:
                 known.add_(self.last_gradient.whole[part], alpha=unseen)
+            known.mul_(weight * self.scale)
         self.trials.make(
             self.newest.parts,
             self.used.parts,
             self.seen.parts,
             lr_factor=self.lr_factor(self.batch),
-            factor=self.scale,
+            factor=1.0,
         )
 
     @torch.no_grad()
