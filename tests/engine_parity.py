@@ -94,7 +94,11 @@ class Trained:
 
 
 def pipeline_of(
-    model: Model, setting: Setting, world: World | Fabric | None, on_instruction: OnInstruction | None = None
+    model: Model,
+    setting: Setting,
+    world: World | Fabric | None,
+    on_instruction: OnInstruction | None = None,
+    device: torch.device | str = "cpu",
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -109,6 +113,7 @@ def pipeline_of(
         seed=SEED,
         bank_dtype=setting.bank_dtype,
         on_instruction=on_instruction,
+        device=device,
     )
 
 

@@ -7,7 +7,6 @@ process of its own makes the device and runs everything; each test looks at its 
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +18,9 @@ from bireme.model.sources import load_source
 from bireme.plan.plan import Plan
 from bireme.runtime import wire
 from bireme.runtime.fabric import LonelyFabric
-from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
-from tests.engine_parity import Setting, Trained, plan_for, train_rank
+from tests.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
 from tests.far_device import FAR, make_far_device
 from tests.small_models import Model, captured, gpt, real_batches, token_batches
 from tests.thread_transport import ThreadFabric
@@ -134,7 +132,7 @@ def on_threads(
     joined = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
 
     def work(rank: int) -> Trained:
-        pipeline = pipeline_on(device, model, setting, joined.of(rank))
+        pipeline = pipeline_of(model, setting, joined.of(rank), device=device)
         try:
             trained = train_rank(pipeline, setting, data)
             if model.evaluation is not None:
@@ -146,23 +144,6 @@ def on_threads(
             pipeline.close()
 
     return run_threads(setting.plan.num_ranks, work)
-
-
-def pipeline_on(device: torch.device, model: Model, setting: Setting, fabric: Any) -> Pipeline:
-    return Pipeline(
-        model.graph,
-        setting.plan,
-        fabric,
-        weights=model.given,
-        optimizer=setting.factory,
-        evaluation=model.evaluation,
-        resolve=model.resolve(),
-        clip_norm=setting.clip_norm,
-        lr=setting.lr_factor,
-        seed=11,
-        bank_dtype=setting.bank_dtype,
-        device=device,
-    )
 
 
 class Normalised(nn.Module):
@@ -191,13 +172,13 @@ def normalises() -> None:
 def goes_on() -> None:
     model, setting, data = gpt(DROPPING), Setting(Plan((), 2, "2bw")), token_batches(4, 4)
     far = torch.device(FAR)
-    straight = pipeline_on(far, model, setting, LonelyFabric())
+    straight = pipeline_of(model, setting, LonelyFabric(), device=far)
     whole = train_rank(straight, setting, data)
-    first = pipeline_on(far, model, setting, LonelyFabric())
+    first = pipeline_of(model, setting, LonelyFabric(), device=far)
     train_rank(first, setting, data[:2])
     saved = first.snapshot(all_held=True)
     assert all(tensor.device.type == "cpu" for tensor in saved.tensors.values())
-    second = pipeline_on(far, model, setting, LonelyFabric())
+    second = pipeline_of(model, setting, LonelyFabric(), device=far)
     second.restore(saved)
     losses = [result.loss for result in second.train(data[2:])]
     assert losses == whole.losses[2:]
@@ -235,7 +216,7 @@ def refuses() -> None:
     devices.KINDS = tuple(kind for kind in devices.KINDS if kind != FAR)
     try:
         with pytest.raises(BiremeError, match="Bireme computes on cpu and cuda, and not on far"):
-            pipeline_on(torch.device(FAR), gpt(DROPPING), Setting(Plan((), 2)), LonelyFabric())
+            pipeline_of(gpt(DROPPING), Setting(Plan((), 2)), LonelyFabric(), device=FAR)
         assert devices.num_accelerators() == 0
     finally:
         devices.KINDS = (*devices.KINDS, FAR)

@@ -63,7 +63,7 @@ def p3_16xlarge(count: int = 1) -> Cluster:
 
 
 def profile_of_model(model: Model) -> Profile:
-    """A unit for each layer, with the embedding in the first and the head behind the last."""
+    """A unit for each layer, with the embedding in the first and the head after the last."""
     h = model.width
     units = [_unit("embedding", WORDS * h, flops=0.0, kept_bytes=TOKENS * h, h=h, first=True)]
     layer_flops = TOKENS * (24 * h**2 + 4 * TOKENS * h)

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from bireme.memory.arena import Arena
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.shelf import Shelf
+from bireme.runtime.shelf_weights import ShelfWeights, copy_by_name
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.rule import Rule
@@ -120,7 +119,7 @@ class WeightBanks:
         )
         self._trials = Trials(self._stepper)
         self._stores = [
-            _Store(shelf, given, self._dtypes, num_banks, is_apart=self._is_fresh)
+            ShelfWeights(shelf, given, self._dtypes, num_banks, is_apart=self._is_fresh)
             for shelf in self._stepper.shelves
         ]
         store_of = {name: store for store in self._stores for name in store.leaves[0]}
@@ -301,10 +300,10 @@ class WeightBanks:
         for living in [one for one in versions if one >= 0]:
             is_newest = living == version and not self._is_fresh
             given = parameters if is_newest or older is None else older.get(living, parameters)
-            _copy({name: given[name] for name in self.trainable}, self._banks[self._open(living)])
+            copy_by_name({name: given[name] for name in self.trainable}, self._banks[self._open(living)])
             self._close(living)
-        _copy({name: parameters[name] for name in self._apart}, self._apart)
-        _copy({name: parameters[name] for name in self._frozen}, self._frozen)
+        copy_by_name({name: parameters[name] for name in self._apart}, self._apart)
+        copy_by_name({name: parameters[name] for name in self._frozen}, self._frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         self._stepper.load_state_dict(optimizer_state, self._stepped[version % len(self._banks)])
@@ -352,54 +351,9 @@ class WeightBanks:
         increment_version(list(self._banks[bank].values()))
 
 
-class _Store:
-    """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks."""
-
-    def __init__(
-        self,
-        shelf: Shelf,
-        given: Tensors,
-        dtypes: Mapping[str, torch.dtype],
-        num_banks: int,
-        *,
-        is_apart: bool,
-    ) -> None:
-        names = tuple(shelf.slots)
-        dtype, device = dtypes[names[0]], given[names[0]].device
-        self.banks = [Arena(shelf.slots, dtype, device) for _ in range(num_banks)]
-        self.apart = Arena(shelf.slots, shelf.dtype, device) if is_apart or dtype != shelf.dtype else None
-        self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
-        for arena in (self.banks[0], self.apart) if self.apart else (self.banks[0],):
-            _copy({name: given[name] for name in names}, arena.views)
-
-    def stepped(self, bank: int) -> Tensors:
-        """What an optimiser steps where a version is made in a bank."""
-        return self.leaves[bank] if self.apart is None else self.apart.views
-
-    def round_into(self, bank: int) -> None:
-        """Write the newest weights into a bank, where they are apart from it."""
-        if self.apart is not None:
-            self.banks[bank].flat.copy_(self.apart.flat)
-
-
-def _leaves(bank: Arena, gradient_dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters of a bank as leaves of autograd graphs, with gradients in another dtype if need be."""
-    leaves = {}
-    for name, view in bank.views.items():
-        leaf = leaves[name] = view.detach().requires_grad_()
-        if leaf.dtype != gradient_dtype:
-            leaf.grad_dtype = gradient_dtype
-    return leaves
-
-
 def _bank_dtype(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:
     return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _step_dtype(bank_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if bank_dtype.itemsize < torch.float32.itemsize else bank_dtype
-
-
-def _copy(source: Tensors, target: Tensors) -> None:
-    for name, tensor in source.items():
-        target[name].copy_(tensor)
