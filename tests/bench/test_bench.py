@@ -1,0 +1,225 @@
+"""The engine's benchmark: what it says is complete and hangs together. Nothing here holds it to a time."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+
+import pytest
+
+from bireme.bench import hosts
+from bireme.bench.effort import Effort, Shape
+from bireme.bench.emulated import Pace
+from bireme.bench.emulation import SCHEDULES, Row, limit_s, predicted_s
+from bireme.bench.engine import EngineReport, bench_engine
+from bireme.bench.engine_document import engine_document
+from bireme.bench.memory import Counts
+from bireme.bench.overhead import Overhead, OverheadTimes, overhead_of
+from bireme.bench.own_cost import OwnCost, own_cost
+from bireme.bench.replicas import Replicas, measure_replicas
+from bireme.bench.small_gpt import GptRow
+from bireme.bench.spread import Spread
+from bireme.bench.table import print_engine_report
+from bireme.bench.verdicts import verdicts
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.simulate.network import Network
+from bireme.simulate.simulator import pairs_that_talk, simulate
+from tests.support.command import bireme, loads_torch
+
+PACE = Pace(0.010, 0.020)
+TINY = Effort(
+    shapes=(Shape(2, 2),),
+    pace=Pace(0.001, 0.002),
+    counted=1,
+    rounds=1,
+    overhead_microbatches=2,
+    overhead_batches=1,
+    overhead_rounds=1,
+    buffers=(2, 8),
+)
+ONE = Spread(1.0, 1.0, 1.0)
+FREE = OwnCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""An engine that takes no time itself."""
+
+
+def row(schedule: str, measured_s: float, torch_s: float, shape: Shape) -> Row:
+    measured, theirs = Spread.of([measured_s]), Spread.of([torch_s])
+    return Row(
+        schedule=schedule,
+        stages=shape.num_ranks,
+        microbatches=shape.num_microbatches,
+        measured_s=measured,
+        predicted_s=predicted_s(schedule, shape, PACE, FREE),
+        limit_s=limit_s(schedule, shape, PACE),
+        torch_s=theirs,
+        torch_schedule="Schedule1F1B",
+        lead=Spread.of([torch_s / measured_s]),
+    )
+
+
+def gpt(name: str, num_microbatches: int, over_1f1b: float) -> GptRow:
+    return GptRow(name, num_microbatches, ONE, ONE, Spread.of([over_1f1b]), ONE)
+
+
+def report(
+    *rows: Row, share: float = 0.3, gpt: Sequence[GptRow] = (), replicas: Replicas | None = None
+) -> EngineReport:
+    return EngineReport(
+        rows=rows,
+        overhead=Overhead(ONE, {"Schedule1F1B": ONE}, "Schedule1F1B", Spread.of([share])),
+        counts=Counts({4: 100, 16: 100}, {4: 400, 16: 1600}, 30, 40, 10),
+        gpt=tuple(gpt),
+        footprint=(),
+        replicas=replicas,
+    )
+
+
+# --- what it measures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_small_run_measures_every_schedule_beside_torch_and_the_limits() -> None:
+    found = bench_engine(TINY)
+    document = json.loads(json.dumps(engine_document(found)))
+    assert [one["schedule"] for one in document["rows"]] == list(SCHEDULES)
+    for one in document["rows"]:
+        assert {"stages", "microbatches", "predicted_s", "limit_s", "torch_s", "torch_schedule"} <= one.keys()
+        # Emulated devices keep their pace to the microsecond, so nothing beats the limit by more.
+        assert one["measured_s"] > 0.99 * one["limit_s"]
+        assert one["torch_s"] > 0
+    assert document["verdicts"]
+    assert document["overhead_s"] > 0
+    assert document["torch_overhead_s"] > 0
+    ours, theirs = document["receive_buffer_bytes"], document["torch_receive_buffer_bytes"]
+    assert ours["2"] == ours["8"]
+    assert theirs["8"] == 4 * theirs["2"]
+    assert document["extra_weight_copies"] == 1
+    assert found.gpt == ()
+    assert found.replicas is None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", [Shape(4, 4), Shape(8, 16)], ids=str)
+def test_limits_are_what_the_simulator_reaches_when_nothing_else_takes_time(
+    schedule: str, shape: Shape
+) -> None:
+    assert predicted_s(schedule, shape, PACE, FREE) == pytest.approx(limit_s(schedule, shape, PACE))
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 4), Shape(4, 8)], ids=str)
+def test_what_the_engine_takes_is_read_off_a_timeline_that_has_it(shape: Shape) -> None:
+    """From a simulated one, in which messages take nobody's time but are late."""
+    given = OwnCost(0.0004, 0.0006, 0.0, 0.0, 0.003, 0.002)
+    program = Plan(tuple(range(1, shape.num_ranks)), shape.num_microbatches, "1f1b").program(5)
+    network = Network.dedicated(pairs_that_talk(program), latency_s=given.late_s)
+    timeline = simulate(program, given.costs(shape.num_ranks, PACE), network)
+    assert astuple(own_cost(timeline, PACE)) == pytest.approx(astuple(given), abs=1e-9)
+
+
+def test_overhead_is_that_of_the_slower_rank_against_torch_s_best() -> None:
+    names = ("1f1b", "slow peer", "fast peer")
+    one = OverheadTimes(names, ((1.0, 1.0), (8.0, 9.0), (4.0, 2.0)))
+    other = OverheadTimes(names, ((2.0, 1.0), (8.0, 8.0), (3.0, 5.0)))
+    found = overhead_of(one, other)
+    assert found.ours_s == Spread(1.5, 1.0, 2.0)
+    assert found.best_peer == "fast peer"
+    assert found.share == Spread(0.35, 0.2, 0.5)
+
+
+# --- what it says ------------------------------------------------------------------------------------------
+
+
+def test_every_claim_has_a_verdict() -> None:
+    shape = Shape(8, 8)
+    rows = row("2bw", 0.245, 0.49, shape), row("1f1b", 0.455, 0.49, shape)
+    good = list(verdicts(report(*rows, gpt=[gpt("2bw", 4, 1.4), gpt("gpipe", 4, 0.5)])))
+    assert all(verdict.ok for verdict in good)
+    rows = row("2bw", 0.30, 0.45, shape), row("1f1b", 0.50, 0.45, shape)
+    bad = list(verdicts(report(*rows, share=0.8, gpt=[gpt("2bw", 4, 1.3)])))
+    assert len(bad) == len(good)
+    unmet = {verdict.name: verdict.limit for verdict in bad if not verdict.ok}
+    assert len(unmet) == 8  # receive buffers and weight copies are as they should be
+    where = "8 stages, 8 micro-batches"
+    assert unmet[f"2bw, {where}: share of the limit"] == 0.95
+    assert unmet[f"2bw, {where}: times as fast as torch's 1F1B"] == 1.9
+    assert unmet[f"1f1b, {where}: times the limit"] == 1.03
+    assert unmet[f"1f1b, {where}: times as fast as torch's Schedule1F1B"] == 1.02
+    assert unmet["overhead of a micro-batch / torch's"] == 0.3
+    assert unmet["small GPT, 2bw, 4 micro-batches: times torch's Schedule1F1B"] == 1.35
+
+
+def test_the_tables_show_all_that_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    skipped = Replicas(skipped="making network namespaces needs root")
+    print_engine_report(report(row("2bw", 0.245, 0.49, Shape(8, 8)), replicas=skipped), Console(width=120))
+    out = capsys.readouterr().out
+    assert "245.0" in out
+    assert "2.00" in out
+    assert "400 B" in out
+    assert "left out, because making network namespaces needs root" in out
+
+
+# --- what may be missing or wrong --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [("root", "needs root"), ("tools", "iproute2"), ("system", "another system")],
+)
+def test_without_what_hosts_need_the_reason_stands_in_their_place(
+    monkeypatch: pytest.MonkeyPatch, why: str, words: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin" if why == "system" else "linux")
+    monkeypatch.setattr("os.geteuid", lambda: 1000 if why == "root" else 0)
+    monkeypatch.setattr("shutil.which", lambda _tool: None)
+    found = measure_replicas()
+    assert found.skipped is not None
+    assert words in found.skipped
+    assert found.rows == ()
+
+
+def test_a_tool_that_fails_leaves_no_host_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def run(*words: str) -> None:
+        ran.append(words)
+        if words[0] == "tc":
+            raise hosts.NoHosts("`tc` fails: unknown qdisc")
+
+    monkeypatch.setattr(hosts, "_check_here", lambda: None)
+    monkeypatch.setattr(hosts, "_run", run)
+    assert measure_replicas().skipped == "`tc` fails: unknown qdisc"
+    added, deleted = (
+        [words[3] for words in ran if words[:3] == ("ip", "netns", verb)] for verb in ("add", "delete")
+    )
+    assert len(added) == 2
+    assert deleted == added
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"), [((1, 4), "two devices"), ((8, 4), "as many micro-batches as devices")]
+)
+def test_a_shape_that_no_pipeline_has_is_refused(shape: tuple[int, int], words: str) -> None:
+    with pytest.raises(BiremeError, match=words):
+        Shape(*shape)
+
+
+def test_an_effort_that_measures_nothing_is_refused() -> None:
+    with pytest.raises(BiremeError, match="one batch and one round"):
+        replace(TINY, rounds=0)
+
+
+@pytest.mark.parametrize(
+    "words", [("bench", "engin"), ("bench", "engine", "--fast"), ("bench", "engine", "4")]
+)
+def test_a_wrong_word_is_one_sentence(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    result = bireme(capsys, *words)
+    assert result.status == 2
+    assert result.out == ""
+    assert "Traceback" not in result.err
+
+
+def test_its_help_loads_no_torch() -> None:
+    assert not loads_torch("bench engine --help")

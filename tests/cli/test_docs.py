@@ -1,0 +1,95 @@
+"""What the documents say is so: commands run, code runs, pictures and keys are those of the program."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bireme.schedule.catalogue import SCHEDULES
+from bireme.simulate.costs_file import CostsFile
+from tests.support.command import bireme
+from tests.support.ranks import run_script
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(document: Path, language: str = "") -> list[str]:
+    """The fenced blocks of a document in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    joined = "\n".join(block for document in DOCUMENTS for block in blocks(document)).replace("\\\n", " ")
+    found = {line for line in joined.splitlines() if line.startswith(("bireme schedule", "bireme simulate"))}
+    return sorted(line for line in found if " NAME" not in line)
+
+
+def test_there_are_commands_to_try() -> None:
+    assert len(commands()) >= 6
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_in_the_documents_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bireme(capsys, "schedule", "1f1b", "--csv", "my_schedule.csv")
+    result = bireme(capsys, *shlex.split(command, comments=True)[1:])
+    assert result.status == 0, result.err
+
+
+def test_the_readme_s_python_runs() -> None:
+    (code,) = blocks(ROOT / "README.md", "python")
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_engine_s_example_trains_as_a_script(tmp_path: Path) -> None:
+    code = blocks(ROOT / "docs" / "engine.md", "python")[0]
+    done = run_script(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "batch 39: loss " in done.stdout
+    assert "14 tensors to save" in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_is_explained_under_its_picture(name: str) -> None:
+    text = (ROOT / "docs" / "schedules.md").read_text()
+    section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    assert SCHEDULES[name].picture.strip("\n") in section
+
+
+def test_every_key_of_the_costs_file_is_explained() -> None:
+    text = (ROOT / "docs" / "costs.md").read_text()
+    assert [key for key in CostsFile.model_fields if f"`{key}`" not in text and key != "format"] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_between_files_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["1f1b", "2bw"])
+def test_the_readme_s_pictures_are_what_the_program_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    """Made by the command in this test."""
+    words = [
+        "simulate",
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--batches",
+        "4",
+        "--forward-s",
+        "0.01",
+        "--backward-s",
+        "0.02",
+    ]
+    fresh = tmp_path / "fresh.svg"
+    assert bireme(capsys, *words, "--schedule", name, "--picture", str(fresh)).status == 0
+    assert fresh.read_text() == (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()

@@ -1,0 +1,100 @@
+"""`bireme cluster probe`: real processes measured over gloo, and what is refused before any is started."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bireme.bench.probe import Setting, probe_here
+from bireme.cluster.cluster_file import read_cluster
+from bireme.errors import BiremeError
+from tests.support.command import bireme, loads_torch
+
+TINY = "gpt:layers=1,width=16,heads=2,vocab=32,context=8"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(110)
+def test_processes_of_this_machine_are_probed() -> None:
+    found = probe_here(2, Setting(model=TINY, seconds=0.3))
+    told = found.measurements
+    assert len(set(told.hosts)) == 1
+    assert {one.flows for one in told.experiments} == {((0, 1),), ((1, 0),), ((0, 1), (1, 0))}
+    cluster = found.inferred.cluster
+    assert cluster.num_devices == 2
+    assert cluster.devices()[0].device.speed == 1.0
+    assert cluster.devices()[1].device.speed > 0
+    for pair in ((0, 1), (1, 0)):
+        # The most that was seen on a way is at least what a flow alone had, or near it where ways are alike.
+        assert cluster.bandwidth(*pair) > 0.3 * told.alone(*pair)
+        assert cluster.latency(*pair) == pytest.approx(told.latency_s[pair], rel=0.2)
+    assert [one.num_devices for one in told.all_reduces] == [2]
+    assert all(one.seconds > 0 for one in told.all_reduces)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(110)
+def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
+    output = tmp_path / "cluster.toml"
+    words = [*"-m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(), sys.executable]
+    code = "import sys; from bireme.cli.main import main; sys.argv[0] = 'bireme'; main()"
+    asked = ["cluster", "probe", "--model", TINY, "--seconds", "0.3", "--output", str(output), "--json"]
+    done = subprocess.run(
+        [sys.executable, *words, "-c", code, *asked, "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["num_devices"] == 2
+    assert len(document["pairs"]) == 2
+    assert read_cluster(output).num_devices == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--output", "cluster.yaml"), "written to a .toml file"),
+        (("--output", "no/such/folder/cluster.toml"), "there is no folder"),
+        (("--model", "gpt:layers=none"), "whole number"),
+        (("--processes", "0"), "it takes 1 to"),
+        (("--seconds", "-1"), "it must be 0.1 to"),
+        (("--batch", "0"), "at least 1"),
+        (("--device", "tpu"), "cpu or cuda"),
+    ],
+)
+def test_wrong_input_is_one_sentence(capsys: Capture, words: tuple[str, ...], part: str) -> None:
+    result = bireme(capsys, "cluster", "probe", *words)
+    assert result.status == 2
+    assert result.out == ""
+    assert part in result.err
+    assert len(result.err.strip().splitlines()) == 1
+
+
+def test_processes_are_torchruns_matter_under_torchrun(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    result = bireme(capsys, "cluster", "probe", "--processes", "2")
+    assert result.status == 2
+    assert "leave out --processes" in result.err
+    monkeypatch.setenv("RANK", "1")
+    result = bireme(capsys, "cluster", "probe", "--processes", "2")
+    assert (result.status, result.err) == (2, "")
+
+
+def test_a_setting_is_checked() -> None:
+    with pytest.raises(BiremeError, match="it must be"):
+        Setting(seconds=0.0)
+
+
+def test_help_and_pure_parts_import_no_torch() -> None:
+    assert not loads_torch("cluster probe --help", modules="bireme.cluster.inference")

@@ -1,0 +1,146 @@
+"""A compiled stage computes what the stage computes, but for rounding, at every batch size."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.model.capture import capture
+from bireme.model.chain import chain, chain_resolver
+from bireme.model.gpt import GPT, GPTConfig
+from bireme.model.graph import Graph
+from bireme.model.halves import backward_input
+from bireme.model.stage import StageFunction, stage_function
+from bireme.model.torch_private import cpp_compiler
+from bireme.model.units import units_of
+from tests.model.test_chain import example, picky, squared_error
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def _compiler() -> None:
+    if cpp_compiler() is None:
+        pytest.skip("torch.compile needs a C++ compiler, and there is none")
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def with_compiler(command: str) -> AbstractContextManager[None]:
+    from torch._inductor import config  # here, because it takes seconds
+
+    patched: AbstractContextManager[None] = config.patch(
+        {"cpp.cxx": (command,), "force_disable_caches": True}
+    )
+    return patched
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def gpt(dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(layers=1, width=16, heads=2, vocab=32, context=8, dropout=dropout)).double()
+
+
+def ids(batch: int) -> dict[str, Tensor]:
+    drawn = torch.randint(32, (batch, 8), generator=torch.Generator().manual_seed(batch))
+    return {"input_ids": drawn, "labels": drawn.clone()}
+
+
+def two_stages(graph: Graph, *, compiled: bool) -> list[StageFunction]:
+    units = units_of(graph)
+    bounds = [0, len(units) // 2, len(units)]
+    return [stage_function(graph, units[begin:end], compile=compiled) for begin, end in pairwise(bounds)]
+
+
+def loss_of(stages: list[StageFunction], parameters: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
+    values = dict(inputs)
+    for stage in stages:
+        values |= stage(parameters, {}, values)
+    return values["loss"]
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_compiled_stages_give_loss_and_gradients_at_several_batch_sizes() -> None:
+    model = gpt()
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    graph = capture(model, ids(2))
+    plain, compiled = (two_stages(graph, compiled=flag) for flag in (False, True))
+    for batch in (3, 5):
+        found, expected = (loss_of(stages, parameters, ids(batch)) for stages in (compiled, plain))
+        assert close(found, expected)
+        tensors = list(parameters.values())
+        pairs = zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True)
+        assert all(close(one, other) for one, other in pairs)
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_compiled_stage_gives_all_its_gradients_in_the_first_half_of_a_backward() -> None:
+    model = gpt()
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    first, last = two_stages(capture(model, ids(2)), compiled=True)
+    received = {name: sent.detach().requires_grad_() for name, sent in first(parameters, {}, ids(2)).items()}
+    loss = last(parameters, {}, ids(2) | received)["loss"]
+    used = [parameters[name] for name in last.parameters]
+    expected = torch.autograd.grad(loss, [*received.values(), *used], retain_graph=True)
+    rest = backward_input([loss], [torch.ones_like(loss)], list(received.values()), used)
+    found = (*rest.input_gradients, *rest.weight_gradients())
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_compiled_stage_still_drops_out() -> None:
+    model = gpt(dropout=0.5)
+    graph = capture(model, ids(4))
+    stages = two_stages(graph, compiled=True)
+    losses = {loss_of(stages, dict(model.named_parameters()), ids(4)).item() for _ in range(2)}
+    assert len(losses) == 2
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_chain_is_compiled_around_what_looks_at_numbers() -> None:
+    torch.manual_seed(0)
+    model = picky().double()
+    x, y = example()
+    graph = chain(model, (x, y), loss=squared_error, training=False)
+    resolve = chain_resolver(graph, model, loss=squared_error)
+    stage = stage_function(graph, units_of(graph)[:2], resolve=resolve, compile=True)
+    (sent,) = stage.sends
+    found = stage(dict(model.named_parameters()), {}, {"0": x})[sent]
+    assert close(found, model.eval()[:2](x))
+
+
+def test_without_a_compiler_the_first_call_says_what_to_install() -> None:
+    model = gpt()
+    stages = two_stages(capture(model, ids(2)), compiled=True)
+    with (
+        with_compiler("no-such-compiler"),
+        pytest.raises(BiremeError, match=r"C\+\+ compiler.*CXX.*leave compile out"),
+    ):
+        loss_of(stages, dict(model.named_parameters()), ids(2))
+
+
+def test_a_compiler_that_fails_is_told_in_a_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] || exit 1\n')
+    broken.chmod(0o755)
+    model = gpt()
+    stages = two_stages(capture(model, ids(2)), compiled=True)
+    with (
+        with_compiler(str(broken)),
+        pytest.raises(BiremeError, match=r"torch\.compile fails on a stage.*Leave compile out"),
+    ):
+        loss_of(stages, dict(model.named_parameters()), ids(2))

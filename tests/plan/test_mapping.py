@@ -1,0 +1,226 @@
+"""Mappings: each once, equal devices and replicas told apart by nothing; and what wishes leave of them."""
+
+from itertools import pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bireme.bench.made_up import profile_of
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device
+from bireme.cluster.links import Bridge, Card, Link
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Answer, NothingFits
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.search.contention import Traffic
+from bireme.plan.search.draft import Grid
+from bireme.plan.search.ground import Ground
+from bireme.plan.search.mapping import all_grids, exchanged, likely_grids
+from bireme.plan.search.search import find_plan
+from bireme.plan.search.shapes import Outline
+from bireme.plan.wishes import Wishes
+from bireme.schedule.rule import Rule
+from tests.support.clusters import few
+
+UNITS = profile_of(
+    [1, 2, 1, 2, 1, 2],
+    [2, 4, 2, 4, 2, 4],
+    sizes=(1, 2),
+    parameter_bytes=[10] * 6,
+    kept_bytes=[5] * 6,
+    boundary_bytes=[1] * 6,
+)
+
+
+def devices(*speeds: float, memory: int = 10_000) -> tuple[Device, ...]:
+    return tuple(Device(f"{speed}", "emulated", memory, speed=speed) for speed in speeds)
+
+
+def server(name: str, own: tuple[Device, ...], *, card: float = 1e9, bus: float = 1e9) -> Server:
+    places = tuple(range(len(own)))
+    return Server(name, own, (Bridge("bus", places, Link(bus)),), (), (Card("net", places, Link(card)),))
+
+
+def ways_of(ground: Ground, grid: Grid) -> frozenset[tuple[object, ...]]:
+    """What can be told of a mapping: for each replica its devices, and every way between any two of all."""
+    flat = [device for replica in zip(*grid, strict=True) for device in replica]
+    lanes: dict[str, int] = {}
+    replicas = []
+    cluster = ground.cluster
+    for order in permutations(zip(*grid, strict=True)):
+        lanes.clear()
+        flat = [device for replica in order for device in replica]
+        replicas.append(
+            (
+                tuple(cluster.devices()[device].device for device in flat),
+                tuple(
+                    (lanes.setdefault(lane.name, len(lanes)), lane.bytes_per_s)
+                    for a in flat
+                    for b in flat
+                    for lane in cluster.path(a, b)
+                ),
+            )
+        )
+    return frozenset(replicas)
+
+
+@settings(max_examples=60, deadline=None)
+@given(few(), st.integers(1, 2), st.integers(1, 2))
+def test_every_mapping_is_there_once(cluster: Cluster, width: int, depth: int) -> None:
+    if width * depth > cluster.num_devices:
+        return
+    ground = Ground(UNITS, cluster, Wishes(4))
+    outline = Outline("gpipe", depth, 1, (1,) * width, 4)
+    found = all_grids(ground, outline, 10_000)
+    assert found is not None
+    kinds = {ways_of(ground, grid) for grid in found}
+    for order in permutations(range(cluster.num_devices), width * depth):
+        grid = tuple(tuple(order[rank * width : (rank + 1) * width]) for rank in range(depth))
+        assert ways_of(ground, grid) in kinds
+    for grid in found:
+        used = [device for row in grid for device in row]
+        assert len(set(used)) == len(used) == width * depth
+
+
+def test_equal_devices_have_one_mapping() -> None:
+    cluster = Cluster((server("a", devices(1, 1, 1, 1)),))
+    ground = Ground(UNITS, cluster, Wishes(4))
+    assert len(all_grids(ground, Outline("gpipe", 4, 1, (1,), 4), 100) or []) == 1
+    assert len(all_grids(ground, Outline("gpipe", 2, 1, (1, 1), 4), 100) or []) == 1
+    assert all_grids(ground, Outline("gpipe", 1, 1, (1,) * 5, 4), 100) is None
+
+
+def test_likely_mappings_keep_replicas_together_and_apart() -> None:
+    cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
+    ground = Ground(UNITS, cluster, Wishes(4))
+    grids = list(likely_grids(ground, Outline("gpipe", 2, 1, (1, 1), 2)))
+    assert ((0, 2), (1, 3)) in grids  # each replica in a server
+    assert ((0, 1), (2, 3)) in grids  # each stage in a server
+    assert len(grids) == len(set(grids))
+
+
+def test_exchanges_leave_alike_devices_where_they_are() -> None:
+    cluster = Cluster((server("a", devices(1, 1, 2)),))
+    ground = Ground(UNITS, cluster, Wishes(4))
+    assert sorted(exchanged(ground, ((0,), (1,)))) == [((0,), (2,)), ((2,), (1,))]
+
+
+def test_the_bytes_on_a_lane_are_those_of_all_who_cross_it() -> None:
+    cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
+    ground = Ground(UNITS, cluster, Wishes(4))
+    apart = Traffic.of(ground, ((0, 1), (2, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [0.0, 0.0])
+    name, seconds = apart.slowest()
+    assert (name, seconds) == ("b/net out", 20 / 1e9)
+    assert apart.share(0, "a/net out") == 0.5
+    together = Traffic.of(ground, ((0, 2), (1, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [7.0, 0.0])
+    assert together.share(0, "a/bus out") == 1.0
+    assert together.at(0, cluster.path(0, 2)[1])[1] == 7.0
+
+
+def best(cluster: Cluster, wishes: Wishes) -> Answer:
+    answer = find_plan(UNITS, cluster, wishes)
+    assert isinstance(answer, Answer), str(answer)
+    return answer
+
+
+def test_slow_links_are_crossed_by_as_little_as_can_be() -> None:
+    """Of two servers over a slow cable each holds half of the pipeline, not every other stage."""
+    fast, slow = devices(1, 1), devices(1, 1)
+    cluster = Cluster((server("a", fast, card=1.0), server("b", slow, card=1.0)))
+    plan = best(cluster, Wishes(8, schedule="2bw", depth=4, width=1)).best.plan
+    servers = [name[0].split("/")[0] for name in plan.devices]
+    assert sum(a != b for a, b in pairwise(servers)) == 1
+
+
+def test_a_fast_replica_takes_more_samples() -> None:
+    cluster = Cluster((server("a", devices(2, 1)),))
+    plan = best(cluster, Wishes(6, depth=1, width=2)).best.plan
+    assert plan.micro_batch_sizes == (2, 1)
+    assert plan.devices == (("a/emulated0", "a/emulated1"),)
+
+
+def test_a_slow_device_gets_less_work() -> None:
+    cluster = Cluster((server("a", devices(1, 0.5, 1)),))
+    answer = best(cluster, Wishes(8, schedule="2bw", depth=3))
+    work = {stage.devices[0]: stage.end - stage.begin for stage in answer.best.forecast.stages}
+    assert work["a/emulated1"] == 1
+
+
+def test_wishes_are_kept() -> None:
+    cluster = Cluster((server("a", devices(1, 1)), server("b", devices(2, 1))))
+    wishes = Wishes(
+        8,
+        synchronous=True,
+        pinned={5: "a/emulated0"},
+        together=((1, 3),),
+        devices=("a/emulated0", "b/emulated0", "b/emulated1"),
+        micro_batch=2,
+        depth=2,
+    )
+    for candidate in best(cluster, wishes).candidates:
+        plan = candidate.plan
+        used = {name for row in plan.devices for name in row}
+        assert used <= set(wishes.devices)
+        assert plan.program(1).rule is Rule.SYNCHRONOUS
+        assert not {2, 3} & set(plan.cuts)
+        assert set(plan.micro_batch_sizes) == {2}
+        assert plan.program(1).num_ranks == 2
+        last = plan.program(1).rank_of_stage[-1]
+        assert "a/emulated0" in plan.devices[last]
+
+
+def test_the_largest_batch_is_used_where_it_helps() -> None:
+    cluster = Cluster((server("a", devices(1, 1)),))
+    small = best(cluster, Wishes(4, schedule="gpipe", depth=2, micro_batch=1)).best
+    large = best(cluster, Wishes(4, largest_batch=16, schedule="gpipe", depth=2, micro_batch=1)).best
+    assert (small.plan.num_microbatches, large.plan.num_microbatches) == (4, 16)
+    assert large.forecast.cost_s_per_sample < small.forecast.cost_s_per_sample
+
+
+@pytest.mark.parametrize(
+    ("wishes", "word"),
+    [
+        ({"depth": 3, "width": 2}, "takes 6 devices"),
+        ({"depth": 7}, "takes 7 devices"),
+        ({"schedule": "pipedream"}, "does not run pipedream"),
+        ({"schedule": "2bw", "synchronous": True}, "delays updates"),
+        ({"schedule": "1b1f"}, "There is no schedule"),
+        ({"micro_batch": 3}, "not of 3"),
+        ({"batch_size": 3, "micro_batch": 2}, "No plan"),
+        ({"largest_batch": 2}, "Exchange the two"),
+        ({"devices": ("a/gpu0",)}, "no device 'a/gpu0'"),
+        ({"pinned": {9: "a/emulated0"}}, "0 to 5"),
+        ({"pinned": {0: "a/emulated0"}, "devices": ("a/emulated1",)}, "not among the devices"),
+        ({"together": ((3, 9),)}, "cannot be kept together"),
+        ({"together": ((0, 5),), "depth": 2}, "cannot make 2 stages"),
+    ],
+)
+def test_wishes_that_cannot_be_are_refused(wishes: dict[str, object], word: str) -> None:
+    cluster = Cluster((server("a", devices(1, 1, 1)),))
+    with pytest.raises(BiremeError, match=word):
+        find_plan(UNITS, cluster, Wishes(**{"batch_size": 4, **wishes}))  # type: ignore[arg-type]  # as given
+
+
+def test_what_fits_nowhere_says_where_and_what_would_help() -> None:
+    cluster = Cluster((server("a", devices(1, 1, memory=100)),))
+    wishes = Wishes(4, recompute=Recompute.NEVER)
+    answer = find_plan(UNITS, cluster, wishes)
+    assert isinstance(answer, NothingFits)
+    worst = answer.stages[answer.stage]
+    assert answer.missing_bytes == worst.peak_bytes - worst.limit_bytes > 0
+    assert answer.device in str(answer)
+    roomy = Cluster((server("a", devices(1, 1, memory=100 + round(answer.missing_bytes))),))
+    assert isinstance(find_plan(UNITS, roomy, wishes), Answer)
+    tight = Cluster((server("a", devices(1, 1, memory=99 + round(answer.missing_bytes))),))
+    assert isinstance(find_plan(UNITS, tight, wishes), NothingFits)
+
+
+def test_what_fits_nowhere_with_several_stages_on_a_rank_says_so_too() -> None:
+    """Once nobody was left to ask: the partition knows the bytes of one stage on each rank alone."""
+    cluster = Cluster((server("a", devices(1, 1, memory=100)),))
+    wishes = Wishes(4, schedule="interleaved", recompute=Recompute.NEVER)
+    answer = find_plan(UNITS, cluster, wishes)
+    assert isinstance(answer, NothingFits)
+    assert (answer.schedule, len(answer.stages)) == ("interleaved", 4)
+    assert answer.device in str(answer)

@@ -1,0 +1,128 @@
+"""What delayed updates cost in steps: as the study measured it, and as plans count it."""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bireme.bench.convergence.law import LAWS, law
+from bireme.bench.convergence.study import Known, Run
+from bireme.bench.convergence.table import Row, rows
+from bireme.errors import BiremeError
+from bireme.plan.penalties import (
+    ENOUGH_STEPS,
+    MEASURED,
+    START,
+    start_of,
+    steps_for_one,
+    unseen_share,
+)
+from bireme.plan.wishes import Goal, Wishes
+from bireme.profile.optimizers import OPTIMIZERS
+from bireme.schedule.rule import Rule
+
+RESULTS = Path(__file__).parents[2] / "docs" / "convergence.jsonl"
+DEPTHS = st.integers(1, 16)
+
+
+@given(d=DEPTHS, m=st.integers(1, 64), lookahead=st.integers(0, 20))
+def test_the_unseen_share_is_a_share_that_grows_with_depth_and_lookahead(
+    d: int, m: int, lookahead: int
+) -> None:
+    share = unseen_share(d, m, lookahead)
+    assert 0 <= share <= 1
+    assert unseen_share(d, m) <= unseen_share(d + 1, m)
+    assert share <= unseen_share(d, m, lookahead + 1)
+    assert share >= unseen_share(d, m + 1, lookahead)
+    assert unseen_share(1, m, lookahead) == 0
+
+
+def test_without_lookahead_a_stage_misses_as_many_as_are_behind_it() -> None:
+    assert unseen_share(4, 8) == (3 + 2 + 1 + 0) / (4 * 8)
+    assert unseen_share(4, 8, 3) == (6 + 4 + 2 + 0) / (4 * 8)
+    assert unseen_share(4, 2) == (2 + 2 + 1 + 0) / (4 * 2)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("key", MEASURED)
+def test_the_steps_are_what_the_study_says(key: tuple[Rule, bool], optimizer: str) -> None:
+    found = law(LAWS[key], optimizer, studied())
+    assert found is not None
+    measured = MEASURED[key][optimizer]
+    assert (round(found.seen, 2), round(found.unseen, 2)) == (measured.seen, measured.unseen)
+
+
+@cache
+def studied() -> list[Row]:
+    """The rows of the study's table."""
+    known = Known()
+    for line in RESULTS.read_text().splitlines():
+        known.add(Run.from_line(line))
+    return rows(known)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_start_without_delay_and_a_fresh_rule_cost_less(optimizer: str) -> None:
+    def steps(rule: Rule, *, starts: bool, unseen: float = 0.375) -> float:
+        return steps_for_one(rule, optimizer, start=START if starts else 0.0, unseen=unseen)
+
+    assert steps(Rule.SYNCHRONOUS, starts=False) == 1
+    assert 1 <= steps(Rule.FRESH, starts=True) <= steps(Rule.FRESH, starts=False)
+    assert steps(Rule.FRESH, starts=False) < steps(Rule.DELAYED, starts=True)
+    assert steps(Rule.DELAYED, starts=True) < steps(Rule.DELAYED, starts=False)
+    shares = [share / 10 for share in range(11)]
+    for less, more in pairwise(shares):
+        for starts in (True, False):
+            assert steps(Rule.FRESH, starts=starts, unseen=less) <= steps(
+                Rule.FRESH, starts=starts, unseen=more
+            )
+
+
+def test_a_shorter_start_counts_in_proportion_and_a_longer_one_as_ours() -> None:
+    none, half, ours, longer = (
+        steps_for_one(Rule.FRESH, "adamw", start=start, unseen=0.375) for start in (0, START / 2, START, 1)
+    )
+    assert half == pytest.approx((none + ours) / 2)
+    assert longer == ours < none
+
+
+def test_what_was_not_measured_is_refused() -> None:
+    with pytest.raises(BiremeError, match="was not measured"):
+        steps_for_one(Rule.STASHED, "adamw", start=0, unseen=0)
+
+
+def test_the_start_is_ours_where_the_planner_chooses_and_the_user_s_where_he_does() -> None:
+    assert Wishes(8).start_share == START
+    assert Wishes(8, schedule="2bw").start_share == 0
+    assert Wishes(8, schedule="2bw", start=0.5).start_share == 0.5
+    assert Wishes(8, start=0.0).start_share == 0
+
+
+def test_a_long_run_starts_for_twice_the_rise_of_its_rate_or_a_thousand_steps() -> None:
+    assert start_of(300, 30) == START
+    assert start_of(300, 0) == START
+    assert start_of(300_000, 2000) * 300_000 == pytest.approx(4000)
+    assert start_of(300_000, 0) * 300_000 == pytest.approx(ENOUGH_STEPS)
+
+
+@pytest.mark.parametrize("start", [-0.1, 1.5, float("nan")])
+def test_a_start_that_is_no_share_is_refused(start: float) -> None:
+    with pytest.raises(BiremeError, match="must be 0 to 1"):
+        Wishes(8, start=start)
+
+
+def test_a_start_counts_the_bubble_of_its_batches() -> None:
+    wishes = Wishes(8, penalties={Rule.DELAYED: 2.0}, start=0.25)
+    assert wishes.start_share >= START
+    assert wishes.penalty(Rule.DELAYED, "adamw", 5, 8) == 2.0 * (1 + 0.25 * 4 / 8)
+    assert wishes.penalty(Rule.SYNCHRONOUS, "adamw", 5, 8) == 1
+    measured = MEASURED[Rule.FRESH, True]["adamw"].at(unseen_share(5, 8))
+    assert wishes.penalty(Rule.FRESH, "adamw", 5, 8) == pytest.approx(measured * (1 + 0.25 * 4 / 8))
+
+
+def test_throughput_minds_no_steps() -> None:
+    wishes = Wishes(8, goal=Goal.THROUGHPUT, penalties={Rule.DELAYED: 2.0})
+    assert all(wishes.penalty(rule, "sgd", 4, 8) == 1 for rule in (Rule.DELAYED, Rule.FRESH))

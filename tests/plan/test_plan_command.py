@@ -1,0 +1,392 @@
+"""`bireme plan` as a stranger meets it: a document, tables, files, or one sentence."""
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from bireme.plan.plan_file import load_plan
+from bireme.profile.profile_file import save_profile
+from bireme.schedule.torch_csv import load
+from tests.support.command import Result, bireme, loads_torch
+from tests.support.hand_plans import tiny_profile
+
+ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+
+MODEL = "gpt:layers=4,width=16,heads=2,vocab=32,context=8,tied=false"
+
+CLUSTER = """
+format = 1
+
+[[server]]
+count = 2
+
+[[server.device]]
+kind = "emulated"
+memory_bytes = 1e9
+
+[[server.device]]
+kind = "emulated"
+memory_bytes = 1e9
+speed = 0.5
+
+[[server.bridge]]
+bytes_per_s = 8e8
+
+[[server.card]]
+bytes_per_s = 1e8
+"""
+"""A fast and a slow device in each of two servers."""
+
+FIELDS = {
+    "schedule": str,
+    "depth": int,
+    "width": int,
+    "micro_batch_size": int,
+    "num_micro_batches": int,
+    "predicted_batch_s": float,
+    "samples_per_s": float,
+    "planning_s": float,
+    "stages": list,
+    "bottleneck": str,
+    "candidates": list,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the profile of `MODEL`, a cluster, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "120")
+    save_profile(tiny_profile(), tmp_path / "profile.json")
+    (tmp_path / "four.toml").write_text(CLUSTER)
+    return iter([tmp_path])
+
+
+def plan(capsys: Capture, words: str = "") -> Result:
+    """`bireme plan` for the profile, on four devices unless the words say otherwise."""
+    usual = {"--profile": "profile.json", "--cluster": "four.toml", "--batch-size": "16"}
+    given = shlex.split(words)
+    rest = chain.from_iterable(pair for pair in usual.items() if pair[0] not in given)
+    return bireme(capsys, "plan", *rest, *given)
+
+
+# --- the document ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", ["four.toml", "two-unequal-servers", "laptop"])
+def test_the_document_says_the_plan(capsys: Capture, cluster: str) -> None:
+    found = plan(capsys, f"--cluster {cluster} --json").document
+    for name, kind in FIELDS.items():
+        assert isinstance(found[name], kind), name
+    stages = found["stages"]
+    assert len(stages) == found["num_stages"]
+    used = {name for stage in stages for name in stage["devices"]}
+    assert len(used) == found["depth"] * found["width"]
+    assert [unit for stage in stages for unit in stage["units"]] == list(range(10))
+    for stage in stages:
+        assert len(stage["devices"]) == found["width"]
+        assert stage["recompute"] in (False, True)
+        assert stage["predicted_busy_s"] > 0
+        assert 0 < stage["peak_bytes"] <= stage["limit_bytes"]
+        assert stage["headroom_bytes"] == stage["limit_bytes"] - stage["peak_bytes"]
+    assert sum(found["micro_batch_sizes"]) * found["num_micro_batches"] == found["batch_size"] == 16
+    assert found["samples_per_s"] == pytest.approx(16 / found["predicted_batch_s"])
+    costs = [candidate["cost_s_per_sample"] for candidate in found["candidates"]]
+    assert costs[0] == min(costs) == found["cost_s_per_sample"]
+    assert found["origin"]["graph"] == tiny_profile().graph
+
+
+def test_the_document_has_the_best_of_every_kind(capsys: Capture) -> None:
+    kinds = {one["kind"] for one in plan(capsys, "--json").document["candidates"]}
+    assert kinds == {"2bw", "2bw-fresh", "flush", "zero-bubble", "one device", "data parallel"}
+
+
+@pytest.mark.slow
+def test_the_same_words_find_the_same_plan(capsys: Capture) -> None:
+    one, other = (plan(capsys, "--json").document for _ in range(2))
+    assert one | {"planning_s": 0} == other | {"planning_s": 0}
+
+
+def test_wishes_are_kept(capsys: Capture) -> None:
+    words = (
+        "--schedule 1f1b --depth 2 --width 1 --micro-batch 2 --together layers.0..layers.2 "
+        "--recompute always --pin 9=server1/emulated0 --memory-fraction 0.5 --json"
+    )
+    found = plan(capsys, words).document
+    assert (found["schedule"], found["depth"], found["width"]) == ("1f1b", 2, 1)
+    assert (found["micro_batch_size"], found["num_micro_batches"]) == (2, 8)
+    assert any(set(range(1, 7)) <= set(stage["units"]) for stage in found["stages"])
+    assert all(stage["recompute"] for stage in found["stages"])
+    assert found["stages"][-1]["devices"] == ["server1/emulated0"]
+    assert {stage["limit_bytes"] for stage in found["stages"]} == {5e8}
+    few = plan(capsys, "--devices server0/emulated1,server1/emulated1 --json").document
+    assert {name for stage in few["stages"] for name in stage["devices"]} <= {
+        "server0/emulated1",
+        "server1/emulated1",
+    }
+
+
+def test_what_is_left_is_that_of_each_device(capsys: Capture) -> None:
+    """Two replicas of the whole model, on devices of which one has twice the memory."""
+    text = CLUSTER.replace("memory_bytes = 1e9\nspeed", "memory_bytes = 2e9\nspeed")
+    Path("unlike.toml").write_text(text)
+    devices = "server0/emulated0,server0/emulated1"
+    words = f"--cluster unlike.toml --devices {devices} --depth 1 --width 2 --micro-batch 1 --json"
+    left = plan(capsys, words).document["headroom_bytes"]
+    assert left["server0/emulated1"] - left["server0/emulated0"] == 1e9
+
+
+@pytest.mark.parametrize("device", ["server0/emulated0", "server1/emulated1"])
+def test_a_unit_is_where_it_is_pinned_whichever_device_that_is(capsys: Capture, device: str) -> None:
+    words = f"--schedule 1f1b --depth 2 --width 2 --pin 9={device} --json"
+    found = plan(capsys, words).document
+    assert device in found["stages"][-1]["devices"]
+
+
+def test_lookahead_can_be_left_to_the_schedule(capsys: Capture) -> None:
+    words = "--schedule 1f1b --depth 4 --width 1 --whole-layers --micro-batch 1 --export megatron"
+    assert plan(capsys, f"{words} --no-lookahead").status == 0
+
+
+def test_delayed_updates_can_be_forbidden_or_made_dear(capsys: Capture) -> None:
+    free = plan(capsys, "--penalty delayed=1 --penalty 2bw-fresh=1 --depth 2 --json").document
+    assert free["kind"] in ("2bw", "2bw-fresh")
+    for words in ("--synchronous", "--penalty delayed=50 --penalty fresh=50"):
+        found = plan(capsys, f"{words} --json").document
+        assert found["penalty"] == 1
+        assert found["kind"] not in ("2bw", "2bw-fresh")
+
+
+def test_whole_layers_stay_whole(capsys: Capture) -> None:
+    found = plan(capsys, "--whole-layers --depth 4 --width 1 --json").document
+    firsts = [stage["units"][0] for stage in found["stages"]]
+    assert set(firsts) <= {0, 1, 3, 5, 7, 9}
+
+
+# --- for people --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_tables_fit_the_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = plan(capsys, "--explain").out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "…" not in re.sub(r"\d…\d", "", "".join(re.findall(r"^.*(?:best of a kind|stage ).*$", out, re.M)))
+    for heading in ("stage", "units", "devices", "busy", "memory", "shape", "a batch", "steps", "behind"):
+        assert heading in out
+    for kind in ("2bw", "2bw-fresh", "flush (", "zero-bubble (", "one device", "data parallel"):
+        assert re.search(rf"^{re.escape(kind)}", out, re.MULTILINE), kind
+    assert "sets the pace. Least memory is left on" in " ".join(out.split())
+    assert "What would help" in out
+
+
+def test_kinds_that_cannot_be_are_named(capsys: Capture) -> None:
+    out = plan(capsys, "--synchronous --depth 1 --width 1").out
+    assert re.search(r"^one device +1×1", out, re.MULTILINE)
+    for kind in ("2bw", "2bw-fresh", "flush", "zero-bubble", "data parallel"):
+        assert re.search(rf"^{kind} +none", out, re.MULTILINE), kind
+
+
+def test_it_says_where_the_seconds_are_from(capsys: Capture) -> None:
+    assert "are estimated, not measured" in plan(capsys).out
+    out = " ".join(plan(capsys, "--cluster two-unequal-servers").out.split())
+    assert "The seconds are those of a laptop's CPU of 8 cores (cpu)" in out
+    assert "the cluster's devices are cuda: give their speed" in out
+    assert plan(capsys, "--cluster laptop --json").document["notes"] != []
+
+
+def test_what_would_help_is_explained(capsys: Capture) -> None:
+    found = plan(capsys, "--schedule gpipe --depth 2 --width 1 --explain --json").document
+    gains = {one["with"]: one["gain"] for one in found["helps"]}
+    assert gains["any schedule, not gpipe alone"] > 1
+    assert gains["another depth than 2"] >= 1
+    assert list(gains.values()) == sorted(gains.values(), reverse=True)
+    assert len(found["candidates"]) == len(found["candidates_headroom_bytes"])
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_plan_is_written_as_it_was_found(capsys: Capture) -> None:
+    found = plan(capsys, "--output plan.json --json").document
+    saved = load_plan(Path("plan.json"))
+    assert saved.plan.num_stages == found["num_stages"]
+    assert saved.forecast is not None
+    assert saved.forecast.batch_s == found["predicted_batch_s"]
+    assert [unit.name for unit in saved.units] == [unit.name for unit in tiny_profile().units]
+    assert len(saved.others) == len(found["candidates"]) - 1
+    assert saved.origin is not None
+    assert saved.origin.profile == found["origin"]["profile"]
+    assert "Wrote plan.json." in plan(capsys, "--output plan.json").out
+
+
+@pytest.mark.slow
+def test_exports_are_written_or_printed(capsys: Capture) -> None:
+    words = "--synchronous --schedule 1f1b --depth 2 --width 2 --whole-layers "
+    exports = "--export torch-csv:plan.csv --export torchtitan:titan.toml --export megatron"
+    result = plan(capsys, f"{words} {exports} --model {MODEL}")
+    assert result.status == 0, result.err
+    assert load(Path("plan.csv")).num_stages == 2
+    tables = tomllib.loads(Path("titan.toml").read_text())
+    assert tables["parallelism"]["pipeline_parallel_schedule_csv"] == "plan.csv"
+    assert sum(map(len, tables["parallelism"]["module_fqns_per_model_part"])) == 9
+    assert "--pipeline-model-parallel-size 2" in result.out
+    assert "Wrote titan.toml." in result.out
+    found = plan(capsys, f"{words} --export megatron --json").document
+    assert "--pipeline-model-parallel-layout" in found["exports"]["megatron"]
+
+
+@pytest.mark.slow
+def test_without_a_profile_the_model_is_measured(capsys: Capture) -> None:
+    words = f"--model {MODEL} --cluster emulated-8-equal --batch-size 4 --measure-batch 2 --json"
+    found = bireme(capsys, "plan", *shlex.split(words)).document
+    assert found["micro_batch_size"] == 2
+    assert found["notes"] == []
+    estimated = words.replace("--json", "--measure-on meta --like a100 --json")
+    assert "estimated" in " ".join(bireme(capsys, "plan", *shlex.split(estimated)).document["notes"])
+
+
+def test_left_out_the_cluster_is_this_machine(capsys: Capture) -> None:
+    found = bireme(
+        capsys, "plan", "--profile", "profile.json", "--batch-size", "4", "--depth", "1", "--json"
+    ).document
+    here = bireme(capsys, "cluster", "discover", "--json").document
+    names = [device["name"] for server in here["servers"] for device in server["devices"]]
+    assert set(found["stages"][0]["devices"]) <= set(names)
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch-size 0", "batch_size is 0"),
+        ("--batch-size many", "'--batch-size'"),
+        ("--schedule 2wb", "Did you mean '2bw'?"),
+        ("--schedule 2bw --synchronous", "--synchronous forbids 2bw"),
+        ("--penalty fresh", "is not RULE=STEPS"),
+        ("--penalty frsh=2", "Did you mean 'fresh'?"),
+        ("--penalty fresh=0.5", "a rule takes 1 step or more"),
+        ("--pin 0", "is not UNIT=DEVICE"),
+        ("--pin 0=server0/gpu0", "There is no device 'server0/gpu0'"),
+        ("--pin 10=server0/emulated0", "there is no unit 10; they are 0 to 9"),
+        ("--pin layer.0=server0/emulated0", "there is no unit 'layer.0'"),
+        ("--pin 0=server0/emulated0 --pin positions=server0/emulated1", "Unit 0 (positions) is pinned to"),
+        ("--together 3", "is not FIRST..LAST"),
+        ("--together 4..3", "ends before it begins"),
+        ("--devices server0/emulated2", "There is no device 'server0/emulated2'"),
+        ("--memory-fraction 2", "memory fraction is 2.0"),
+        ("--micro-batch 3", "not of 3"),
+        ("--recompute some", "Known are: always, never, where-needed"),
+        ("--depth 9", "4 may be used"),
+        ("--cluster emulated-8-equals", "Did you mean 'emulated-8-equal'?"),
+        ("--profile missing.json", "There is no file missing.json"),
+        ("--like a100", "--profile brings what was measured: leave out --like"),
+        ("--length 3", "leave out --length"),
+        ("--output plan.toml", "a .json file"),
+        ("--output /nowhere/plan.json", "there is no folder /nowhere"),
+        ("--export megatrn", "Did you mean 'megatron'?"),
+        ("--export megatron:", "names no file"),
+        ("--export torchtitan", "Name the model with --model"),
+        ("--export megatron:x.json --output x.json", "are the same one"),
+        ("--export torch-csv:. --schedule 1f1b --output plan.json", "it is a folder"),
+        ("--schedule pipedream", "no planning for 'pipedream'"),
+        ("--depth 4 --width 2", "takes 8 devices, and 4 may be used"),
+        ("--batch-size 100000000 --micro-batch 1", "100000000 samples"),
+        ("--devices server0/emulated0,", "There is no device ''"),
+        ("--cluster ''", "--cluster names nothing"),
+        ("--export megatron --schedule 2bw --depth 2 --output plan.json", "cannot run 2bw"),
+        ("--memory-fraction 1e-9 --output plan.json", "are missing"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(
+    capsys: Capture, folder: Iterator[Path], words: str, said: str
+) -> None:
+    here = next(folder)
+    before = sorted(here.rglob("*"))
+    result = plan(capsys, words)
+    assert result.status == 2
+    assert said in result.err
+    assert result.out == ""
+    assert len(result.err.splitlines()) == 1
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_model_or_a_profile_must_be_named(capsys: Capture) -> None:
+    result = bireme(capsys, "plan", "--batch-size", "4")
+    assert (result.status, "Name the model with --model" in result.err) == (2, True)
+    result = bireme(capsys, "plan", "--profile", "profile.json")
+    assert (result.status, "--batch-size" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--batch-size 0",
+        "--batch-size 4 --memory-fraction 0",
+        "--batch-size 4 --devices a",
+        "--batch-size 4 --depth 3 --width 2",
+        "--batch-size 4 --largest-batch 2",
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_measured(
+    capsys: Capture, folder: Iterator[Path], words: str
+) -> None:
+    result = bireme(capsys, "plan", "--model", MODEL, "--cluster", "four.toml", *shlex.split(words))
+    assert result.status == 2
+    assert not (next(folder) / "cache").exists()
+
+
+def test_a_model_that_is_not_the_profile_s_is_refused(capsys: Capture) -> None:
+    other = MODEL.replace("layers=4", "layers=3")
+    result = plan(capsys, f"--model {other} --export nemo --schedule 1f1b --depth 2 --width 1")
+    assert result.status == 2
+    assert "was made for another model" in result.err
+    assert "Its unit 7 is layers.3.attention, and here it is head." in result.err
+
+
+@pytest.mark.slow
+def test_a_model_beside_a_profile_must_be_the_one_that_was_profiled(capsys: Capture) -> None:
+    assert plan(capsys, f"--model {MODEL}").status == 0
+    result = plan(capsys, f"--model {MODEL.replace('layers=4', 'layers=3')}")
+    assert (result.status, result.out) == (2, "")
+    assert "The profile was made for another model" in result.err
+
+
+def test_a_damaged_profile_is_refused(capsys: Capture) -> None:
+    plain = json.loads(Path("profile.json").read_text())
+    del plain["units"][0]["costs"]
+    Path("profile.json").write_text(json.dumps(plain))
+    result = plan(capsys)
+    assert (result.status, "lacks units[0].costs" in result.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_the_verb_loads_no_torch_where_a_profile_is_given(folder: Iterator[Path]) -> None:
+    path = next(folder) / "profile.json"
+    words = f"--profile {path} --cluster laptop --batch-size 4 --explain --export torch-csv"
+    assert not loads_torch("plan --help", f"plan {words}", f"plan {words} --json")
+
+
+@pytest.mark.slow
+def test_the_commands_and_code_of_the_document_work(capsys: Capture) -> None:
+    text = (ROOT / "docs" / "plan.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^bireme plan .*$", text, flags=re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        result = bireme(capsys, *shlex.split(command, comments=True)[1:])
+        assert result.status == 0, f"{command}: {result.err}"
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    exec(compile(code, "plan.md", "exec"), {})
+    assert "samples/s" in capsys.readouterr().out

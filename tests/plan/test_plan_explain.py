@@ -1,0 +1,238 @@
+"""What would help a plan: one change at a time, and what planning again finds. Devices in few words."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bireme.cluster.cluster import Cluster, Server, device_names
+from bireme.cluster.cluster_file import load_cluster
+from bireme.cluster.device import Device
+from bireme.cluster.links import Bridge, Card, Link, Switch
+from bireme.errors import BiremeError
+from bireme.plan.device_ranges import device_ranges
+from bireme.plan.explain import Help, explain
+from bireme.plan.forecast import Answer
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.search.search import find_plan
+from bireme.plan.what_if import changes
+from bireme.plan.wishes import Wishes
+from bireme.profile.profile import Profile
+from tests.support.clusters import clusters
+from tests.support.hand_plans import tiny_profile
+
+
+def answered(profile: Profile, cluster: Cluster, wishes: Wishes) -> tuple[Answer, dict[str, Help]]:
+    """The best plan, and what each change brings."""
+    answer = find_plan(profile, cluster, wishes)
+    assert isinstance(answer, Answer)
+    helps = explain(profile, cluster, wishes, answer, find_plan)
+    gains = [one.gain for one in helps]
+    assert gains == sorted(gains, reverse=True)
+    for one in helps:
+        assert one.candidate.fits
+    return answer, {one.words: one for one in helps}
+
+
+def two(bytes_per_s: float, memory_bytes: int = 2**30) -> Cluster:
+    """Two equal devices on a bridge."""
+    device = Device("a device", "emulated", memory_bytes)
+    server = Server("one", (device, device), (Bridge("bus", (0, 1), Link(bytes_per_s)),))
+    return Cluster((server,))
+
+
+# --- explain -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_faster_link_helps_where_the_link_is_slow() -> None:
+    wishes = Wishes(8, depth=2, width=1, schedule="1f1b")
+    _, slow = answered(tiny_profile(), two(1e6), wishes)
+    assert slow["2 × the bandwidth of one/bus"].gain > 1.5
+    _, fast = answered(tiny_profile(), two(1e15), wishes)
+    assert fast["2 × the bandwidth of one/bus"].gain == pytest.approx(1, abs=1e-3)
+
+
+def test_a_larger_batch_helps_a_schedule_that_drains() -> None:
+    wishes = Wishes(4, depth=2, width=1, schedule="gpipe", micro_batch=1)
+    _, found = answered(tiny_profile(), two(1e15), wishes)
+    assert found["a batch of 8 samples"].gain > 1.05
+
+
+def test_more_memory_helps_where_the_forward_had_to_run_again() -> None:
+    profile = tiny_profile()
+    wishes = Wishes(8, depth=2, width=1, schedule="gpipe", micro_batch=4)
+    wide = find_plan(profile, two(1e15), replace(wishes, recompute=Recompute.NEVER))
+    lean = find_plan(profile, two(1e15), replace(wishes, recompute=Recompute.ALWAYS))
+    assert isinstance(wide, Answer)
+    assert isinstance(lean, Answer)
+    needs, enough = (max(s.peak_bytes for s in one.best.forecast.stages) for one in (wide, lean))
+    assert enough < needs
+    scarce = two(1e15, int((needs + enough) / 2))
+    answer, found = answered(profile, scarce, wishes)
+    assert answer.best.plan.recompute
+    more = found["2 × the memory on one/emulated0…1"]
+    assert more.gain > 1.01
+    assert not more.candidate.plan.recompute
+
+
+def test_giving_up_a_wish_is_tried_for_each() -> None:
+    wishes = Wishes(
+        8,
+        schedule="gpipe",
+        synchronous=True,
+        memory_fraction=0.5,
+        depth=2,
+        width=1,
+        micro_batch=1,
+        pinned={0: "one/emulated0"},
+        together=((0, 1),),
+        devices=("one/emulated0", "one/emulated1"),
+        recompute=Recompute.NEVER,
+    )
+    words = [change.words for change in changes(two(1e9), wishes)]
+    assert len(words) == len(set(words)) == 13
+    _, found = answered(tiny_profile(), two(1e15), wishes)
+    assert found["any schedule, not gpipe alone"].gain > 1
+    assert found["other micro-batches than of 1"].candidate.plan.num_microbatches < 8
+
+
+def test_what_then_fits_nowhere_is_left_out() -> None:
+    wishes = Wishes(8, depth=2, width=1, schedule="gpipe", micro_batch=2, recompute=Recompute.NEVER)
+    plenty = find_plan(tiny_profile(), two(1e15), wishes)
+    assert isinstance(plenty, Answer)
+    enough = max(stage.peak_bytes for stage in plenty.best.forecast.stages)
+    _, found = answered(tiny_profile(), two(1e15, int(enough)), wishes)
+    assert "a batch of 16 samples" not in found
+    assert "2 × the memory on one/emulated0…1" in found
+
+
+def test_a_change_that_cannot_be_is_left_out() -> None:
+    wishes = Wishes(4, depth=2, width=1, schedule="gpipe", synchronous=True)
+    answer = find_plan(tiny_profile(), two(1e9), wishes)
+    assert isinstance(answer, Answer)
+
+    def search(profile: Profile, cluster: Cluster, wishes: Wishes) -> object:
+        """What refuses batches of 8 samples, as where no micro-batches make them up."""
+        if wishes.batch_size == 8:
+            raise BiremeError("No plan makes batches of 8 samples.")
+        return find_plan(profile, cluster, wishes)
+
+    words = [one.words for one in explain(tiny_profile(), two(1e9), wishes, answer, search)]
+    assert "a batch of 8 samples" not in words
+    assert "delayed updates allowed" in words
+
+
+def test_progress_is_told_up_to_the_end() -> None:
+    wishes = Wishes(4, depth=2, width=1, schedule="gpipe")
+    answer = find_plan(tiny_profile(), two(1e9), wishes)
+    assert isinstance(answer, Answer)
+    told: list[float] = []
+    explain(tiny_profile(), two(1e9), wishes, answer, find_plan, tell=lambda done, _: told.append(done))
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == (0.0, 1.0)
+
+
+# --- changes -----------------------------------------------------------------------------------------------
+
+
+@given(cluster=clusters())
+@settings(max_examples=40, deadline=None)
+def test_each_change_is_of_one_thing_and_only_more_of_it(cluster: Cluster) -> None:
+    wishes = Wishes(4)
+    for change in changes(cluster, wishes):
+        is_cluster = change.cluster != cluster
+        assert is_cluster != (change.wishes != wishes)
+        before, after = cluster.devices(), change.cluster.devices()
+        assert [placed.name for placed in before] == [placed.name for placed in after]
+        more = [a.device.memory_bytes / b.device.memory_bytes for a, b in zip(after, before, strict=True)]
+        assert set(more) <= {1, 2}
+        is_memory = "memory" in change.words
+        assert is_memory == (2 in more)
+        for a in range(min(cluster.num_devices, 4)):
+            for b in range(min(cluster.num_devices, 4)):
+                usual, faster = cluster.bandwidth(a, b), change.cluster.bandwidth(a, b)
+                assert usual <= faster <= 2 * usual
+
+
+def test_both_directions_of_a_link_and_the_switch_are_made_faster() -> None:
+    device = Device("a device", "cpu", 2**30)
+    server = Server("home0", (device,), cards=(Card("line", (0,), Link(1e6, back_bytes_per_s=4e6)),))
+    cluster = Cluster((server, replace(server, name="home1")), Switch(5e5))
+    found = {change.words: change.cluster for change in changes(cluster, Wishes(1))}
+    line = found["2 × the bandwidth of home0…1/line"].servers[1].cards[0].link
+    assert (line.bytes_per_s, line.back_bytes_per_s) == (2e6, 8e6)
+    switch = found["2 × the bandwidth of the switch"].switch
+    assert switch == Switch(1e6)
+
+
+def test_a_largest_batch_grows_along() -> None:
+    batches = [
+        (change.wishes.batch_size, change.wishes.largest_batch)
+        for change in changes(two(1e9), Wishes(4, largest_batch=6))
+        if change.wishes.batch_size != 4
+    ]
+    assert batches == [(8, 8)]
+
+
+# --- devices in few words ----------------------------------------------------------------------------------
+
+
+def unfold(text: str) -> list[str]:
+    """The names behind the words, read from left to right."""
+    found: list[str] = []
+    servers, stem = [""], ""
+    for part in text.split(", "):
+        outer, slash, inner = part.rpartition("/")
+        if slash:
+            servers = expand(outer)
+        elif not inner[0].isdigit():
+            servers = [""]
+        names = expand(inner if not inner[0].isdigit() else stem + inner)
+        stem = re.sub(r"\d+$", "", names[0])
+        found += [f"{server}/{name}" if server else name for server in servers for name in names]
+    return found
+
+
+def expand(word: str) -> list[str]:
+    first, dots, last = word.partition("…")
+    if not dots:
+        return [first]
+    stem, number = re.fullmatch(r"(.*?)(\d+)", first).groups()  # type: ignore[union-attr]  # else it fails
+    return [f"{stem}{n}" for n in range(int(number), int(last) + 1)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b0", "b1", "b2", "c9", "c10"]), st.integers(0, 12)),
+        min_size=1,
+        unique=True,
+    )
+)
+def test_all_names_can_be_read_back(pairs: list[tuple[str, int]]) -> None:
+    names = [f"{server}/gpu{number}" for server, number in pairs]
+    assert sorted(unfold(device_ranges(names))) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["a/gpu0"], "a/gpu0"),
+        (["a/gpu0", "a/gpu2", "a/gpu3", "a/cpu0"], "a/gpu0, 2…3, cpu0"),
+        (["a/gpu1", "a/gpu0"], "a/gpu1, 0"),
+        (["s9/gpu0", "s10/gpu0", "t/gpu0"], "s9…10/gpu0, t/gpu0"),
+        (["s01/gpu0", "s02/gpu0"], "s01/gpu0, s02/gpu0"),
+        (["one", "two"], "one, two"),
+    ],
+)
+def test_devices_in_few_words(names: list[str], text: str) -> None:
+    assert device_ranges(names) == text
+
+
+def test_a_thousand_devices_are_one_word() -> None:
+    server = load_cluster("one-server-of-8").servers[0]
+    names = [f"server{n}/{name}" for n in range(128) for name in device_names(server.devices)]
+    assert device_ranges(names) == "server0…127/gpu0…7"

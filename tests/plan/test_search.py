@@ -1,0 +1,179 @@
+"""What the search finds is the best there is: brute force over every plan of small problems says so."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations, product
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from bireme.bench.made_up import profile_of
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan import Plan
+from bireme.plan.search.search import find_plan, forecast_of, timeline_of
+from bireme.plan.summary import Kind
+from bireme.plan.wishes import Wishes
+from bireme.profile.profile import Profile
+from bireme.schedule.catalogue import SCHEDULES
+from bireme.schedule.rule import Rule
+from tests.support.planning import small_clusters, small_profiles
+
+NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
+
+
+def every_plan(profile: Profile, cluster: Cluster, wishes: Wishes) -> Iterator[Plan]:
+    """All plans, written down with nothing of the search: whatever `Plan` takes is one, with late updates."""
+    names = [device.name for device in cluster.devices()]
+    num_units = len(profile.units)
+    schedules = NAMES if wishes.schedule == "auto" else [wishes.schedule]
+    for width, ranks in product(range(1, len(names) + 1), repeat=2):
+        if width * ranks > len(names):
+            continue
+        for sizes in product(profile.micro_batches, repeat=width):
+            m, left = divmod(wishes.batch_size, sum(sizes))
+            if left or m == 0:
+                continue
+            for name in schedules:
+                if name == "1f1b-sliced" and any(size % 2 for size in sizes):
+                    continue
+                if ranks == 1 and wishes.schedule == "auto" and name != "sequential":
+                    continue  # without a pipeline there is nothing to schedule
+                for parts in {"interleaved": (2, 4), "zbv": (2,)}.get(name, (1,)):
+                    if parts > 1 and ranks == 1:
+                        continue
+                    yield from _cut_every_way(
+                        name, ranks, parts, sizes, m, names, num_units, wishes.recompute
+                    )
+
+
+def _cut_every_way(
+    name: str,
+    ranks: int,
+    parts: int,
+    sizes: tuple[int, ...],
+    m: int,
+    names: list[str],
+    num_units: int,
+    recompute: Recompute,
+) -> Iterator[Plan]:
+    stages = ranks * parts
+    every_set = [some for count in range(stages + 1) for some in combinations(range(stages), count)]
+    sets = {Recompute.NEVER: every_set[:1], Recompute.ALWAYS: every_set[-1:]}.get(recompute, every_set)
+    slices: list[int | None] = [*range(1, min(stages, m) + 1)] if name == "1f1b-sliced" else [None]
+    ahead: Sequence[int]
+    ahead = range(max(m - stages + 1, 0) + 1) if name in ("1f1b", "2bw", "2bw-fresh") and stages > 1 else [0]
+    for order in permutations(names, ranks * len(sizes)):
+        grid = tuple(tuple(order[rank * len(sizes) : (rank + 1) * len(sizes)]) for rank in range(ranks))
+        if len(set(sizes)) == 1 and list(grid[0]) != sorted(grid[0]):
+            continue  # replicas that are alike have no order
+        for cuts, again, num_sliced, lookahead in product(
+            combinations(range(1, num_units), stages - 1), sets, slices, ahead
+        ):
+            try:
+                yield Plan(
+                    cuts=cuts,
+                    num_microbatches=m,
+                    schedule=name,
+                    width=len(sizes),
+                    stages_per_rank=parts if parts > 1 else None,
+                    num_sliced=num_sliced,
+                    lookahead=lookahead,
+                    recompute=again,
+                    micro_batch_sizes=sizes,
+                    devices=grid,
+                    updates_early=False,
+                )
+            except BiremeError:
+                continue  # the schedule does not run in this shape
+
+
+def fits(forecast: Forecast) -> bool:
+    return all(stage.peak_bytes <= stage.limit_bytes for stage in forecast.stages)
+
+
+def least_costs(profile: Profile, cluster: Cluster, wishes: Wishes) -> dict[Kind, float]:
+    """The least cost of every kind, by brute force."""
+    found: dict[Kind, float] = {}
+    for plan in every_plan(profile, cluster, wishes):
+        forecast = forecast_of(plan, profile, cluster, wishes)
+        if fits(forecast):
+            kind = Kind.of(plan)
+            found[kind] = min(found.get(kind, math.inf), forecast.cost_s_per_sample)
+    return found
+
+
+def check(profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
+    """The search finds the best of every kind, and nothing where nothing fits."""
+    try:
+        answer = find_plan(profile, cluster, wishes)
+    except BiremeError:
+        assert not any(every_plan(profile, cluster, wishes))
+        return
+    least = least_costs(profile, cluster, wishes)
+    if not isinstance(answer, Answer):
+        assert not least
+        assert answer.missing_bytes > 0
+        return
+    assume(answer.origin.how.startswith("all "))
+    found: dict[Kind, float] = {}
+    for candidate in answer.candidates:
+        assert candidate.fits
+        again = forecast_of(candidate.plan, profile, cluster, wishes)
+        assert again == candidate.forecast
+        kind = Kind.of(candidate.plan)
+        found[kind] = min(found.get(kind, math.inf), candidate.forecast.cost_s_per_sample)
+    assert found == pytest.approx(least, rel=1e-9)
+    costs = [candidate.forecast.cost_s_per_sample for candidate in answer.candidates]
+    assert costs == sorted(costs)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    small_profiles(most_units=4),
+    small_clusters(most_devices=2),
+    st.sampled_from(NAMES),
+    st.sampled_from([2, 4]),
+    st.sampled_from(Recompute),
+)
+def test_the_plan_is_that_of_brute_force(
+    profile: Profile, cluster: Cluster, name: str, batch_size: int, recompute: Recompute
+) -> None:
+    check(profile, cluster, Wishes(batch_size, schedule=name, recompute=recompute))
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    small_profiles(most_units=4),
+    small_clusters(most_devices=3),
+    st.sampled_from(["1f1b", "2bw", "2bw-fresh", "gpipe", "zb-h1", "sequential", "zbv", "interleaved"]),
+    st.sampled_from([3, 4, 6]),
+    st.sampled_from([Recompute.NEVER, Recompute.WHERE_NEEDED]),
+)
+def test_so_it_is_with_three_devices(
+    profile: Profile, cluster: Cluster, name: str, batch_size: int, recompute: Recompute
+) -> None:
+    check(profile, cluster, Wishes(batch_size, schedule=name, recompute=recompute))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(small_profiles(most_units=4), small_clusters(most_devices=2), st.sampled_from([2, 4]))
+def test_so_it_is_with_all_schedules_at_once(profile: Profile, cluster: Cluster, batch_size: int) -> None:
+    check(profile, cluster, Wishes(batch_size))
+
+
+def test_a_plan_can_be_seen_as_it_will_run() -> None:
+    profile = profile_of([0.01, 0.02, 0.015, 0.01], [0.02, 0.04, 0.03, 0.02], sizes=(1, 2))
+    cluster = Cluster((Server("one", (Device("cpu", "cpu", 2**34),) * 2),))
+    wishes = Wishes(batch_size=8, depth=2, schedule="2bw")
+    answer = find_plan(profile, cluster, wishes)
+    assert isinstance(answer, Answer)
+    timeline = timeline_of(answer.best.plan, profile, cluster, wishes, num_batches=12)
+    assert timeline.program.num_batches == 12
+    assert timeline.steady_batch_s == pytest.approx(answer.best.forecast.batch_s, rel=0.01)

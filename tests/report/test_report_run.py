@@ -1,0 +1,289 @@
+"""What the page of a run is made from: its metrics, its timelines, its figures, its curves."""
+
+import json
+import math
+import random
+from array import array
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bireme.errors import BiremeError
+from bireme.report.page.axes import Quantity, Scale, clock_text, number_text
+from bireme.report.page.figures import headline, stage_figures, state
+from bireme.report.page.flows import flows
+from bireme.report.page.metrics import read_metrics
+from bireme.report.page.recorded import read_recorded, write_recorded
+from bireme.report.page.run import read_run
+from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
+from tests.support.run_folders import (
+    DEVICES,
+    WRITTEN_S,
+    lines_of,
+    make_run,
+    plan_of,
+    timelines_of,
+    write_lines,
+)
+
+
+def points_of(values: list[float]) -> Points:
+    return finite(array("d", range(len(values))), array("d", values))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "whole")
+
+
+# Thinning
+
+
+def test_thinned_curves_keep_their_ends_and_extremes_and_are_points_of_the_whole() -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        count, most = draw.randint(1, 5000), draw.randint(4, 600)
+        xs = sorted(draw.sample(range(10 * count), count))
+        whole = finite(array("d", xs), array("d", (draw.gauss(0, 1) for _ in xs)))
+        thin = thinned(whole, most)
+        assert len(thin) <= most or len(whole) <= most
+        assert list(thin.xs) == sorted(set(thin.xs))
+        assert {(x, y) for x, y in zip(thin.xs, thin.ys, strict=True)} <= set(zip(xs, whole.ys, strict=True))
+        assert (thin.xs[0], thin.xs[-1]) == (xs[0], xs[-1])
+        assert (min(thin.ys), max(thin.ys)) == (min(whole.ys), max(whole.ys))
+
+
+def test_a_single_spike_among_many_lines_stays_visible() -> None:
+    values = [1.0] * 100_000
+    values[54_321] = 9.0
+    thin = thinned(points_of(values))
+    assert max(thin.ys) == 9.0
+    assert thin.places[list(thin.ys).index(9.0)] == 54_321
+
+
+def test_a_short_curve_is_not_touched() -> None:
+    points = points_of([3.0, 1.0, 2.0])
+    assert thinned(points) is points
+
+
+def test_values_that_are_no_numbers_are_left_out() -> None:
+    points = points_of([1.0, math.nan, 3.0, math.inf])
+    assert list(points.places) == [0, 2]
+
+
+def test_two_batches_that_end_at_one_moment_make_no_rate_that_nobody_reached() -> None:
+    """A drained pipeline's last line once said 639,000 tokens a second in a run of 10,000."""
+    rates = [100.0] * 99 + [1e6]
+    assert max(evened(points_of(rates)).ys) == pytest.approx(125, rel=1e-3)
+    assert evened(points_of([100.0] * 9)).ys.tolist() == pytest.approx([100.0] * 9)
+    assert list(evened(points_of([50.0, 100.0])).ys) == pytest.approx([200 / 3] * 2)
+    assert len(evened(points_of([]))) == 0
+
+
+def test_evened_rates_take_all_the_time_that_there_was() -> None:
+    rates = [100.0] * 40 + [10.0] + [100.0] * 40
+    evened_rates = evened(points_of(rates)).ys
+    assert evened_rates[40] == pytest.approx(5 / (4 / 100 + 1 / 10))
+    assert evened_rates[37] == evened_rates[43] == pytest.approx(100)
+
+
+def test_a_smoothed_curve_stays_within_its_values_and_does_not_lag() -> None:
+    draw = random.Random(1)
+    values = [draw.uniform(2, 3) for _ in range(500)]
+    smooth = smoothed(points_of(values))
+    assert smooth is not None
+    assert min(values) <= min(smooth.ys) <= max(smooth.ys) <= max(values)
+    line = smoothed(points_of([float(i) for i in range(1000)]))
+    assert line is not None
+    assert line.ys[500] == pytest.approx(500, abs=1e-6)
+    assert smoothed(points_of([1.0, 2.0])) is None
+
+
+# Axes
+
+
+def test_marks_are_round_within_the_range_and_rise() -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        least = draw.uniform(1e-6, 10) * 10 ** draw.randint(-3, 5)
+        most = least * (1 + 10 ** draw.uniform(-2, 5))
+        for quantity, is_log in ((Quantity.PLAIN, False), (Quantity.CLOCK, False), (Quantity.PLAIN, True)):
+            scale = Scale(least, most, 0, 100, quantity, is_log)
+            marks = list(scale.marks(6))
+            assert marks == sorted(marks)
+            assert 1 <= len(marks) <= 40
+            assert all(-1e-6 <= scale.at(mark) <= 100 + 1e-6 for mark in marks)
+
+
+def test_numbers_are_short() -> None:
+    assert [number_text(value) for value in (2.41321, 0.0003, 12_345.6, 4.5e6)] == [
+        "2.413",
+        "0.0003",
+        "12.35 k",
+        "4.5 M",
+    ]
+    assert [clock_text(value) for value in (4.25, 75, 7500, 100_000)] == [
+        "4.25 s",
+        "1:15 min",
+        "2:05 h",
+        "1 d 3 h",
+    ]
+
+
+# Metrics
+
+
+def test_half_a_last_line_is_passed_over(tmp_path: Path) -> None:
+    write_lines(tmp_path, list(lines_of(20, killed=True)), half_line=True)
+    assert read_metrics(tmp_path / "metrics.jsonl").last_step == 20
+
+
+def test_half_a_line_before_a_resumption_is_passed_over(tmp_path: Path) -> None:
+    lines = list(lines_of(20, killed=True))
+    path = tmp_path / "metrics.jsonl"
+    text = [json.dumps(line) for line in lines]
+    path.write_text("\n".join([*text, '{"kind":"tra', json.dumps(lines[0] | {"step": 10, "time_s": 3.0})]))
+    metrics = read_metrics(path)
+    assert metrics.training.step[-1] == 10
+    assert len(metrics.starts) == 2
+
+
+def test_an_unreadable_line_in_the_middle_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = [json.dumps(line) for line in lines_of(20)]
+    for broken in ("{half", "[1, 2]", "7"):
+        path.write_text("\n".join([*text[:4], broken, *text[4:]]))
+        with pytest.raises(BiremeError, match=r"Line 5 of .*metrics\.jsonl is not a JSON object"):
+            read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ({"kind": "train", "time_s": 1}, "Line 2 .* lacks 'step'"),
+        ({"kind": "train", "step": 1, "time_s": 1, "loss": "low"}, "Line 2 .* cannot be read"),
+        ({"kind": "train", "step": -1, "time_s": 1}, "Line 2 .* step is -1"),
+        ({"kind": "stop", "step": 1, "time_s": 1}, "Line 2 .* lacks 'reason'"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_named(tmp_path: Path, line: dict[str, object], complaint: str) -> None:
+    write_lines(tmp_path, [next(lines_of(1)), line])
+    with pytest.raises(BiremeError, match=complaint):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_kinds_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+    write_lines(tmp_path, [*lines_of(5), {"kind": "weather", "step": 5, "time_s": 2}])
+    assert read_metrics(tmp_path / "metrics.jsonl").last_step == 5
+
+
+def test_what_is_trained_again_after_a_resumption_replaces_what_was_known(tmp_path: Path) -> None:
+    before = list(lines_of(30, killed=True))
+    again = [line | {"loss": 77.0} for line in before if line["kind"] == "train" and line["step"] > 20]
+    write_lines(tmp_path, [*before, before[0] | {"step": 20, "time_s": 5.0}, *again])
+    training = read_metrics(tmp_path / "metrics.jsonl").training
+    assert list(training.step) == list(range(1, 31))
+    assert list(training.loss[20:]) == [77.0] * 10
+    assert all(loss < 77 for loss in training.loss[:20])
+
+
+# Timelines
+
+
+def test_a_recorded_timeline_comes_back_as_it_was(tmp_path: Path) -> None:
+    for timeline in timelines_of(3):
+        path = tmp_path / f"{timeline.source}.json"
+        write_recorded(timeline, path)
+        back = read_recorded(path, plan_of().plan)
+        assert back.ranks == timeline.ranks
+        assert back.transfers == timeline.transfers
+        assert back.source == timeline.source
+        assert back.steady_batch_s == timeline.steady_batch_s
+        assert [kept.at_peak for kept in back.memory] == [kept.at_peak for kept in timeline.memory]
+
+
+def test_a_timeline_of_another_plan_is_a_note_and_no_crash(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    path = folder / "timeline-measured.json"
+    document = json.loads(path.read_text())
+    document["ranks"][1]["start_s"].pop()
+    path.write_text(json.dumps(document))
+    run = read_run(folder)
+    assert run.measured is None
+    assert "another plan" in run.notes[0]
+
+
+def test_messages_that_the_plan_does_not_send_are_a_note(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    path = folder / "timeline-predicted.json"
+    document = json.loads(path.read_text())
+    document["transfers"][0]["received_by"][0] = 10**6
+    path.write_text(json.dumps(document))
+    assert "messages" in read_run(folder).notes[0]
+
+
+def test_a_timeline_without_moments_is_said_to_have_none(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    path = folder / "timeline-predicted.json"
+    document = json.loads(path.read_text())
+    for rank in document["ranks"]:
+        del rank["start_s"], rank["end_s"]
+    path.write_text(json.dumps(document))
+    assert "started and ended" in read_run(folder).notes[0]
+
+
+# Figures
+
+
+def test_a_run_that_ended_has_the_figures_of_its_summary(run: Path) -> None:
+    found = read_run(run)
+    figures = headline(found)
+    assert (figures.steps, figures.train_loss, figures.eval_loss) == (300, 1.713, 1.742)
+    assert figures.prediction_error == pytest.approx(1 / 1.04 - 1)
+    assert state(found, WRITTEN_S + 1e9).word == "finished"
+    stages = stage_figures(found)
+    assert [stage.devices for stage in stages] == [(name,) for name in DEVICES]
+    assert sum(part.num_bytes for part in stages[0].parts) == pytest.approx(stages[0].predicted_bytes)
+    assert stages[2].unit_names == ("blocks.4.a", "blocks.4.b")
+
+
+def test_a_killed_run_has_figures_all_the_same(tmp_path: Path) -> None:
+    found = read_run(make_run(tmp_path / "killed", killed=True))
+    figures = headline(found)
+    assert figures.steps == 300
+    assert figures.measured_batch_s == pytest.approx(0.25, rel=0.1)
+    assert figures.predicted_batch_s == 0.24
+    assert state(found, WRITTEN_S + 60).word == "running"
+    assert state(found, WRITTEN_S + 86_400).word == "ended"
+    stages = stage_figures(found)
+    assert stages[0].measured_bytes == pytest.approx(5.9 * 2**30, rel=1e-6)
+    assert {part.name for part in stages[0].parts} >= {"weights", "activations"}
+    assert all(0.5 < (stage.measured_share or 0) <= 1 for stage in stages)
+
+
+def test_the_summary_of_a_run_that_goes_on_again_does_not_count(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    lines = list(lines_of(300))
+    write_lines(folder, [*lines, lines[0] | {"step": 200, "time_s": 50.0}])
+    found = read_run(folder)
+    assert headline(found).steps == 200
+    assert headline(found).train_loss != 1.713
+    assert state(found, WRITTEN_S).word == "running"
+
+
+def test_a_run_that_was_stopped_says_why(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "stopped", killed=True)
+    lines = [*lines_of(20, killed=True), {"kind": "stop", "step": 20, "time_s": 6, "reason": "time limit"}]
+    write_lines(folder, lines)
+    found = state(read_run(folder), WRITTEN_S)
+    assert (found.word, found.text) == ("stopped", "stopped at step 20: time limit")
+
+
+def test_links_carry_the_bytes_of_the_plan(run: Path) -> None:
+    found = flows(read_run(run))
+    assert [(flow.source.device, flow.destination.device) for flow in found] == list(pairwise(DEVICES))
+    for flow in found:
+        assert flow.forth_bytes == flow.back_bytes == 4 * 4e6
+        assert flow.used_bytes_per_s == pytest.approx(16e6 / (0.24 * 1.04))
+    assert found[1].most_bytes_per_s == 1.2e9

@@ -1,0 +1,234 @@
+"""The engine on a device whose memory the host cannot read, without one: `tests/support/far_device.py` stands in.
+
+What mixes tensors of both raises there, and what forgets to move numbers computes others than the CPU. A
+process of its own makes the device and runs everything; each test looks at its part.
+"""
+
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bireme import devices
+from bireme.errors import BiremeError
+from bireme.model.sources import load_source
+from bireme.plan.plan import Plan
+from bireme.runtime import wire
+from bireme.runtime.fabric import LonelyFabric
+from bireme.runtime.wire import TensorSpec, WireFormat
+from bireme.schedule.instruction import Message
+from tests.support.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
+from tests.support.far_device import FAR, make_far_device
+from tests.support.small_models import Model, captured, gpt, real_batches, token_batches
+from tests.support.thread_transport import ThreadFabric
+from tests.support.together import run_processes, run_threads
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        torch.accelerator.is_available(),
+        reason="a process has one kind of accelerator, and here is a real one",
+    ),
+]
+
+DROPPING = "layers=3,dropout=0.3"
+WIDTH = 6
+TOLERANCE = 1e-9
+"""An optimiser's steps in one kernel, as the CPU has them, round in another way."""
+
+SETTINGS = {
+    "2bw, clipped": Setting(plan_for("2bw", 2), clip_norm=0.05),
+    "two replicas, recomputed": Setting(plan_for("2bw-fresh", 2, width=2, recompute="all"), "muon"),
+    "halves of micro-batches": Setting(plan_for("1f1b-sliced", recompute="some"), "sgd"),
+    "halves of backwards": Setting(plan_for("zbv")),
+}
+
+
+def claims() -> dict[str, Callable[[], None]]:
+    """What the other process runs, each by its name."""
+    return {
+        **{name: partial(trains, setting) for name, setting in SETTINGS.items()},
+        "buffers": normalises,
+        "resume": goes_on,
+        "messages": crosses,
+        "memory": sources_load,
+        "refused": refuses,
+        "mixing": mixes,
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    (found,) = run_processes(1, run_claims, tmp_path_factory.mktemp("far"))
+    told: dict[str, str] = found
+    return told
+
+
+def run_claims(_rank: int) -> dict[str, str]:
+    """Of each claim what went wrong, or nothing."""
+    make_far_device()
+    devices.KINDS = (*devices.KINDS, FAR)
+    setattr(wire, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
+    outcomes = {}
+    for name, claim in claims().items():
+        try:
+            claim()
+            outcomes[name] = ""
+        except BaseException:
+            outcomes[name] = traceback.format_exc()
+    return outcomes
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_on_a_device_gives_the_numbers_of_the_cpu(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+def test_buffers_that_a_forward_writes_are_the_devices_own(outcomes: dict[str, str]) -> None:
+    assert not outcomes["buffers"], outcomes["buffers"]
+
+
+def test_a_snapshot_is_on_the_host_and_goes_on_on_the_device(outcomes: dict[str, str]) -> None:
+    assert not outcomes["resume"], outcomes["resume"]
+
+
+def test_a_message_of_a_device_is_checked_on_the_host(outcomes: dict[str, str]) -> None:
+    assert not outcomes["messages"], outcomes["messages"]
+
+
+def test_a_source_is_loaded_onto_a_device(outcomes: dict[str, str]) -> None:
+    assert not outcomes["memory"], outcomes["memory"]
+
+
+def test_the_stand_in_refuses_what_an_accelerator_does(outcomes: dict[str, str]) -> None:
+    assert not outcomes["mixing"], outcomes["mixing"]
+
+
+def test_a_device_that_bireme_does_not_compute_on_is_refused(outcomes: dict[str, str]) -> None:
+    assert not outcomes["refused"], outcomes["refused"]
+
+
+def trains(setting: Setting) -> None:
+    compare(gpt(DROPPING), setting, token_batches(8 * setting.plan.width, 2))
+
+
+def compare(model: Model, setting: Setting, data: list[dict[str, Tensor]]) -> None:
+    near, far = (on_threads(model, setting, data, torch.device(kind)) for kind in ("cpu", FAR))
+    for one, other in zip(near, far, strict=True):
+        assert other.losses == pytest.approx(one.losses, rel=TOLERANCE)
+        assert other.norms == pytest.approx(one.norms, rel=TOLERANCE)
+        for kept, also in ((one.weights[-1], other.weights[-1]), (one.buffers, other.buffers)):
+            for name, tensor in kept.items():
+                assert also[name].device.type == FAR
+                torch.testing.assert_close(also[name].cpu(), tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def on_threads(
+    model: Model, setting: Setting, data: list[dict[str, Tensor]], device: torch.device
+) -> list[Trained]:
+    joined = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+
+    def work(rank: int) -> Trained:
+        pipeline = pipeline_of(model, setting, joined.of(rank), device=device)
+        try:
+            trained = train_rank(pipeline, setting, data)
+            if model.evaluation is not None:
+                trained.losses.append(pipeline.evaluate(data).loss)
+            whole = pipeline.full_state_dict()
+            assert all(tensor.device.type == "cpu" for tensor in whole.values())
+            return trained
+        finally:
+            pipeline.close()
+
+    return run_threads(setting.plan.num_ranks, work)
+
+
+class Normalised(nn.Module):
+    """Batch norm, whose forward writes, beside a mask that it only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(3))
+        ).double()
+        self.mask: Tensor
+        self.register_buffer("mask", torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        loss = ((self.layers(x) * self.mask).mean(-1, keepdim=True) - wanted).square().mean()
+        return {"loss": loss}
+
+
+def normalises() -> None:
+    torch.manual_seed(3)
+    data = real_batches(8, 3, WIDTH)
+    model = captured(Normalised(), data[0])
+    compare(model, Setting(Plan((1,), 2, "2bw", recompute=(0, 1))), data)
+
+
+def goes_on() -> None:
+    model, setting, data = gpt(DROPPING), Setting(Plan((), 2, "2bw")), token_batches(4, 4)
+    far = torch.device(FAR)
+    straight = pipeline_of(model, setting, LonelyFabric(), device=far)
+    whole = train_rank(straight, setting, data)
+    first = pipeline_of(model, setting, LonelyFabric(), device=far)
+    train_rank(first, setting, data[:2])
+    saved = first.snapshot(all_held=True)
+    assert all(tensor.device.type == "cpu" for tensor in saved.tensors.values())
+    second = pipeline_of(model, setting, LonelyFabric(), device=far)
+    second.restore(saved)
+    losses = [result.loss for result in second.train(data[2:])]
+    assert losses == whole.losses[2:]
+
+
+def crosses() -> None:
+    format_ = WireFormat(
+        [TensorSpec("hidden", (2, 3), torch.float32), TensorSpec("place", (2,), torch.int64)]
+    )
+    key, other = Message(True, 1, 0, 0, None), Message(True, 1, 0, 1, None)
+    given = {"hidden": torch.randn(2, 3, device=FAR), "place": torch.ones(2, dtype=torch.int64, device=FAR)}
+    parcel = format_.parcel(torch.device(FAR))
+    parcel.address(key)
+    parcel.pack(given)
+    arrival = format_.arrival(key, torch.device(FAR))
+    arrival.message.copy_(parcel.message)
+    for name, tensor in arrival.unpack(torch.device(FAR)).items():
+        assert tensor.device.type == FAR
+        assert torch.equal(tensor.cpu(), given[name].cpu())
+    strange = format_.arrival(other, torch.device(FAR))
+    strange.message.copy_(parcel.message)
+    with pytest.raises(BiremeError, match="do not follow the same program"):
+        strange.unpack(torch.device(FAR))
+
+
+def sources_load() -> None:
+    source = load_source("gpt:layers=1,width=8,heads=2,vocab=32,context=8", device=FAR)
+    assert {p.device.type for p in source.model.parameters()} == {FAR}
+    loss = source.model(**source.example_inputs)["loss"]
+    loss.backward()
+    assert loss.device.type == FAR
+
+
+def refuses() -> None:
+    devices.KINDS = tuple(kind for kind in devices.KINDS if kind != FAR)
+    try:
+        with pytest.raises(BiremeError, match="Bireme computes on cpu and cuda, and not on far"):
+            pipeline_of(gpt(DROPPING), Setting(Plan((), 2)), LonelyFabric(), device=FAR)
+        assert devices.num_accelerators() == 0
+    finally:
+        devices.KINDS = (*devices.KINDS, FAR)
+    setattr(wire, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
+
+
+def mixes() -> None:
+    far, near = torch.ones(2, device=FAR), torch.ones(2)
+    with pytest.raises(RuntimeError, match="of the cpu"):
+        far + near
+    with pytest.raises(RuntimeError, match="of the cpu"):
+        torch.stack([far, near])
+    with pytest.raises((RuntimeError, TypeError), match="numpy"):
+        far.numpy()
+    assert torch.equal((far + torch.tensor(1.0)).cpu(), near + 1)

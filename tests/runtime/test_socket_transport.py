@@ -1,0 +1,496 @@
+"""Messages over sockets: all arrives, of any size and in any order, and what goes wrong is named at once."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.runtime.fabric import neighbours_of
+from bireme.runtime.header import header_of
+from bireme.runtime.meeting import meet
+from bireme.runtime.peers import PeerLost
+from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, ordinary_bytes
+from bireme.runtime.socket_sums import SocketSums
+from bireme.runtime.socket_transport import Lines, SocketTransport
+from bireme.runtime.stores import open_store
+from bireme.runtime.transport import AbortedError, Pending
+from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
+from bireme.schedule.instruction import Message
+from tests.runtime.test_transport import SCENARIOS
+from tests.support.together import run_threads
+
+SIZES = (0, 1, 4096, LARGE_BYTES - 64, LARGE_BYTES, 6 * 2**20)
+HOST = torch.device("cpu")
+
+
+def pair(timeout_s: float = 20.0, buffer_bytes: int | None = None) -> list[SocketTransport]:
+    """Two transports, joined; the kernel takes `buffer_bytes` of what one has written, or what it likes."""
+    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+    for one in (small, its_small):
+        one.setblocking(False)
+        if buffer_bytes is not None:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    return [
+        SocketTransport({1: Lines(small, large)}, timeout_s=timeout_s),
+        SocketTransport({0: Lines(its_small, its_large)}, timeout_s=timeout_s),
+    ]
+
+
+@pytest.fixture
+def both() -> Iterator[list[SocketTransport]]:
+    made = pair()
+    yield made
+    for transport in made:
+        transport.close()
+
+
+def key(microbatch: int, *, forward: bool = True) -> Message:
+    return Message(forward, 1 if forward else 0, 3, microbatch, None)
+
+
+def format_of(size: int) -> WireFormat:
+    return WireFormat([TensorSpec("bytes", (size,), torch.uint8)])
+
+
+def send(transport: SocketTransport, one: Message, to: int, body: Tensor) -> Pending:
+    parcel = format_of(len(body)).parcel(HOST)
+    parcel.address(one)
+    parcel.pack({"bytes": body})
+    return transport.send(one, to, parcel.message)
+
+
+class Receive:
+    """A receive that was posted."""
+
+    def __init__(self, transport: SocketTransport, one: Message, source: int, size: int) -> None:
+        self.arrival: Arrival = format_of(size).arrival(one, HOST)
+        self.pending = transport.receive(one, source, self.arrival.message)
+
+    def wait(self) -> Tensor:
+        """What came."""
+        self.pending.wait()
+        return self.arrival.unpack(HOST)["bytes"]
+
+
+def bytes_of(number: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_arrives_in_order(both: list[SocketTransport], name: str) -> None:
+    assert run_threads(2, lambda rank: SCENARIOS[name](rank, both[rank])) == [True, True]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_of_any_size_cross_in_both_directions_at_once(
+    both: list[SocketTransport], size: int
+) -> None:
+    """More bytes than the kernel buffers, so that each side must read while it writes."""
+
+    def work(rank: int) -> bool:
+        forward = rank == 0
+        waiting = [Receive(both[rank], key(n, forward=not forward), 1 - rank, size) for n in range(5)]
+        sent = [
+            send(both[rank], key(n, forward=forward), 1 - rank, bytes_of(10 * rank + n, size))
+            for n in range(5)
+        ]
+        for pending in sent:
+            pending.wait()
+        received = [one.wait() for one in waiting]
+        return all(torch.equal(one, bytes_of(10 * (1 - rank) + n, size)) for n, one in enumerate(received))
+
+    assert run_threads(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("size", [640, LARGE_BYTES + 640])
+def test_another_size_than_expected_is_told_at_once_and_what_follows_still_comes(
+    both: list[SocketTransport], size: int
+) -> None:
+    send(both[0], key(0), 1, bytes_of(0, size))
+    send(both[0], key(1), 1, bytes_of(1, size))
+    with pytest.raises(
+        BiremeError,
+        match=rf"expected .* {size + 128} bytes in all.*other shapes or dtypes \({size + 64} bytes",
+    ):
+        Receive(both[1], key(0), 0, size + 64).wait()
+    assert torch.equal(Receive(both[1], key(1), 0, size).wait(), bytes_of(1, size))
+
+
+@pytest.mark.parametrize(("size", "is_early"), [(640, False), (640, True), (LARGE_BYTES + 640, False)])
+def test_another_message_of_the_channel_is_told_at_once(
+    both: list[SocketTransport], size: int, is_early: bool
+) -> None:
+    """It was waited for until the timeout, though the ranks cannot agree any more."""
+    if is_early:
+        send(both[0], key(7), 1, bytes_of(7, size))
+        send(both[0], key(1, forward=False), 1, bytes_of(1, size)).wait()
+        Receive(both[1], key(1, forward=False), 0, size).wait()
+    waiting = Receive(both[1], key(0), 0, size)
+    if not is_early:
+        send(both[0], key(7), 1, bytes_of(7, size))
+    with pytest.raises(BiremeError, match=r"expected .* micro-batch 0 .*micro-batch 7 .* came"):
+        waiting.wait()
+
+
+@pytest.mark.parametrize("size", [64, LARGE_BYTES + 1])
+def test_what_never_comes_is_named(size: int) -> None:
+    transports = pair(timeout_s=0.3)
+    with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not come from rank 0"):
+        Receive(transports[1], key(2), 0, size).wait()
+
+
+@pytest.mark.parametrize("size", [100_000, 4 * 2**20])
+@pytest.mark.parametrize("is_send", [False, True])
+def test_a_message_that_flows_may_take_longer_than_the_timeout(size: int, is_send: bool) -> None:
+    """Over a slow link, a large message failed although its bytes kept coming."""
+    timeout_s, num_parts = 0.6, 12
+    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+    small.setblocking(False)
+    for one in (small, large, its_small, its_large):
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            one.setsockopt(socket.SOL_SOCKET, buffer, 4096)
+    transport = SocketTransport({1: Lines(small, large)}, timeout_s=timeout_s)
+    link = its_small if size < LARGE_BYTES else its_large
+    written = format_of(size).parcel(HOST)
+    written.address(key(0))
+    written.pack({"bytes": bytes_of(0, size)})
+    data = written.message.numpy().tobytes()
+
+    def drip() -> None:
+        """Let a part of the message through at a time."""
+        part = -(-len(data) // num_parts)
+        for begin in range(0, len(data), part):
+            time.sleep(2 * timeout_s / num_parts)
+            if is_send:
+                read_exactly(link, min(part, len(data) - begin))
+            else:
+                link.sendall(data[begin : begin + part])
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    if is_send:
+        transport.send(key(0), 1, written.message).wait()
+    else:
+        assert torch.equal(Receive(transport, key(0), 1, size).wait(), bytes_of(0, size))
+    thread.join()
+    transport.close()
+    its_small.close()
+    its_large.close()
+
+
+def read_exactly(link: socket.socket, num_bytes: int) -> None:
+    while num_bytes:
+        num_bytes -= len(link.recv(num_bytes))
+
+
+@pytest.mark.parametrize("size", [100_000, 4 * 2**20])
+def test_a_message_that_stops_flowing_is_named(size: int) -> None:
+    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+    small.setblocking(False)
+    transport = SocketTransport({0: Lines(small, large)}, timeout_s=0.3)
+    wire = format_of(size)
+    link = its_small if size < LARGE_BYTES else its_large
+    link.sendall(wire.header(key(2)) + bytes(1000))
+    with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not come from rank 0"):
+        Receive(transport, key(2), 0, size).wait()
+    transport.close()
+    its_small.close()
+    its_large.close()
+
+
+@pytest.mark.parametrize("size", [64, LARGE_BYTES + 1])
+def test_a_rank_that_is_gone_is_named(both: list[SocketTransport], size: int) -> None:
+    pending = Receive(both[1], key(0), 0, size)
+    both[0].close()
+    with pytest.raises(PeerLost, match="Rank 0 is gone"):
+        pending.wait()
+
+
+@pytest.mark.parametrize("size", [64, LARGE_BYTES + 1])
+def test_giving_up_wakes_who_waits_here_and_there(both: list[SocketTransport], size: int) -> None:
+    def work(rank: int) -> Any:
+        pending = Receive(both[rank], key(0, forward=rank == 1), 1 - rank, size)
+        if rank == 0:
+            threading.Timer(0.05, both[0].abort).start()
+        try:
+            pending.wait()
+        except (AbortedError, PeerLost) as error:
+            return type(error)
+        return None
+
+    assert run_threads(2, work) == [AbortedError, PeerLost]
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_large_message_is_named() -> None:
+    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+    for one in (small, its_small):
+        one.setblocking(False)
+    transport = SocketTransport({0: Lines(small, large)}, timeout_s=20.0)
+    size = LARGE_BYTES + 1
+    pending = Receive(transport, key(0), 0, size)
+    its_large.sendall(format_of(size).header(key(0)) + bytes(1000))
+    its_large.close()
+    with pytest.raises(PeerLost, match="Rank 0 is gone"):
+        pending.wait()
+    transport.close()
+    its_small.close()
+
+
+def test_what_the_kernel_did_not_take_goes_on_while_a_large_message_is_waited_for() -> None:
+    """The other rank sends that only when it has the small ones, so neither would go on."""
+    transports = pair(buffer_bytes=16384)
+    size, small_size, num_small = LARGE_BYTES + 1, LARGE_BYTES - 64, 6
+
+    def work(rank: int) -> bool:
+        transport = transports[rank]
+        if rank == 0:
+            sent = [send(transport, key(n), 1, bytes_of(n, small_size)) for n in range(num_small)]
+            large = Receive(transport, key(0, forward=False), 1, size).wait()
+            for pending in sent:
+                pending.wait()
+            return torch.equal(large, bytes_of(9, size))
+        came = [Receive(transport, key(n), 0, small_size).wait() for n in range(num_small)]
+        send(transport, key(0, forward=False), 0, bytes_of(9, size)).wait()
+        return all(torch.equal(one, bytes_of(n, small_size)) for n, one in enumerate(came))
+
+    assert run_threads(2, work) == [True, True]
+    for transport in transports:
+        transport.close()
+
+
+def test_what_was_read_before_it_was_expected_is_found(both: list[SocketTransport]) -> None:
+    """The second message comes along with the first, when nobody has asked for it yet."""
+    for n in range(2):
+        send(both[0], key(n), 1, bytes_of(n, 64)).wait()
+    for n in range(2):
+        assert torch.equal(Receive(both[1], key(n), 0, 64).wait(), bytes_of(n, 64))
+    assert Receive(both[1], key(2), 0, 64).pending.is_done() is False
+
+
+def test_what_is_no_message_of_ours_is_told(both: list[SocketTransport]) -> None:
+    for alien in (header_of(key(0), 1 << 30, 0), bytes(64)):
+        both[0]._lines[1].socket.sendall(alien)
+        with pytest.raises(BiremeError, match="no message of this version"):
+            Receive(both[1], key(0), 0, 64).wait()
+        both[1]._lines[0]._begin = both[1]._lines[0]._end = 0
+    both[0]._freight[1]._line.sendall(bytes(64))
+    with pytest.raises(BiremeError, match="no message of this version"):
+        Receive(both[1], key(0), 0, LARGE_BYTES).wait()
+
+
+def test_ranks_meet_through_the_store_and_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIREME_ADDRESS", "127.0.0.1")
+    store = open_store("127.0.0.1", 0, serve=True, timeout_s=20)
+    rank_of_stage = (0, 1, 2, 0)
+
+    def work(rank: int) -> list[float]:
+        own = open_store("127.0.0.1", store.port, serve=False, timeout_s=20)
+        if rank == 1:
+            own.wait(["here/7"])
+            port = int(own.get("here/7").decode().split()[1])
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(bytes(25))
+                assert stranger.recv(1) == b""
+            # Who only connected and said nothing held up the rank that it called until the timeout.
+            for _ in range(3):
+                silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        neighbours = neighbours_of(rank, rank_of_stage)
+        lines = meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbours=neighbours, timeout_s=20)
+        transport = SocketTransport(lines, timeout_s=20)
+        waiting = [Receive(transport, Message(True, rank, 0, peer, None), peer, 8) for peer in neighbours]
+        for peer in neighbours:
+            body = torch.full((8,), rank, dtype=torch.uint8)
+            send(transport, Message(True, peer, 0, rank, None), peer, body).wait()
+        came = sorted(float(one.wait()[0]) for one in waiting)
+        transport.close()
+        return came
+
+    with ExitStack() as silent:
+        assert run_threads(3, work) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+
+
+def joined(segment_bytes: int) -> tuple[Lines, Lines]:
+    """Two ends of a connection over TCP, whose packets are no longer than that."""
+    ends: list[list[socket.socket]] = [[], []]
+    for _ in range(2):
+        with socket.socket() as listener, ExitStack() as undo:
+            one = undo.enter_context(socket.socket())
+            for made in (listener, one):
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            one.connect(listener.getsockname())
+            other = listener.accept()[0]
+            undo.pop_all()
+        ends[0].append(one)
+        ends[1].append(other)
+    near, far = (Lines(small, large, ordinary_bytes()) for small, large in ends)
+    for lines in (near, far):
+        lines.prepare()
+    return near, far
+
+
+def test_the_kernel_takes_ordinary_messages_while_the_sender_computes() -> None:
+    """On a new connection with Ethernet's segments it took 180 of 960 KB. The rest waited for the sender."""
+    near, far = joined(1448)
+    transport = SocketTransport({1: near}, timeout_s=20.0)
+    size = near.ordinary_bytes - 64
+    for n in range(NUM_UNDER_WAY):
+        send(transport, key(n), 1, bytes_of(n, size))
+    assert sum(len(one.rest) for one in transport._lines[1].queue) == 0
+    transport.close()
+    far.small.close()
+    far.large.close()
+
+
+def test_messages_are_ordinary_only_as_far_as_the_kernels_buffers_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ordinary_bytes() <= LARGE_BYTES
+    monkeypatch.setattr("bireme.runtime.socket_line.BUFFER_BYTES", 50_000)
+    assert ordinary_bytes() <= 2 * 50_000 // NUM_UNDER_WAY  # Linux grants twice what is asked for
+
+
+def test_neighbours_are_the_ranks_of_stages_next_door() -> None:
+    assert neighbours_of(0, (0, 1, 2, 3)) == {1}
+    assert neighbours_of(2, (0, 1, 2, 3)) == {1, 3}
+    assert neighbours_of(0, (0, 1, 1, 0)) == {1}
+    assert neighbours_of(0, (0,)) == set()
+
+
+# --- sums --------------------------------------------------------------------------------------------------
+
+
+def star(num_ranks: int, timeout_s: float = 20.0) -> list[SocketTransport]:
+    """Rank 0 joined with every other, and neighbours with each other."""
+    lines: list[dict[int, Lines]] = [{} for _ in range(num_ranks)]
+    for rank in range(num_ranks):
+        for other in range(rank + 1, num_ranks):
+            if rank == 0 or other == rank + 1:
+                (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+                for one in (small, its_small):
+                    one.setblocking(False)
+                lines[rank][other], lines[other][rank] = Lines(small, large), Lines(its_small, its_large)
+    return [SocketTransport(own, timeout_s=timeout_s) for own in lines]
+
+
+def part(rank: int, number: int) -> Tensor:
+    return torch.tensor([rank + 0.1, 1e-9 * rank, float(number)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_sums_are_added_in_the_order_of_the_ranks_however_many_are_under_way(num_ranks: int) -> None:
+    transports = star(num_ranks)
+    num_sums = 6
+
+    def work(rank: int) -> list[list[float]]:
+        sums = SocketSums(transports[rank], rank, num_ranks)
+        given = [part(rank, number) for number in range(num_sums)]
+        pending = [sums.all_reduce(one) for one in given[:4]]
+        for one in pending[:2]:
+            one.wait()
+        pending += [sums.all_reduce(one) for one in given[4:]]
+        for one in pending[2:]:
+            one.wait()
+        return [one.tolist() for one in given]
+
+    found = run_threads(num_ranks, work)
+    for transport in transports:
+        transport.close()
+    wanted = []
+    for number in range(num_sums):
+        total = part(0, number)
+        for rank in range(1, num_ranks):
+            total += part(rank, number)
+        wanted.append(total.tolist())
+    assert all(own == wanted for own in found)
+
+
+def test_rank_0_adds_up_while_it_waits_for_something_else() -> None:
+    """Rank 1 sends that only when it knows the sum, so neither would go on."""
+    transports = star(2, timeout_s=5.0)
+
+    def work(rank: int) -> float:
+        sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
+        pending = sums.all_reduce(own)
+        message = torch.full((8,), rank, dtype=torch.uint8)
+        if rank == 0:
+            assert Receive(transports[0], key(0, forward=False), 1, 8).wait().tolist() == [1] * 8
+            pending.wait()
+        else:
+            pending.wait()
+            send(transports[1], key(0, forward=False), 0, message).wait()
+        return float(own[0])
+
+    assert run_threads(2, work) == [0.1 + 1.1] * 2
+    for transport in transports:
+        transport.close()
+
+
+def test_a_sum_whose_rank_is_gone_says_so() -> None:
+    transports = star(3)
+    transports[2].close()
+
+    def work(rank: int) -> None:
+        if rank == 0:
+            SocketSums(transports[0], 0, 3).all_reduce(part(0, 0)).wait()
+
+    with pytest.raises(PeerLost):
+        run_threads(1, work)
+    for transport in transports[:2]:
+        transport.close()
+
+
+def test_rank_0_adds_up_while_it_waits_for_a_large_message() -> None:
+    transports = star(2, timeout_s=5.0)
+    size = LARGE_BYTES + 1
+
+    def work(rank: int) -> float:
+        sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
+        pending = sums.all_reduce(own)
+        message = torch.full((size,), rank, dtype=torch.uint8)
+        if rank == 0:
+            Receive(transports[0], key(0, forward=False), 1, size).wait()
+            pending.wait()
+        else:
+            pending.wait()
+            send(transports[1], key(0, forward=False), 0, message).wait()
+        return float(own[0])
+
+    assert run_threads(2, work) == [0.1 + 1.1] * 2
+    for transport in transports:
+        transport.close()
+
+
+def test_a_part_of_a_sum_that_never_comes_is_named() -> None:
+    transports = star(2, timeout_s=0.3)
+    with pytest.raises(BiremeError, match=r"part of sum 0 \(128 bytes\) did not come from rank 1"):
+        SocketSums(transports[0], 0, 2).all_reduce(part(0, 0)).wait()
+    for transport in transports:
+        transport.close()
+
+
+def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would run in circles until they are expected."""
+    transports = star(3)
+    send(transports[1], key(5), 0, torch.zeros(64, dtype=torch.uint8))
+    turns: list[float] = []
+    poll = transports[0].poll
+
+    def counted(seconds: float) -> None:
+        turns.append(seconds)
+        poll(seconds)
+
+    monkeypatch.setattr(transports[0], "poll", counted)
+    late = torch.zeros(64, dtype=torch.uint8)
+    threading.Timer(0.5, lambda: send(transports[2], key(6), 0, late)).start()
+    Receive(transports[0], key(6), 2, 64).wait()
+    assert len(turns) < 50
+    for transport in transports:
+        transport.close()

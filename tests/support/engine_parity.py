@@ -1,0 +1,328 @@
+"""What the tests of the engine share: runs on threads and processes, and the judge's numbers for them.
+
+A run gives for each rank what it saw after every batch. The judge is `tests/support/oracles.py`, which is given the
+same model in the same stages; what is compared is everything that an update leaves behind.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.model.stage import StageFunction, stage_function
+from bireme.model.units import units_of
+from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan
+from bireme.runtime.fabric import Fabric
+from bireme.runtime.interpreter import OnInstruction
+from bireme.runtime.microbatches import micro_batch_seed
+from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.world import World
+from bireme.schedule.rule import Rule
+from tests.support.oracles import Microbatch, Update, run_oracle, seen_by
+from tests.support.small_models import Batch, Model
+from tests.support.thread_transport import ThreadFabric
+from tests.support.together import run_threads
+
+__all__ = [
+    "ALL",
+    "DELAYED",
+    "FLUSH",
+    "Setting",
+    "Trained",
+    "assert_equal",
+    "evaluated",
+    "oracle",
+    "pipeline_of",
+    "plan_for",
+    "tolerance_of",
+    "train_on_threads",
+    "train_rank",
+]
+
+ELEMENTWISE = 1e-4
+"""Up to this tolerance each element is compared, above it each tensor as a whole."""
+SEED = 11
+
+FLUSH = ("sequential", "gpipe", "1f1b", "1f1b-sliced", "interleaved", "zb-h1", "zbv")
+DELAYED = ("2bw", "2bw-fresh")
+ALL = (*FLUSH, *DELAYED)
+
+
+def lr(batch: int) -> float:
+    """A schedule: full at the first batch, then less and less."""
+    return 1.0 / (1 + 0.25 * batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How to train. `windows` are the batches of each call of train(), one after the other."""
+
+    plan: Plan | ProgramPlan
+    optimizer: str = "adamw"
+    clip_norm: float | None = None
+    bank_dtype: torch.dtype | None = None
+    windows: tuple[int, ...] = ()
+    lr_factor: Callable[[int], float] = lr
+
+    @property
+    def factory(self) -> OptimizerFactory:
+        return named_optimizer(self.optimizer, lr=0.02, weight_decay=0.1)
+
+    def split(self, data: Sequence[Batch]) -> list[Sequence[Batch]]:
+        bounds = accumulate(self.windows or (len(data),), initial=0)
+        return [data[begin:end] for begin, end in pairwise(bounds)]
+
+
+@dataclass(slots=True)
+class Trained:
+    """What a rank saw: after every batch its loss, norm, verdict, weights and optimiser state."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    states: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def pipeline_of(
+    model: Model,
+    setting: Setting,
+    world: World | Fabric | None,
+    on_instruction: OnInstruction | None = None,
+    device: torch.device | str = "cpu",
+) -> Pipeline:
+    return Pipeline(
+        model.graph,
+        setting.plan,
+        world,
+        weights=model.given,
+        optimizer=setting.factory,
+        evaluation=model.evaluation,
+        resolve=model.resolve(),
+        clip_norm=setting.clip_norm,
+        lr=setting.lr_factor,
+        seed=SEED,
+        bank_dtype=setting.bank_dtype,
+        on_instruction=on_instruction,
+        device=device,
+    )
+
+
+def train_rank(
+    pipeline: Pipeline,
+    setting: Setting,
+    data: Sequence[Batch],
+    between: Callable[[Pipeline], object] = lambda _pipeline: None,
+) -> Trained:
+    """Train, in as many calls as the setting says, with something done between them."""
+    trained = Trained()
+    for window in setting.split(data):
+        between(pipeline)
+        for result in pipeline.train(window):
+            assert result.batch == len(trained.losses)
+            trained.losses.append(result.loss)
+            trained.norms.append(result.grad_norm)
+            trained.skipped.append(result.is_skipped)
+            trained.weights.append(_newest(pipeline))
+            trained.states.append(_optimizer_states(pipeline))
+    for stage in pipeline.stages.values():
+        assert stage.num_kept == 0
+        trained.buffers |= {name: buffer.clone() for name, buffer in stage.buffers.items()}
+    return trained
+
+
+def _newest(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Copies of a rank's weights; stages that share one must agree on it."""
+    found: dict[str, Tensor] = {}
+    for stage in pipeline.stages.values():
+        for name, tensor in stage.banks.newest().items():
+            assert name not in found or torch.equal(found[name], tensor), name
+            found[name] = tensor.clone()
+    return found
+
+
+def _optimizer_states(pipeline: Pipeline) -> dict[str, dict[str, Any]]:
+    return {
+        name: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+        for stage in pipeline.stages.values()
+        for name, state in stage.banks.optimizer_state().items()
+    }
+
+
+def train_on_threads(
+    model: Model,
+    setting: Setting,
+    data: Sequence[Batch],
+    *,
+    between: Callable[[Pipeline], object] = lambda _pipeline: None,
+    on_instruction: OnInstruction | None = None,
+    **fabric: Any,
+) -> list[Trained]:
+    """What each rank saw, all of them threads of this process."""
+    joined = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0, **fabric)
+
+    def work(rank: int) -> Trained:
+        pipeline = pipeline_of(model, setting, joined.of(rank), on_instruction)
+        try:
+            return train_rank(pipeline, setting, data, between)
+        finally:
+            pipeline.close()
+
+    torch.set_num_threads(1)
+    return run_threads(setting.plan.num_ranks, work)
+
+
+class _Seeded:
+    """A stage as the oracle runs it: what it draws depends on the micro-batch, as in the engine."""
+
+    def __init__(self, function: StageFunction, seeds: list[int]) -> None:
+        self.parameters = function.parameters
+        self._function = function
+        self._seeds = seeds
+
+    def __call__(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return self._function(parameters, buffers, inputs, seed=self._seeds[-1])
+
+
+def oracle(
+    model: Model, setting: Setting, data: Sequence[Batch], buffers: dict[str, Tensor] | None = None
+) -> list[Update]:
+    """What one process and plain loops make of it. `buffers` are written, as the model does."""
+    plan, graph = setting.plan, model.graph
+    seeds: list[int] = []
+
+    @contextmanager
+    def around(batch: int, index: int) -> Iterator[None]:
+        seeds.append(micro_batch_seed(SEED, batch, index))
+        yield
+
+    seen: dict[tuple[int, int], int] = {}
+    first = 0
+    for window in filter(len, setting.split(data)):
+        seen |= seen_by(plan.source.program(len(window), first))
+        first += len(window)
+    rule = plan.source.rule
+    return run_oracle(
+        rule,
+        [_Seeded(model.stage(plan, stage), seeds) for stage in range(plan.num_stages)],
+        {state.name: model.weights[state.name] for state in graph.parameters},
+        [_cut(batch, model, plan) for batch in data],
+        setting.factory,
+        trainable={state.name for state in graph.parameters if state.trainable},
+        buffers=model.given([state.name for state in graph.buffers]) if buffers is None else buffers,
+        clip_norm=setting.clip_norm,
+        lr_factor=setting.lr_factor,
+        seen=seen if rule is Rule.FRESH else None,
+        compute_dtype=setting.bank_dtype,
+        around=around,
+    )
+
+
+def _cut(batch: Batch, model: Model, plan: Plan | ProgramPlan) -> list[Microbatch]:
+    """The micro-batches in which anything counts."""
+    num_microbatches = plan.source.num_microbatches
+    pieces = plan.width * num_microbatches
+    ends = pieces if not plan.micro_batch_sizes else _ends(batch, plan)
+    parts = zip(*(tensor.tensor_split(ends) for tensor in batch.values()), strict=True)
+    rows = [dict(zip(batch, part, strict=True)) for part in parts]
+    cut = [Microbatch(part, model.count(part), place // num_microbatches) for place, part in enumerate(rows)]
+    return [one for one in cut if one.weight]
+
+
+def _ends(batch: Batch, plan: Plan | ProgramPlan) -> list[int]:
+    """Where every micro-batch but the last ends, in a batch of just the plan's sizes."""
+    sizes = [size for size in plan.micro_batch_sizes for _ in range(plan.source.num_microbatches)]
+    assert all(len(tensor) == sum(sizes) for tensor in batch.values())
+    return list(accumulate(sizes))[:-1]
+
+
+def evaluated(model: Model, weights: Mapping[str, Tensor], data: Sequence[Batch]) -> float:
+    """The mean loss of one process over all batches, batch by batch, in evaluation mode."""
+    assert model.evaluation is not None
+    whole = stage_function(model.evaluation, units_of(model.evaluation), outputs=("loss",))
+    losses, counts = [], []
+    for batch in data:
+        with torch.no_grad():
+            losses.append(float(whole(weights, model.weights, batch)["loss"]))
+        counts.append(model.count(batch))
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def assert_equal(found: Sequence[Trained], expected: Sequence[Update], *, tolerance: float = 0.0) -> None:
+    """Losses, norms, weights and optimiser states after every update, on every rank.
+
+    What several ranks hold, as replicas or tied, must be the same to the last bit in any case.
+    """
+    rough = min(max(tolerance, 1e-12), 1e-2)
+    assert all(trained.losses == found[0].losses or _has_nan(trained.losses) for trained in found)
+    for trained in found:
+        assert trained.losses == pytest.approx([update.loss for update in expected], rel=rough, nan_ok=True)
+        assert trained.norms == pytest.approx([update.norm for update in expected], rel=rough, nan_ok=True)
+        assert trained.skipped == [update.is_skipped for update in expected]
+    for step, update in enumerate(expected):
+        held: dict[str, Tensor] = {}
+        remembered: dict[str, dict[str, Tensor]] = {}
+        for trained in found:
+            for name, tensor in trained.weights[step].items():
+                _assert_close(tensor, held.setdefault(name, tensor), 0.0, name)
+            for name, state in trained.states[step].items():
+                for key, value in state.items():
+                    first = remembered.setdefault(name, {}).setdefault(key, value)
+                    _assert_close(value, first, 0.0, name)
+        learned = {name: held[name] for name in update.weights}
+        for name, tensor in learned.items():
+            _assert_close(tensor, update.weights[name], tolerance, f"{name} after batch {step}")
+        assert remembered.keys() == update.optimizer_state.keys()
+        for name, state in remembered.items():
+            for key, value in state.items():
+                wanted = update.optimizer_state[name][key]
+                _assert_close(value, wanted, tolerance, f"{key} of {name} after batch {step}")
+
+
+def _has_nan(numbers: Sequence[float]) -> bool:
+    return any(map(math.isnan, numbers))
+
+
+def _assert_close(one: Tensor, other: Tensor, tolerance: float, what: str) -> None:
+    if tolerance > ELEMENTWISE:
+        distance = float((one.double() - other.double()).norm())
+        assert distance <= tolerance * float(other.double().norm()) + tolerance**2, what
+        return
+    torch.testing.assert_close(
+        one, other.to(one.dtype), rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def tolerance_of(schedule: str, precision: str = "float64") -> float:
+    """How far an update may be from the judge's: not at all where sums are made in its order.
+
+    Two halves of a micro-batch add up in another one.
+    """
+    if schedule != "1f1b-sliced":
+        return 0.0
+    return {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}[precision]
+
+
+def plan_for(schedule: str, num_stages: int | None = None, *, recompute: str = "off", **more: Any) -> Plan:
+    """A plan for a model of eight units. `recompute` is off, all, or some: then of a few units."""
+    num = num_stages or (4 if schedule in ("interleaved", "zbv") else 3)
+    cuts = {1: (), 2: (4,), 3: (3, 5), 4: (2, 4, 6), 6: (1, 2, 4, 5, 6)}[num]
+    return Plan(
+        cuts,
+        4,
+        schedule,
+        recompute=tuple(range(num)) if recompute == "all" else (),
+        recompute_units=(1, 4, 7) if recompute == "some" else (),
+        **more,
+    )

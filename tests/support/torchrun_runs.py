@@ -1,0 +1,85 @@
+"""Runs under torchrun for tests: started as people start them, watched by their log, and none left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.paced_samples import PACE
+from tests.support.ranks import wait_until_gone
+from tests.support.training import GPT, Ended, Running, write_run
+
+__all__ = ["Torchrun", "paced_run", "torchrun_train"]
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Torchrun:
+    """A torchrun that was started here."""
+
+    running: Running
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its processes, in the order of their start."""
+        pid = self.running.process.pid
+        found = []
+        for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                found += [int(word) for word in tasks.read_text().split()]
+        return sorted(found)
+
+    def ended(self) -> Ended:
+        """Wait for its end."""
+        process, ranks = self.running.process, self.ranks
+        out, _ = process.communicate(timeout=PATIENCE_S)
+        wait_until_gone(ranks)
+        return Ended(process.returncode, out, self.running.said.read_text())
+
+
+@contextmanager
+def torchrun_train(
+    run: Path,
+    *words: str,
+    ranks: int = 2,
+    options: Sequence[str] = ("--standalone",),
+    prefix: Sequence[str] = (),
+    pace_s: float = 0.0,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Torchrun]:
+    """`torchrun OPTIONS --nproc-per-node RANKS -m bireme train WORDS`; `run` is the folder of the run."""
+    handle, said = tempfile.mkstemp()
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*prefix, *launcher, "-m", "bireme", "train", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=handle,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
+        env={**os.environ, PACE: str(pace_s), "OMP_NUM_THREADS": "1", **(variables or {})},
+    )
+    started = Torchrun(Running(process, run, Path(said)))
+    try:
+        yield started
+    finally:
+        left = started.ranks
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        wait_until_gone(left)  # they end with their agent
+        os.close(handle)
+        Path(said).unlink()
+
+
+def paced_run(folder: Path, schedule: str = "1f1b", depth: int = 2) -> Path:
+    """A run file of a tiny model whose data come as slowly as a test asks."""
+    return write_run(folder, schedule, depth, model=GPT, data="tests.support.paced_samples:paced")

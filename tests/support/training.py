@@ -1,0 +1,230 @@
+"""Whole runs for tests: a small run file, `bireme` in processes of its own, and what such a run leaves."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.paced_samples import PACE
+
+__all__ = ["Running", "losses", "metrics", "running", "settings", "steps_of_checkpoints", "write_run"]
+
+ROOT = Path(__file__).parents[2]
+GPT = "gpt:layers=2,width=16,heads=2,vocab=257,context=32"
+CUTS = {1: (), 2: (3,), 4: (1, 3, 5)}
+"""Of its six units."""
+
+TEXT = "".join(f"def add_{n}(value):\n    return value + {n * n % 97}\n\n\n" for n in range(400))
+
+RUN = """format = 1
+
+[model]
+source = "{model}"
+
+[data]
+source = "{data}"
+length = 32
+
+[training]
+steps = 12
+batch_size = 8
+learning_rate = 0.01
+schedule = "constant"
+warmup_fraction = 0.0
+evaluate_every = 0
+
+[plan]
+file = "{plan}"
+
+[cluster]
+device = "cpu"
+workers = {ranks}
+threads_per_worker = 1
+timeout_s = 30
+
+[checkpoint]
+every_steps = 4
+
+[log]
+folder = "{runs}"
+name = "run"
+every_steps = 1
+sample_tokens = 0
+"""
+
+
+def write_run(
+    folder: Path, schedule: str = "2bw", depth: int = 2, *, model: str = GPT, data: str = ""
+) -> Path:
+    """A run file of a tiny model with a plan made by hand, and a folder of text if there is no other data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / f"plan-{schedule}-{depth}.json"
+    table = {"cuts": CUTS[depth], "num_microbatches": 2, "schedule": schedule}
+    plan.write_text(json.dumps({"format": 1, "plan": table}))
+    if not data:
+        texts = folder / "texts"
+        texts.mkdir(exist_ok=True)
+        (texts / "numbers.py").write_text(TEXT)
+        data = str(texts)
+    path = folder / f"run-{schedule}-{depth}.toml"
+    path.write_text(RUN.format(model=model, data=data, plan=plan, ranks=depth, runs=folder / "runs"))
+    return path
+
+
+def settings(**values: object) -> list[str]:
+    """`--set` for each; a key's table is before two underscores."""
+    words = [f"{name.replace('__', '.')}={value}" for name, value in values.items()]
+    return [word for text in words for word in ("--set", text)]
+
+
+def metrics(run: Path, kind: str = "") -> list[dict[str, Any]]:
+    """The whole lines of a run's log, of one kind or all."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if not kind or line["kind"] == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of every step. One that was trained again must have come out the same."""
+    found: dict[int, float] = {}
+    for line in metrics(run, "train"):
+        assert found.setdefault(line["step"], line["loss"]) == line["loss"], line["step"]
+    return found
+
+
+def steps_of_checkpoints(run: Path) -> list[int]:
+    """Those that are there, rising."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A `bireme` of its own, first of its group of processes."""
+
+    process: subprocess.Popen[str]
+    run: Path
+    said: Path
+    """Its standard error so far."""
+
+    def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
+        """Until the log has that step, in this start or one before."""
+        end_s = time.monotonic() + timeout_s
+        while not any(line["step"] >= step for line in metrics(self.run, "train")):
+            assert time.monotonic() < end_s, f"no step {step} within {timeout_s:g} s"
+            assert self.process.poll() is None, self.said.read_text()
+            time.sleep(0.02)
+
+    def wait_for_words(self, words: str, timeout_s: float = 60.0) -> None:
+        """Until it says them."""
+        end_s = time.monotonic() + timeout_s
+        while words not in self.said.read_text():
+            assert time.monotonic() < end_s, self.said.read_text()
+            assert self.process.poll() is None, self.said.read_text()
+            time.sleep(0.02)
+
+    def wait_for_ranks(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until so many of them have been started."""
+        end_s = time.monotonic() + timeout_s
+        while len(self.ranks) < count:
+            assert time.monotonic() < end_s
+            assert self.process.poll() is None, self.said.read_text()
+            time.sleep(0.01)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes of its ranks, in their order."""
+        return sorted(pid for pid in _children(self.process.pid) if "spawn_main" in _command(pid))
+
+    def ended(self, timeout_s: float = 60.0) -> "Ended":
+        """What came of it; nobody of its group may be left."""
+        out, _ = self.process.communicate(timeout=timeout_s)
+        end_s = time.monotonic() + 5.0
+        while (left := _group(self.process.pid)) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert not left, [_command(pid) for pid in left]
+        return Ended(self.process.returncode, out, self.said.read_text())
+
+    def kill_all(self) -> None:
+        """Every process of it at once, as a power cut would."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        assert self.status == 0, self.err
+        found = json.loads(self.out)
+        assert isinstance(found, dict)
+        return found
+
+
+@contextmanager
+def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
+    """`bireme WORDS…` beside the test; whatever is left of it behind the context is killed."""
+    handle, said = tempfile.mkstemp()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from bireme.cli.main import main; main()", *words],
+        stdout=subprocess.PIPE,
+        stderr=handle,
+        text=True,
+        start_new_session=True,
+        cwd=run.parent if run.parent.is_dir() else ROOT,
+        env=os.environ | {PACE: str(pace_s), "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        yield Running(process, run, Path(said))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.stdout is not None and not process.stdout.closed:  # what it said was not asked for
+            process.communicate()
+        process.wait()
+        os.close(handle)
+        Path(said).unlink()
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = _fields(stat)
+            if fields[1] == str(pid) and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _group(number: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = _fields(stat)
+            if fields[2] == str(number) and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _fields(stat: Path) -> list[str]:
+    """State, parent and group of a process, behind its name."""
+    return re.sub(r"^.*\) ", "", stat.read_text()).split()
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""

@@ -1,0 +1,185 @@
+"""Worker processes make the batches that a thread would, and none of them outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bireme.errors import BiremeError
+from bireme.runtime.batches import Rows
+from bireme.runtime.launch import launch
+from bireme.runtime.world import World
+from bireme.train.data.loader import Batches
+from bireme.train.data.order import Order
+from bireme.train.data.own import OwnSamples, own_samples
+from bireme.train.data.rank_batches import RankBatches
+from bireme.train.data.samples import Batch
+
+pytestmark = pytest.mark.slow
+
+
+def made_by(num_workers: int, name: str, first: int = 0, count: int = 6) -> list[Batch]:
+    samples = own_samples(f"tests.support.slow_samples:{name}")
+    return list(Batches(samples, Order(len(samples), 2**63), 8, first, count, num_workers=num_workers))
+
+
+def test_batches_and_their_draws_do_not_depend_on_the_number_of_workers() -> None:
+    alone, many = made_by(1, "numbered"), made_by(3, "numbered", first=2, count=4)
+    for one, other in zip(alone[2:], many, strict=True):
+        assert one.keys() == other.keys()
+        assert all(
+            torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
+        )
+    inline = made_by(0, "numbered")
+    for one, other in zip(alone, inline, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in ("number", "pixels", "flag"))
+    assert not torch.equal(alone[0]["drawn"], alone[5]["drawn"])
+
+
+def test_what_a_sample_draws_does_not_depend_on_which_others_a_rank_reads() -> None:
+    """Draws were seeded batch by batch: a rank that read half of one would have drawn otherwise."""
+    samples = own_samples("tests.support.slow_samples:numbered")
+    order, part = Order(len(samples), 2**63), Rows(("drawn",), 3, 6)
+    [batch] = RankBatches(samples, order, 8, 1, 1, num_workers=1, wanted=lambda *_: (part,))
+    assert torch.equal(batch.rows(part)["drawn"], made_by(1, "numbered", first=1, count=1)[0]["drawn"][3:6])
+
+
+def test_an_error_in_a_worker_names_the_sample_and_keeps_its_trace() -> None:
+    with pytest.raises(
+        BiremeError, match=r"Sample 7 of tests\.slow_samples:failing fails: ValueError"
+    ) as caught:
+        made_by(2, "failing")
+    assert "in __getitem__" in "".join(caught.value.__notes__)
+
+
+def test_a_worker_that_is_killed_is_missed() -> None:
+    with pytest.raises(BiremeError, match=r"data worker \d of 2 was killed by signal 9 while it made batch"):
+        made_by(2, "dying")
+
+
+def test_closing_ends_workers_that_hang() -> None:
+    samples = own_samples("tests.support.slow_samples:hanging")
+    loader = Batches(samples, Order(len(samples), shuffled=False), 5, num_workers=2)
+    running = iter(loader)
+    assert next(running)["number"].tolist() == [0, 1, 2, 3, 4]
+    loader.close()
+    assert next(running, None) is None
+    assert loader.state() == 1
+
+
+def test_a_dataset_that_cannot_be_sent_is_refused() -> None:
+    samples = OwnSamples("data", [{"x": 1}] * 4)
+    samples.trouble = lambda: None  # type: ignore[attr-defined]  # makes no difference: only the dataset is sent
+    [batch] = Batches(samples, Order(4), 4, num_batches=1, num_workers=1)
+    assert batch["x"].tolist() == [1] * 4
+
+    class Local(list[dict[str, int]]):
+        pass
+
+    unsendable = OwnSamples("data", Local([{"x": 1}] * 4))
+    with pytest.raises(BiremeError, match="cannot be sent to worker processes"):
+        list(Batches(unsendable, Order(4), 4, num_batches=1, num_workers=1))
+
+
+def sums_of_batches(world: World) -> list[float]:
+    """On every rank: what two workers made for it."""
+    return [float(batch["number"].sum() + batch["drawn"].sum()) for batch in made_by(2, "numbered")]
+
+
+def test_every_rank_of_a_launch_gets_the_same_batches_from_workers_of_its_own() -> None:
+    one, other = launch(sums_of_batches, 2)
+    assert one == other
+    assert len(one) == 6
+
+
+PARENT = """
+import sys
+from bireme.train.data.loader import Batches
+from bireme.train.data.order import Order
+from bireme.train.data.own import own_samples
+
+if __name__ == "__main__":
+    samples = own_samples("tests.support.slow_samples:noting")
+    running = iter(Batches(samples, Order(len(samples), shuffled=False), 2, num_workers=2))
+    for _ in range(3):
+        next(running)
+    print("running", flush=True)
+    {then}
+"""
+
+
+def start(then: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A parent in a session of its own with two workers that hang; and the numbers of these."""
+    script = folder / "parent.py"
+    script.write_text(PARENT.format(then=then))
+    pids = folder / "pids"
+    pids.mkdir()
+    environment = os.environ | {"BIREME_TEST_PIDS": str(pids), "PYTHONPATH": str(Path(__file__).parents[2])}
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "running\n"
+    return parent, [int(path.name) for path in pids.iterdir()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if holds():
+            return
+        time.sleep(0.05)
+    pytest.fail("it never happened")
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+
+@linux_only
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent, workers = start("import time; time.sleep(1000)", tmp_path)
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(map(is_running, workers)))
+
+
+@linux_only
+def test_workers_take_no_notice_of_what_is_meant_for_the_parent(tmp_path: Path) -> None:
+    parent, workers = start(
+        "import signal; [signal.signal(s, lambda *_: None) for s in (2, 15)]\n    input()", tmp_path
+    )
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for worker in workers:
+                os.kill(worker, number)
+        time.sleep(0.3)
+        assert all(map(is_running, workers))
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(map(is_running, workers)))
+
+
+@linux_only
+@pytest.mark.parametrize("then", ["pass", "raise SystemExit(3)", "running = None"])
+def test_a_parent_that_just_ends_does_not_hang(then: str, tmp_path: Path) -> None:
+    parent, workers = start(then, tmp_path)
+    assert parent.wait(20) == (3 if "3" in then else 0)
+    wait_until(lambda: not any(map(is_running, workers)))

@@ -1,0 +1,308 @@
+"""`run.toml`: what is written is read back, nothing is the demonstration, every mistake is one sentence."""
+
+import pickle
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from pydantic import ValidationError
+
+from bireme.errors import BiremeError
+from bireme.model.sources import load_source
+from bireme.profile.optimizers import OPTIMIZERS
+from bireme.schedule.catalogue import SCHEDULES
+from bireme.schedule.rule import Rule
+from bireme.train.run_file import (
+    RunFile,
+    Training,
+    commented_toml,
+    load_run_file,
+    reference_markdown,
+    to_toml,
+)
+from bireme.train.run_file.text import toml_value
+from tests.support.command import loads_torch
+from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
+
+ROOT = Path(__file__).parents[2]
+BOUNDED = settings(max_examples=30, deadline=None)
+
+BESIDE = {
+    "model.loss": ["model.source=hf:folder"],
+    "training.momentum": ["training.optimizer=sgd"],
+    "training.rest_learning_rate": ["training.optimizer=muon"],
+}
+"""What must be otherwise for a key to mean anything."""
+
+# --- any run file ----------------------------------------------------------------------------------------
+
+
+@BOUNDED
+@given(run=run_files())
+def test_what_is_written_is_read_back(run: RunFile, tmp_path_factory: pytest.TempPathFactory) -> None:
+    text = to_toml(run)
+    again = loaded(text, tmp_path_factory.mktemp("runs"))
+    assert again == run
+    assert to_toml(again) == text
+
+
+@BOUNDED
+@given(run=run_files())
+def test_a_complete_file_names_every_key_and_needs_no_default(run: RunFile) -> None:
+    text = to_toml(run)
+    plain = tomllib.loads(text)
+    for table, key in KEYS:
+        place = plain
+        for name in table.split("."):
+            place = place[name]
+        if value_at(run, table, key.name) is None:
+            assert key.name not in place
+            assert f"# {key.name} is not set\n" in text
+        else:
+            assert key.name in place
+
+
+def test_a_run_goes_to_another_process_as_it_is() -> None:
+    run = load_run_file(None, ["training.steps=7", "data.evaluation_source=x"])
+    assert pickle.loads(pickle.dumps(run)) == run
+
+
+def test_a_run_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        RunFile().training.steps = 3
+
+
+# --- defaults --------------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_is_the_demonstration(tmp_path: Path) -> None:
+    run = loaded("", tmp_path)
+    assert run == RunFile() == load_run_file()
+    assert (run.data.source, run.data.tokenizer, run.training.steps) == ("stdlib", "bytes", 300)
+
+
+@pytest.mark.slow
+def test_the_demonstration_s_model_takes_its_samples_and_all_bytes() -> None:
+    run = RunFile()
+    source = load_source(run.model.source, length=run.data.length)
+    assert source.example_inputs["input_ids"].shape[1] == run.data.length
+    assert "vocab=257" in run.model.source
+
+
+def test_every_default_is_a_value_that_may_be_given(tmp_path: Path) -> None:
+    for table, key in KEYS:
+        if key.default is not None:
+            run = loaded(f"[{table}]\n{key.name} = {toml_value(key.default)}\n", tmp_path)
+            assert run == RunFile()
+
+
+def test_words_are_those_of_the_other_rooms() -> None:
+    choices = {f"{table}.{key.name}": key.choices for table, key in KEYS}
+    runnable = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
+    assert sorted(choices["plan.schedule"]) == sorted(["auto", *runnable])
+    assert sorted(choices["training.optimizer"]) == sorted(OPTIMIZERS)
+
+
+# --- texts made of the tables ----------------------------------------------------------------------------
+
+
+def uncommented(text: str, *, among: set[str]) -> str:
+    """The file with the comment signs taken away from these keys."""
+    table, lines = "", []
+    for line in text.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]")
+        key = re.match(r"#(\w+) = ", line)
+        lines.append(line[1:] if key and f"{table}.{key[1]}" in among else line)
+    return "\n".join(lines)
+
+
+def test_the_file_to_begin_with_is_the_demonstration_and_so_are_all_its_defaults(tmp_path: Path) -> None:
+    text = commented_toml()
+    assert loaded(text, tmp_path) == RunFile()
+    defaults = {f"{table}.{key.name}" for table, key in KEYS if key.default is not None}
+    assert loaded(uncommented(text, among=defaults), tmp_path) == RunFile()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_one_key_of_the_file_to_begin_with_can_be_uncommented(name: str, tmp_path: Path) -> None:
+    text = uncommented(commented_toml(), among={name})
+    assert text != uncommented(commented_toml(), among=set())
+    table, _, key = name.rpartition(".")
+    assert value_at(loaded(text, tmp_path, *BESIDE.get(name, ())), table, key) is not None
+
+
+def test_lines_of_the_file_to_begin_with_fit_a_screen() -> None:
+    assert max(map(len, commented_toml().splitlines())) <= 108
+
+
+def test_the_reference_is_up_to_date() -> None:
+    remedy = (
+        'Write it anew: python -c "from bireme.train.run_file import reference_markdown as text; '
+        "print(text(), end='')\" > docs/run-file.md"
+    )
+    assert (ROOT / "docs" / "run-file.md").read_text(encoding="utf-8") == reference_markdown(), remedy
+
+
+def test_the_reference_s_examples_are_run_files(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```toml\n(.*?)^```", reference_markdown(), flags=re.MULTILINE | re.DOTALL)
+    assert loaded(example, tmp_path) != RunFile()
+    (command,) = re.findall(r"^bireme train run.toml (--set .*)$", reference_markdown(), flags=re.MULTILINE)
+    sets = re.findall(r"--set (\S+)", command)
+    assert load_run_file(None, sets).training.steps == 500
+
+
+# --- mistakes in a file ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[training]\nstep = 3", "run.toml has an unknown key 'training.step'. Did you mean 'steps'?"),
+        ("[trainning]\nsteps = 3", "run.toml has an unknown key 'trainning'. Did you mean 'training'?"),
+        (
+            "[plan.penalties]\nfrsh = 2",
+            "run.toml has an unknown key 'plan.penalties.frsh'. Did you mean 'fresh'?",
+        ),
+        ("data = 3", "run.toml: data is 3; it must be a table of keys."),
+        ("[[training]]\nsteps = 3", 'run.toml: training is [{"steps": 3}]; it must be a table of keys.'),
+        ('[training]\nsteps = "3"', 'run.toml: training.steps is "3"; it must be a valid integer.'),
+        ("[training]\nsteps = 3.0", "run.toml: training.steps is 3.0; it must be a valid integer."),
+        ("[training]\nsteps = 0", "run.toml: training.steps is 0; it must be greater than or equal to 1."),
+        (
+            "[training]\nlearning_rate = nan",
+            "run.toml: training.learning_rate is NaN; it must be a finite number.",
+        ),
+        (
+            "[training]\nbetas = [0.9]",
+            "training.betas is [0.9]; it must be two numbers, such as [0.9, 0.95].",
+        ),
+        ("[training]\nbetas = [0.9, 1.0]", "training.betas[1] is 1.0; it must be less than 1."),
+        ("[training]\nbetas = [0.9, true]", "training.betas[1] is true; it must be a valid number."),
+        ("[plan]\nlookahead = 1", "plan.lookahead is 1; it must be a valid boolean."),
+        ('[plan]\nschedule = "pipedream"', "it must be 'auto', 'sequential', 'gpipe', '1f1b',"),
+        ('[log]\nname = "../up"', 'log.name is "../up"; it must be a plain name, without slashes.'),
+        ('[log]\nname = ".."', 'log.name is ".."; it must be a plain name, without slashes.'),
+        ('[data]\nsource = " "', 'data.source is " "; it must be more than nothing.'),
+        (
+            '[model]\nloss = "mean"',
+            "it must be cross_entropy, l1, mse, or a function of your own as module:function.",
+        ),
+        ("format = 2", "run.toml: format is 2; it must be 1."),
+        ("[model", "run.toml is not TOML:"),
+    ],
+)
+def test_a_wrong_key_gets_one_sentence(text: str, expected: str, tmp_path: Path) -> None:
+    assert expected in sentence(text, tmp_path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BiremeError, match=r"There is no file .*none\.toml"):
+        load_run_file(tmp_path / "none.toml")
+
+
+# --- keys that contradict each other ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (
+            ["training.steps=5", "training.warmup_steps=6"],
+            "training.warmup_steps is 6, but training.steps is 5:",
+        ),
+        (["training.warmup_steps=6", "training.warmup_fraction=0.1"], "both say how long warm-up is."),
+        (["training.schedule=wsd", "training.decay_fraction=0.95"], "Warm-up takes 0.1 of all steps"),
+        (["training.schedule=wsd", "training.warmup_steps=290"], "together they are more than 1."),
+        (["training.rest_learning_rate=0.1"], 'training.optimizer is "adamw"'),
+        (["training.momentum=0.5"], "which has training.betas in its place."),
+        (
+            ["data.evaluation_source=x", "data.evaluation_fraction=0.1"],
+            "evaluation takes its data from one of them",
+        ),
+        (["model.loss=mse"], "the built-in GPT returns its loss itself."),
+        (["plan.file=p.json", "plan.depth=2"], "which is a whole plan, but plan.depth asks for a new one."),
+        (["plan.file=p.json", "plan.penalties.fresh=2"], "but plan.penalties asks for a new one."),
+        (["plan.file=p.json", "plan.synchronous=true"], "but plan.synchronous asks for a new one."),
+        (["plan.microbatches=2", "plan.micro_batch=2"], "by their number or by their size."),
+        (["plan.width=40"], "every replica needs a sample."),
+        (
+            ["plan.microbatches=5"],
+            "plan.microbatches = 5 does not divide. Make the batch a multiple of 5, such as 35.",
+        ),
+        (
+            ["plan.width=2", "plan.microbatches=6"],
+            "plan.width = 2 times plan.microbatches = 6 does not divide.",
+        ),
+        (["plan.width=2", "plan.micro_batch=3"], "Make the batch a multiple of 6, such as 36."),
+        (
+            ["plan.synchronous=true", "plan.schedule=2bw"],
+            'forbids plan.schedule = "2bw", whose update rule is delayed.',
+        ),
+        (["plan.synchronous=true", "plan.delay_warmup_steps=9"], "forbids delayed updates at all."),
+        (
+            ["plan.schedule=1f1b", "plan.delay_warmup_steps=9"],
+            'plan.schedule is "1f1b", which delays no updates.',
+        ),
+        (["plan.delay_warmup_steps=301"], "updates would never be delayed."),
+        (["plan.schedule=gpipe", "plan.delay_warmup_fraction=0.1"], "which delays no updates."),
+        (
+            ["plan.delay_warmup_steps=3", "plan.delay_warmup_fraction=0.1"],
+            "both say when delayed updates begin. Leave out one of the two.",
+        ),
+        (["cluster.device=cpu", "cluster.backend=nccl"], "which joins GPUs alone"),
+        (["cluster.workers=3", "plan.depth=2", "plan.width=2"], "plan.depth times plan.width is 4, but"),
+    ],
+)
+def test_keys_that_contradict_each_other_get_one_sentence(sets: list[str], expected: str) -> None:
+    found = said(*sets)
+    assert expected in found
+    assert all(f"--set {text}" in found for text in sets)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["training.steps=5", "training.warmup_steps=5"],
+        ["training.steps=1"],
+        ["training.schedule=wsd", "training.warmup_fraction=0.1", "training.decay_fraction=0.9"],
+        ["training.optimizer=muon", "training.momentum=0.5", "training.rest_learning_rate=0.1"],
+        ["data.evaluation_source=x"],
+        ["model.source=hf:folder", "model.loss=mse"],
+        ["plan.file=p.json", "plan.delay_warmup_steps=20"],
+        ["plan.file=p.json", "plan.schedule=auto", "plan.delay_warmup_fraction=0.5"],
+        ["plan.width=2", "plan.microbatches=16"],
+        ["plan.schedule=2bw-fresh", "plan.delay_warmup_steps=300"],
+        ["plan.schedule=1f1b", "plan.delay_warmup_steps=0"],
+        ["cluster.workers=4", "plan.depth=2", "plan.width=2"],
+        ["cluster.backend=nccl"],
+    ],
+)
+def test_keys_that_go_together_are_taken(sets: list[str]) -> None:
+    assert load_run_file(None, sets) != RunFile() or not sets
+
+
+def test_a_run_made_in_python_is_checked_too() -> None:
+    with pytest.raises(BiremeError, match=r"training\.warmup_steps is 6, but training\.steps is 5"):
+        RunFile(training=Training(steps=5, warmup_steps=6))
+
+
+@pytest.mark.parametrize("table", ["data", "training"])
+def test_a_default_without_which_nothing_is_said_cannot_be_taken_away(table: str) -> None:
+    """A file has no word for it, so the run would not be read back as it was."""
+    key = {"data": "evaluation_fraction", "training": "warmup_fraction"}[table]
+    with pytest.raises(BiremeError, match=rf"{table}\.{key} is None, and so is"):
+        RunFile.model_validate({table: {key: None}})
+
+
+def test_a_default_gives_way_to_the_key_that_says_it_otherwise() -> None:
+    run = load_run_file(None, ["training.warmup_steps=7", "data.evaluation_source=x"])
+    assert (run.training.warmup_fraction, run.training.num_warmup_steps) == (None, 7)
+    assert run.data.evaluation_fraction is None
+    assert RunFile().data.evaluation_fraction is not None
+
+
+def test_a_run_file_loads_no_torch() -> None:
+    assert not loads_torch("--version", modules="bireme.train.run_file")

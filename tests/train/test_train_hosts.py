@@ -1,0 +1,147 @@
+"""`bireme train` over several hosts, each with a network of its own: one run, wherever its ranks are.
+
+Nothing here is about speed. Ranks that took the wrong network card would not find each other at all.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bireme.cluster.cluster_file import read_cluster
+from tests.support.hosts import Host, hosts
+from tests.support.torchrun_runs import paced_run, torchrun_train
+from tests.support.training import Ended, losses, metrics, settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+PORT = "29400"
+"""A host of these has all ports to itself."""
+
+CLUSTER = """
+format = 1
+
+[[server]]
+name = "host-1"
+
+[[server.device]]
+kind = "cpu"
+memory_bytes = 1e9
+
+[[server.card]]
+bytes_per_s = 2.5e6
+latency_s = 1e-4
+
+[[server]]
+name = "host-0"
+
+[[server.device]]
+kind = "cpu"
+memory_bytes = 1e9
+
+[[server.card]]
+bytes_per_s = 1e9
+latency_s = 1e-4
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    # Gloo warns that these addresses have no names.
+    return {"BIREME_CACHE": str(tmp_path_factory.mktemp("cache")), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def train_on(machines: Sequence[Host], run: Path, words: Sequence[str], cache: dict[str, str]) -> list[Ended]:
+    """Run torchrun on every host, with a rank each; what came of each."""
+    first = ("--master-addr", machines[0].address, "--master-port", PORT)
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                torchrun_train(
+                    run,
+                    *words,
+                    ranks=1,
+                    options=("--nnodes", str(len(machines)), "--node-rank", str(number), *first),
+                    prefix=host.prefix,
+                    variables=cache,
+                )
+            )
+            for number, host in enumerate(machines)
+        ]
+        return [one.ended() for one in started]
+
+
+def planned(**values: object) -> list[str]:
+    """A run that is planned for what there is, and not by hand."""
+    return settings(plan__file="", plan__schedule="1f1b", plan__microbatches=2, cluster__workers="", **values)
+
+
+def test_two_hosts_train_one_model_over_a_slow_link(tmp_path: Path, cache: dict[str, str]) -> None:
+    run = tmp_path / "runs" / "run"
+    words = [str(paced_run(tmp_path)), "--json", *planned()]
+    with hosts(2, slow=1) as machines:
+        first, second = train_on(machines, run, words, cache)
+
+    document = first.document
+    assert document["steps"] == 12
+    assert [stage["device"] for stage in document["stages"]] == ["host-0/cpu0", "host-1/cpu0"]
+    assert first.err.count("The links of 2 of 2 machines are not known") == 1
+    assert (second.status, second.out, second.err) == (0, "", "")
+    assert sorted(losses(run)) == list(range(1, 13))
+    assert [server.name for server in read_cluster(run / "cluster.toml").servers] == ["host-0", "host-1"]
+
+
+def test_three_hosts_train_what_two_do(tmp_path: Path, cache: dict[str, str]) -> None:
+    """The run begins on two hosts, and goes on when a third one is there."""
+    run = tmp_path / "runs" / "run"
+    words = [str(paced_run(tmp_path)), "--json"]
+    with hosts(3, slow=2) as machines:
+        told = train_on(machines[:2], run, [*words, *planned(training__steps=6)], cache)
+        assert told[0].document["steps"] == 6
+        told = train_on(machines, run, [*words, *planned()], cache)
+
+    assert told[0].document["steps"] == 12
+    assert len(told[0].document["stages"]) == 3
+    assert [line["step"] for line in metrics(run, "start")] == [0, 6]
+    assert sorted(losses(run)) == list(range(1, 13))
+
+
+def test_a_plan_puts_its_stages_on_the_hosts_that_it_names(tmp_path: Path, cache: dict[str, str]) -> None:
+    """The cluster names the second host first, and so does the plan: that host is the one with stage 0.
+
+    So it stays when updates begin to be delayed.
+    """
+    run = tmp_path / "runs" / "run"
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    source = settings(
+        cluster__source=tmp_path / "cluster.toml",
+        plan__depth=2,
+        plan__schedule="2bw",
+        plan__delay_warmup_fraction=0.5,
+    )
+    words = [str(paced_run(tmp_path)), "--json", *planned(), *source]
+    with hosts(2, slow=1) as machines:
+        first, second = train_on(machines, run, words, cache)
+
+    devices = [stage["device"] for stage in first.document["stages"]]
+    assert set(devices) == {"host-0/cpu0", "host-1/cpu0"}
+    speaks, silent = (second, first) if devices[0] == "host-1/cpu0" else (first, second)
+    assert speaks.err.count("step 12/12  loss") == 1
+    assert "step  6/12  goes on under 2bw, updates delayed" in speaks.err
+    assert "step 12/12  loss" not in silent.err
+
+
+def test_a_folder_that_is_not_shared_is_told_once(tmp_path: Path, cache: dict[str, str]) -> None:
+    run = tmp_path / "runs" / "run"
+    run.parent.mkdir()
+    words = [str(paced_run(tmp_path)), "--json", *planned()]
+    with hosts(2) as (first, second):
+        hidden = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {run.parent} && exec "$@"', "sh")
+        apart = Host((*second.prefix, *hidden), second.address, second.name)
+        told = train_on([first, apart], run, words, cache)
+
+    assert [one.status for one in told] == [1, 1]  # torchrun's own
+    sentence = f"On host-1: {run}, the folder of the run, does not hold here what rank 0 has written"
+    assert [one.err.count(sentence) for one in told] == [1, 0]
+    assert all(one.err.count("exitcode  : 2") == 1 for one in told)
