@@ -9,6 +9,7 @@ where it was. Takes one thread; a small run takes ten seconds of a processor. Th
 steps besides, and keeps nothing of it.
 """
 
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,14 @@ from typing import Any
 
 from rich.console import Console
 
-from bireme.bench.convergence.clock import NetworkSpeed, Time, batch_time
-from bireme.bench.convergence.law import LAWS, law
-from bireme.bench.convergence.picture import curves
-from bireme.bench.convergence.study import Bank, Cell, Known, Run, Setting, next_setting, run
-from bireme.bench.convergence.table import Excess, Row, rows
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.delay_study.clock import NetworkSpeed, Time, batch_time
+from benchmarks.delay_study.law import LAWS, law
+from benchmarks.delay_study.picture import curves
+from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting, run
+from benchmarks.delay_study.table import Excess, Row, rows
+
 from bireme.bench.document import Findings, Section, Verdict, at_most, benchmark, log, print_verdicts
 from bireme.plan.penalties import MEASURED, START, steps_for_one, unseen_share
 from bireme.report.svg import svg

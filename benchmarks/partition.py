@@ -7,18 +7,23 @@ in MFLOPs, a backward three times the forward. The embedding looks up and multip
 one. Times of planning are processor time, the least of several, as the machine has other work too.
 """
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.partitioners.balance import balance_of, sigma_ratio
+from benchmarks.partitioners.baselines import BASELINES
+
 from bireme.bench.document import Findings, Section, Verdict, at_least, at_most, benchmark
 from bireme.plan.partition.autopipe import autopipe
-from bireme.plan.partition.balance import balance_of, sigma_ratio
-from bireme.plan.partition.baselines import BASELINES
 from bireme.plan.partition.chain import Chain, chain_of_numbers, layer_bounds
 from bireme.plan.partition.exact import exact
 from bireme.plan.partition.line import Line, Link

@@ -6,11 +6,23 @@ Each case runs in a process of its own, whose peak memory is what is told. Value
 unit of time; a limit stands beside what has one.
 """
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.made_up.graphs import (
+    Setting,
+    inception_like,
+    recurrent_like,
+    resnet_like,
+    transformer_like,
+)
 
 from bireme.bench.document import (
     Findings,
@@ -21,23 +33,16 @@ from bireme.bench.document import (
     in_process,
     resident_bytes,
 )
-from bireme.bench.placement_workloads import (
-    Setting,
-    inception_like,
-    recurrent_like,
-    resnet_like,
-    transformer_like,
-)
 from bireme.errors import BiremeError
-from bireme.plan.placement.anywhere.search import Anywhere
-from bireme.plan.placement.contiguous.dynamic import DynamicProgram
-from bireme.plan.placement.contiguous.ideals import lattice_of
-from bireme.plan.placement.contiguous.linearised import cut_lines
-from bireme.plan.placement.contiguous.search import Contiguous
-from bireme.plan.placement.contraction import items_of
-from bireme.plan.placement.request import Method, Request
-from bireme.plan.placement.solve import solve
-from bireme.plan.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.anywhere.search import Anywhere
+from bireme.placement.contiguous.dynamic import DynamicProgram
+from bireme.placement.contiguous.ideals import lattice_of
+from bireme.placement.contiguous.linearised import cut_lines
+from bireme.placement.contiguous.search import Contiguous
+from bireme.placement.contraction import items_of
+from bireme.placement.request import Method, Request
+from bireme.placement.solve import solve
+from bireme.placement.workload import Edge, Node, Objective, Workload
 
 MIB = 2**20
 THROUGHPUT = Objective.THROUGHPUT

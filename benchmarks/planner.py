@@ -10,18 +10,24 @@ and partitions, and beside the equal and Piper's cuts of the same shape. All tak
 medians.
 """
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.made_up.models import unequal_units
+from benchmarks.partitioners.baselines import BASELINES
+from benchmarks.rehearsal.rehearsal import Effort, Rehearsal, rehearse
+from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
+
 from bireme.bench.document import Findings, Section, Verdict, at_least, at_most, benchmark, log
-from bireme.bench.made_up import unequal_units
-from bireme.bench.rehearsal import Effort, Rehearsal, rehearse
-from bireme.bench.rehearsed import rehearsed, simulated_s
 from bireme.bench.spread import Spread, ratios
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
@@ -29,7 +35,6 @@ from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.autopipe import Cuts, autopipe
-from bireme.plan.partition.baselines import BASELINES
 from bireme.plan.partition.chain import chain_of
 from bireme.plan.partition.exact import exact
 from bireme.plan.partition.line import Line, Link, Seat

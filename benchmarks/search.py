@@ -6,14 +6,19 @@ Processor time of one process. The profile is of GPTs from arithmetic; its state
 a deep pipeline can be seen beside what does not.
 """
 
+import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.made_up.models import profile_of
+from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
+
 from bireme.bench.document import Findings, Section, at_most, benchmark
-from bireme.bench.made_up import profile_of
-from bireme.bench.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link, Mesh

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from benchmarks.delay_study.clock import NetworkSpeed, batch_time
+from benchmarks.delay_study.picture import curves
+from benchmarks.delay_study.rules import RULES, rule_named
+from benchmarks.delay_study.simulation import Pipelining, Simulation, stage_of_parameter
+from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting
+from benchmarks.delay_study.table import penalty, rows
+from benchmarks.delay_study.task import SIZES, text
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bireme.bench.convergence.clock import NetworkSpeed, batch_time
-from bireme.bench.convergence.picture import curves
-from bireme.bench.convergence.rules import RULES, rule_named
-from bireme.bench.convergence.simulation import Pipelining, Simulation, stage_of_parameter
-from bireme.bench.convergence.study import Bank, Cell, Known, Run, Setting, next_setting
-from bireme.bench.convergence.table import penalty, rows
-from bireme.bench.convergence.task import SIZES, text
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.stage import stage_function

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from bireme.plan.placement.check import check, pieces_of, work_of
-from bireme.plan.placement.latency.latency import pieces_of as pieces_for_latency
-from bireme.plan.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.check import check, pieces_of, work_of
+from bireme.placement.latency.latency import pieces_of as pieces_for_latency
+from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.placement_oracles import all_placements, can_stand_in_line, random_workload, value_by_hand
 
 LOADS = (Objective.THROUGHPUT, Objective.TRAINING, Objective.FLUSH)

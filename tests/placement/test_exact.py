@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.plan.placement.bounds import counted_bound
-from bireme.plan.placement.contiguous.chain import NoSplitFoundError, cut_chain
-from bireme.plan.placement.contiguous.dynamic import DynamicProgram
-from bireme.plan.placement.contiguous.ideals import lattice_of
-from bireme.plan.placement.contiguous.linearised import cut_lines
-from bireme.plan.placement.contiguous.search import Contiguous
-from bireme.plan.placement.contraction import Weightless, items_of
-from bireme.plan.placement.found import fits, loads_of, value_of
-from bireme.plan.placement.items import Items
-from bireme.plan.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.bounds import counted_bound
+from bireme.placement.contiguous.chain import NoSplitFoundError, cut_chain
+from bireme.placement.contiguous.dynamic import DynamicProgram
+from bireme.placement.contiguous.ideals import lattice_of
+from bireme.placement.contiguous.linearised import cut_lines
+from bireme.placement.contiguous.search import Contiguous
+from bireme.placement.contraction import Weightless, items_of
+from bireme.placement.found import fits, loads_of, value_of
+from bireme.placement.items import Items
+from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.placement_oracles import best_by_force, random_workload, value_by_hand
 
 BOTH = (Objective.TRAINING, Objective.FLUSH)

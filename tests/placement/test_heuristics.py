@@ -5,25 +5,25 @@ from random import Random
 
 import numpy as np
 import pytest
-
-from bireme.bench.placement_workloads import (
+from benchmarks.made_up.graphs import (
     Setting,
     inception_like,
     recurrent_like,
     resnet_like,
     transformer_like,
 )
+
 from bireme.errors import BiremeError
-from bireme.plan.placement.anywhere import moves
-from bireme.plan.placement.anywhere.annealing import improve
-from bireme.plan.placement.anywhere.blocks import blocks_of
-from bireme.plan.placement.baselines.biconnected import biconnected_components
-from bireme.plan.placement.baselines.local_search import random_start
-from bireme.plan.placement.baselines.simple import greedy, local_search, pipedream, single
-from bireme.plan.placement.contraction import Weightless, items_of
-from bireme.plan.placement.found import Found, fits, loads_of, value_of
-from bireme.plan.placement.items import Items, Ragged
-from bireme.plan.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.anywhere import moves
+from bireme.placement.anywhere.annealing import improve
+from bireme.placement.anywhere.blocks import blocks_of
+from bireme.placement.baselines.biconnected import biconnected_components
+from bireme.placement.baselines.local_search import random_start
+from bireme.placement.baselines.simple import greedy, local_search, pipedream, single
+from bireme.placement.contraction import Weightless, items_of
+from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.items import Items, Ragged
+from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload
 
 NO_LIMIT_S = 1e9

@@ -11,19 +11,19 @@ from itertools import product
 from random import Random
 
 import pytest
+from benchmarks.made_up.graphs import Setting, recurrent_like, transformer_like
 
-from bireme.bench.placement_workloads import Setting, recurrent_like, transformer_like
 from bireme.errors import BiremeError
-from bireme.plan.placement.latency.integer import solve_latency
-from bireme.plan.placement.latency.latency import (
+from bireme.placement.latency.integer import solve_latency
+from bireme.placement.latency.latency import (
     LatencyFound,
     latency_lower_bound,
     latency_of,
     pieces_of,
 )
-from bireme.plan.placement.latency.search import search_latency
-from bireme.plan.placement.latency.steps import steps_of
-from bireme.plan.placement.workload import Edge, Node, Workload
+from bireme.placement.latency.search import search_latency
+from bireme.placement.latency.steps import steps_of
+from bireme.placement.workload import Edge, Node, Workload
 from tests.support.placement_oracles import all_placements, random_workload
 
 CLOSE = 1e-6

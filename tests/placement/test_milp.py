@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.plan.placement.bounds import counted_bound
-from bireme.plan.placement.contraction import Weightless, items_of
-from bireme.plan.placement.found import Found, fits, loads_of, value_of
-from bireme.plan.placement.integer.anywhere import solve_any
-from bireme.plan.placement.integer.contiguous import solve_contiguous
-from bireme.plan.placement.integer.loads import frame_of
-from bireme.plan.placement.integer.program import Outcome, Program
-from bireme.plan.placement.integer.spreading import spreading_bound
-from bireme.plan.placement.items import Items
-from bireme.plan.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.bounds import counted_bound
+from bireme.placement.contraction import Weightless, items_of
+from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.integer.anywhere import solve_any
+from bireme.placement.integer.contiguous import solve_contiguous
+from bireme.placement.integer.loads import frame_of
+from bireme.placement.integer.program import Outcome, Program
+from bireme.placement.integer.spreading import spreading_bound
+from bireme.placement.items import Items
+from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload, value_by_hand
 
 pytest.importorskip("highspy")

@@ -19,15 +19,15 @@ from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
-from bireme.plan.placement.contiguous.chain import cut_chain
-from bireme.plan.placement.contraction import Weightless, items_of
-from bireme.plan.placement.found import loads_of, value_of
-from bireme.plan.placement.of_model.fleet import fleet_of
-from bireme.plan.placement.of_model.from_model import Granularity, ModelWorkload, workload_of
-from bireme.plan.placement.of_model.operators import Operators
-from bireme.plan.placement.of_model.to_plan import plan_of
-from bireme.plan.placement.placement import Placement
-from bireme.plan.placement.workload import Objective
+from bireme.placement.contiguous.chain import cut_chain
+from bireme.placement.contraction import Weightless, items_of
+from bireme.placement.found import loads_of, value_of
+from bireme.placement.of_model.fleet import fleet_of
+from bireme.placement.of_model.from_model import Granularity, ModelWorkload, workload_of
+from bireme.placement.of_model.operators import Operators
+from bireme.placement.of_model.to_plan import plan_of
+from bireme.placement.placement import Placement
+from bireme.placement.workload import Objective
 from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile as profiled

@@ -10,15 +10,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from benchmarks.made_up.graphs import Setting, inception_like, transformer_like
 
-from bireme.bench.placement_workloads import Setting, inception_like, transformer_like
-from bireme.plan.placement.check import check
-from bireme.plan.placement.placement import Placement
-from bireme.plan.placement.workload import Node, Objective, Workload
-from bireme.plan.placement.workload_file import load_workload, write_workload
-from bireme.report.placement_cells import cells_of
-from bireme.report.placement_layers import laid_out_in_layers, layers_of
-from bireme.report.placement_picture import placement_picture
+from bireme.placement.check import check
+from bireme.placement.pages.cells import cells_of
+from bireme.placement.pages.layers import laid_out_in_layers, layers_of
+from bireme.placement.pages.picture import placement_picture
+from bireme.placement.placement import Placement
+from bireme.placement.workload import Node, Objective, Workload
+from bireme.placement.workload_file import load_workload, write_workload
 from bireme.report.shapes import Rect
 from tests.support.command import Result, bireme, loads_torch
 from tests.support.placement_oracles import random_workload
@@ -213,7 +213,7 @@ def test_a_result_that_does_not_hold_is_a_bug(capsys: Capture, monkeypatch: pyte
         devices = (3,) * len(workload.nodes)
         return Placement(Objective.THROUGHPUT, "dp", True, devices, 1.0, 1.0, (0.0, 0.0, 0.0, 1.0))
 
-    monkeypatch.setattr("bireme.plan.placement.solve.solve", lie)
+    monkeypatch.setattr("bireme.placement.solve.solve", lie)
     result = place(capsys, "branches.json")
     assert result.status == 1
     assert "bug in Bireme" in result.err

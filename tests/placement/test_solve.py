@@ -7,14 +7,14 @@ from random import Random
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.plan.placement.check import check
-from bireme.plan.placement.contiguous.chain import NoSplitFoundError
-from bireme.plan.placement.contiguous.search import Contiguous
-from bireme.plan.placement.placement import Placement
-from bireme.plan.placement.request import Method, Request
-from bireme.plan.placement.solve import solve
-from bireme.plan.placement.workload import Edge, Node, Objective, Workload
-from bireme.report.placement_table import advice_on
+from bireme.placement.check import check
+from bireme.placement.contiguous.chain import NoSplitFoundError
+from bireme.placement.contiguous.search import Contiguous
+from bireme.placement.pages.table import advice_on
+from bireme.placement.placement import Placement
+from bireme.placement.request import Method, Request
+from bireme.placement.solve import solve
+from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.placement_oracles import best_by_force, random_workload
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def test_every_method_is_honest_and_those_that_can_are_best(objective: Objective
 
 
 def test_a_graph_of_too_many_ideals_is_cut_as_a_line_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bireme.plan.placement.solve.MOST_IDEALS", 100)
+    monkeypatch.setattr("bireme.placement.solve.MOST_IDEALS", 100)
     apart = Workload(tuple(Node(number, 1.0, 9.0) for number in range(12)), (), 3, 0, 1e9)
     found = solve(apart, Request())
     assert found.method == Method.DPL

@@ -3,10 +3,10 @@
 from itertools import pairwise, permutations
 
 import pytest
+from benchmarks.made_up.models import profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bireme.bench.made_up import profile_of
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link

@@ -5,14 +5,14 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from benchmarks.partitioners.balance import balance_of, sigma_ratio
+from benchmarks.partitioners.baselines import BASELINES, pipedream_2bw, pipedream_2bw_s, piper, uniform
+from benchmarks.partitioners.dapple import dapple, dapple_latency_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.plan.partition.balance import balance_of, sigma_ratio
-from bireme.plan.partition.baselines import BASELINES, pipedream_2bw, pipedream_2bw_s, piper, uniform
 from bireme.plan.partition.chain import Chain, chain_of_numbers
-from bireme.plan.partition.dapple import dapple, dapple_latency_s
 from bireme.plan.partition.line import Line, Link
 from bireme.plan.partition.loads import Loads, Setting, loads_of
 from bireme.plan.partition.partition import assess

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 
 import pytest
+from benchmarks.made_up.models import profile_of
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from bireme.bench.made_up import profile_of
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError

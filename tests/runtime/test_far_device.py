@@ -1,4 +1,4 @@
-"""The engine on a device whose memory the host cannot read, without one: `tests/support/far_device.py` stands in.
+"""The engine on a device whose memory the host cannot read; `tests/support/far_device.py` stands in.
 
 What mixes tensors of both raises there, and what forgets to move numbers computes others than the CPU. A
 process of its own makes the device and runs everything; each test looks at its part.

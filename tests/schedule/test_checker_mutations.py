@@ -1,8 +1,8 @@
 """The checker against programs with one mistake: it must find what does harm, and pass what does not.
 
-A valid program is spoilt in one place; `tests/support/symbolic.py` says whether the result still computes what its
-rule demands. A reordering may well be harmless, and then the checker may not complain. A wrong label may be
-harmless to the machine too, for it believes no label; there nothing is claimed.
+A valid program is spoilt in one place; `tests/support/symbolic.py` says whether the result still computes
+what its rule demands. A reordering may well be harmless, and then the checker may not complain. A wrong label
+may be harmless to the machine too, for it believes no label; there nothing is claimed.
 """
 
 import itertools

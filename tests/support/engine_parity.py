@@ -1,7 +1,7 @@
 """What the tests of the engine share: runs on threads and processes, and the judge's numbers for them.
 
-A run gives for each rank what it saw after every batch. The judge is `tests/support/oracles.py`, which is given the
-same model in the same stages; what is compared is everything that an update leaves behind.
+A run gives for each rank what it saw after every batch. The judge is `tests/support/oracles.py`: it gets
+the same model in the same stages. What is compared is everything that an update leaves behind.
 """
 
 import math

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from random import Random
 
-from bireme.plan.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.workload import Edge, Node, Objective, Workload
 
 
 def random_workload(

@@ -22,6 +22,8 @@ from tests.support.command import bireme
 from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.training import GPT, losses, metrics, settings, steps_of_checkpoints, write_run
 
+SAMPLES = "tests.support.paced_samples"
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PARTS = {"predicted_peak_bytes", "measured_peak_bytes", "busy_share"}
@@ -174,18 +176,18 @@ WRONG = [
     (["plan.file=", "plan.depth=3", "cluster.workers="], "is 3, and the run has 2 devices"),
     (["cluster.workers=2"], "is for 4 devices, and the run has 2. Set cluster.workers to 4"),
     (["cluster.source=one-server-of-8", "cluster.workers=3"], "has 8 devices, but cluster.workers is 3"),
-    (["model.source=python:tests.support.paced_samples:no_loss"], "returns no loss. Let it return one"),
+    ([f"model.source=python:{SAMPLES}:no_loss"], "returns no loss. Let it return one"),
     (
         [
-            "model.source=python:tests.support.paced_samples:no_loss",
-            "model.loss=tests.support.paced_samples:of_each",
+            f"model.source=python:{SAMPLES}:no_loss",
+            f"model.loss={SAMPLES}:of_each",
         ],
         "is float32 of shape [b, 4]",
     ),
     (
         [
-            "model.source=python:tests.support.paced_samples:no_loss",
-            "model.loss=tests.support.paced_samples:a_number",
+            f"model.source=python:{SAMPLES}:no_loss",
+            f"model.loss={SAMPLES}:a_number",
         ],
         "gives no tensor",
     ),
@@ -206,7 +208,7 @@ def test_a_wrong_run_file_is_a_sentence_before_any_process_starts(
     monkeypatch.setattr("bireme.train.launching.launch", launch)
     if "cluster.device=cuda" in changes and num_accelerators() > 1:
         pytest.skip("there are CUDA devices enough")
-    own = "tests.support.paced_samples:regressed" if "no_loss" in changes[0] else ""
+    own = f"{SAMPLES}:regressed" if "no_loss" in changes[0] else ""
     path = write_run(tmp_path, "1f1b", 4, data=own)
     words = [word for change in changes for word in ("--set", change)]
     result = bireme(capsys, "train", str(path), *words)
@@ -241,8 +243,8 @@ def test_a_loss_that_is_no_number_is_null_in_a_document_that_is_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, data = (
-        "python:tests.support.paced_samples:regression",
-        "tests.support.paced_samples:broken_at_its_end",
+        f"python:{SAMPLES}:regression",
+        f"{SAMPLES}:broken_at_its_end",
     )
     document = trained(capsys, write_run(tmp_path, model=model, data=data))
     assert document["eval_loss"] is None
@@ -256,8 +258,8 @@ def test_a_step_with_a_loss_that_is_no_number_is_left_out_everywhere_and_counted
 ) -> None:
     path = write_run(
         tmp_path,
-        model="python:tests.support.paced_samples:regression",
-        data="tests.support.paced_samples:broken",
+        model=f"python:{SAMPLES}:regression",
+        data=f"{SAMPLES}:broken",
     )
     document = trained(capsys, path, *settings(data__evaluation_fraction=0))
     run = tmp_path / "runs" / "run"
@@ -272,8 +274,8 @@ def test_a_step_with_a_loss_that_is_no_number_is_left_out_everywhere_and_counted
 def test_too_many_of_them_in_a_row_end_the_run_with_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = "tests.support.paced_samples:broken_for_ever"
-    path = write_run(tmp_path, model="python:tests.support.paced_samples:regression", data=data)
+    data = f"{SAMPLES}:broken_for_ever"
+    path = write_run(tmp_path, model=f"python:{SAMPLES}:regression", data=data)
     more = settings(data__evaluation_fraction=0, training__most_skipped_in_a_row=3)
     result = bireme(capsys, "train", str(path), *more)
     assert result.status == 2
@@ -286,7 +288,7 @@ def test_a_run_over_data_in_which_nothing_counts_takes_no_step_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first such batch once ended the run. It is not one that has diverged, so none may be too many."""
-    path = write_run(tmp_path, data="tests.support.paced_samples:uncounted")
+    path = write_run(tmp_path, data=f"{SAMPLES}:uncounted")
     more = settings(training__steps=3, training__most_skipped_in_a_row=0)
     document = trained(capsys, path, *more)
     assert (document["steps"], document["num_skipped"]) == (3, 3)

@@ -11,9 +11,9 @@ from bireme.cli.place_model import MODEL, Model
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
-    from bireme.plan.placement.request import Method
-    from bireme.plan.placement.workload import Objective
-    from bireme.plan.placement.workload_file import Counts, ReadWorkload
+    from bireme.placement.request import Method
+    from bireme.placement.workload import Objective
+    from bireme.placement.workload_file import Counts, ReadWorkload
 
 __all__ = ["place"]
 
@@ -173,7 +173,7 @@ def place(
     [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --plan plan.json[/dim]
     """
     from bireme.cli.place_model import ModelPlacing, OfModel, granularity_of
-    from bireme.plan.placement.workload_file import Counts, ReadWorkload
+    from bireme.placement.workload_file import Counts, ReadWorkload
 
     chosen = _method(method, expert)
     if check is not None:
@@ -226,7 +226,7 @@ def place(
 
 
 def _read(path: Path | None, counts: "Counts") -> "ReadWorkload":
-    from bireme.plan.placement.workload_file import read_workload
+    from bireme.placement.workload_file import read_workload
 
     if path is None:
         raise BiremeError(
@@ -236,7 +236,7 @@ def _read(path: Path | None, counts: "Counts") -> "ReadWorkload":
 
 
 def _objective(text: str | None) -> "Objective | None":
-    from bireme.plan.placement.workload import Objective
+    from bireme.placement.workload import Objective
 
     if text is None:
         return None
@@ -248,7 +248,7 @@ def _objective(text: str | None) -> "Objective | None":
 
 def _method(text: str, expert: Path | None) -> "Method":
     """The method asked for; who brings an expert's split and names none means that one."""
-    from bireme.plan.placement.request import Method
+    from bireme.placement.request import Method
 
     known = [method.value for method in Method]
     if text not in known:

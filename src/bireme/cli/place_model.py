@@ -11,8 +11,8 @@ from bireme.cli.measuring import Measuring, captures_of, measure
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
-    from bireme.plan.placement.of_model.from_model import Granularity, ModelWorkload
-    from bireme.plan.placement.placement import Placement
+    from bireme.placement.of_model.from_model import Granularity, ModelWorkload
+    from bireme.placement.placement import Placement
     from bireme.profile.profile import Profile
 
 __all__ = ["MODEL", "Model", "ModelPlacing", "OfModel", "granularity_of"]
@@ -54,7 +54,7 @@ class ModelPlacing:
     ) -> "ModelPlacing":
         """Capture and measure the model, and find the devices."""
         from bireme.cli.plan import cluster_of
-        from bireme.plan.placement.of_model.from_model import workload_of
+        from bireme.placement.of_model.from_model import workload_of
         from bireme.report.progress import progress_bar
 
         found = cluster_of(cluster)
@@ -87,8 +87,8 @@ class OfModel:
         """Write the plan; what moving its cuts to borders of units has changed, as a sentence."""
         if self.plan is None:
             return ""
+        from bireme.placement.of_model.to_plan import plan_of
         from bireme.plan.hashes import planned_units
-        from bireme.plan.placement.of_model.to_plan import plan_of
         from bireme.plan.plan_file import write_plan
 
         placed = plan_of(

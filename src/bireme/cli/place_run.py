@@ -11,15 +11,15 @@ import typer
 
 from bireme.cli.options import print_json
 from bireme.errors import BiremeError
-from bireme.plan.placement.check import Verdict, check
-from bireme.plan.placement.request import Method, Request
-from bireme.plan.placement.workload import Objective, Workload, device_names
+from bireme.placement.check import Verdict, check
+from bireme.placement.request import Method, Request
+from bireme.placement.workload import Objective, Workload, device_names
 
 if TYPE_CHECKING:
     from bireme.cli.place_model import OfModel
-    from bireme.plan.placement.placement import Placement
-    from bireme.plan.placement.split_file import Split
-    from bireme.plan.placement.workload_file import ReadWorkload
+    from bireme.placement.placement import Placement
+    from bireme.placement.split_file import Split
+    from bireme.placement.workload_file import ReadWorkload
 
 __all__ = ["Files", "PlaceRun", "check_split"]
 
@@ -68,7 +68,7 @@ class PlaceRun:
 
     def _expert(self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int) -> "Split":
         """An expert's split, which must keep the rules as any other."""
-        from bireme.plan.placement.split_file import read_split
+        from bireme.placement.split_file import read_split
 
         split = read_split(path, self.workload)
         verdict = check(
@@ -88,7 +88,7 @@ class PlaceRun:
         """Find a placement and check it; one that does not hold is a bug."""
         from time import perf_counter
 
-        from bireme.plan.placement.solve import solve
+        from bireme.placement.solve import solve
         from bireme.report.progress import progress_bar
 
         self.request = replace(self.request, time_limit_s=time_limit_s, seed=seed)
@@ -100,8 +100,8 @@ class PlaceRun:
 
     def show(self, files: Files, *, as_json: bool, of_model: "OfModel | None" = None) -> None:
         """Write the files, then print."""
-        from bireme.report.placement_document import placement_document
-        from bireme.report.placement_table import advice_on, print_placement
+        from bireme.placement.pages.document import placement_document
+        from bireme.placement.pages.table import advice_on, print_placement
 
         advice = advice_on(self.placement)
         moved = "" if of_model is None else of_model.write(self.placement)
@@ -127,15 +127,15 @@ class PlaceRun:
 
     def _write(self, files: Files, document: str) -> None:
         if files.picture is not None:
-            from bireme.report.placement_picture import write_placement_picture
+            from bireme.placement.pages.picture import write_placement_picture
 
             write_placement_picture(self.workload, self.placement, files.picture)
         if files.workload is not None:
-            from bireme.plan.placement.workload_file import write_workload
+            from bireme.placement.workload_file import write_workload
 
             write_workload(files.workload, self.workload)
         if files.split is not None:
-            from bireme.plan.placement.split_file import write_split
+            from bireme.placement.split_file import write_split
 
             write_split(files.split, self.workload, self.placement)
         if files.output is not None:
@@ -154,7 +154,7 @@ def check_split(
     as_json: bool,
 ) -> bool:
     """Check a split in a file and print the verdict; whether every rule is kept."""
-    from bireme.plan.placement.split_file import read_split
+    from bireme.placement.split_file import read_split
 
     workload = read.workload
     _warn(read.warnings)
@@ -176,13 +176,13 @@ def check_split(
         wrong_loads = _wrong_loads(workload, split, verdict)
         verdict = replace(verdict, problems=(*verdict.problems, *wrong_loads))
     if as_json:
-        from bireme.report.placement_document import verdict_document
+        from bireme.placement.pages.document import verdict_document
 
         print_json(verdict_document(workload, aim, verdict, claimed))
     else:
         from rich.console import Console
 
-        from bireme.report.placement_table import print_verdict
+        from bireme.placement.pages.table import print_verdict
 
         pieces = split.pieces if aim is Objective.LATENCY else ()
         print_verdict(workload, split.devices, pieces, aim, verdict, Console())

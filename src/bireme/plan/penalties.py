@@ -1,7 +1,7 @@
 """What updating late costs in steps: how many a rule takes for one of a synchronous run.
 
 Measured on small GPTs in runs of 300 steps, each rule at its own best learning rate (docs/convergence.md,
-whose runs `tests/plan/test_penalties.py` holds these numbers to). Early steps suffer most, so runs that are longer
+whose runs `tests/plan/test_penalties.py` holds these numbers to). Early steps suffer most, so longer runs
 pay less: in 1,200 steps 2bw-fresh took 1.03 where it takes 1.08 here. A GPT of 355M that was trained for
 300,000 steps with a delay of one reached the perplexity of a synchronous run of 20 % fewer (Narayanan et
 al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 5).

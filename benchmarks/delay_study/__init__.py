@@ -1,0 +1,1 @@
+"""What delayed updates cost: the rules simulated exactly, on small GPTs."""

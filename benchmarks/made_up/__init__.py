@@ -1,0 +1,1 @@
+"""Models, graphs and machines made up from arithmetic, for benchmarks and tests of plans."""

@@ -1,0 +1,1 @@
+"""What other systems cut, as published, to hold ours against."""

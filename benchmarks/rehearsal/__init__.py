@@ -1,0 +1,1 @@
+"""Plans rehearsed on emulated devices with real processes and shaped links."""

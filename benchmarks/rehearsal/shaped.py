@@ -1,0 +1,237 @@
+"""The engine's fabric with a cluster's links between its ranks: what is sent is late as it would be there.
+
+Bytes really go over the machine's own sockets, few of them; the lanes are charged with what the profile
+says that a message or a sum has. A message sets out when it is sent and its receive is posted, as between
+CUDA devices and in the simulator.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.rehearsal.lanes import Channel, SharedLanes
+from torch import Tensor
+
+from bireme.cluster.cluster import Cluster
+from bireme.plan.plan import Plan
+from bireme.runtime.fabric import Fabric
+from bireme.runtime.transport import Pending, Transport
+from bireme.schedule.instruction import Message
+from bireme.simulate.cluster_network import cluster_network
+from bireme.simulate.costs import Costs
+from bireme.simulate.network import Network
+from bireme.sync.group import MessageGroup, OwnedGroup, Sums
+
+__all__ = ["ShapedFabric", "Wiring", "wiring_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The channels of a plan on a cluster. Ranks are dealt out replica by replica, as the engine does it.
+
+    `messages[a, b]` is the channel from rank a to rank b, `sums[r]` that of the sums over the replicas of
+    pipeline rank r.
+    """
+
+    bytes_per_s: tuple[float, ...]
+    channels: tuple[Channel, ...]
+    messages: dict[tuple[int, int], int]
+    sums: dict[int, int]
+
+
+def wiring_of(cluster: Cluster, plan: Plan, devices: Sequence[Sequence[int]]) -> Wiring:
+    """The wiring where rank r of replica k runs on device `devices[r][k]`."""
+    program = plan.program(1)
+    number: dict[str, int] = {}
+    bytes_per_s: list[float] = []
+    channels: list[Channel] = []
+    messages: dict[tuple[int, int], int] = {}
+    sums: dict[int, int] = {}
+
+    def lanes_of(network: Network, wires: Sequence[int]) -> tuple[int, ...]:
+        for wire in (network.wires[one] for one in wires):
+            if wire.name not in number:
+                number[wire.name] = len(bytes_per_s)
+                bytes_per_s.append(wire.bytes_per_s)
+        return tuple(number[network.wires[one].name] for one in wires)
+
+    for replica in range(plan.width):
+        rings = dict(enumerate(devices)) if plan.width > 1 else None
+        network = cluster_network(cluster, program, [row[replica] for row in devices], replicas=rings)
+        first = replica * program.num_ranks
+        for (a, b), path in network.paths.items():
+            messages[first + a, first + b] = len(channels)
+            channels.append(Channel(lanes_of(network, path.wires), path.latency_s))
+        if replica == 0:
+            for rank, path in network.sync_paths.items():
+                sums[rank] = len(channels)
+                lanes = lanes_of(network, path.wires)
+                channels.append(Channel(lanes, path.latency_s, plan.width, plan.width))
+    return Wiring(tuple(bytes_per_s), tuple(channels), messages, sums)
+
+
+class ShapedFabric:
+    """The fabric of one pipeline, as one rank sees it. `costs` say what its messages and sums weigh.
+
+    `num_elements` of each stage are really summed up, whatever its gradients weigh.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        plan: Plan,
+        wiring: Wiring,
+        costs: Costs,
+        lanes: SharedLanes,
+        num_elements: Sequence[int],
+    ) -> None:
+        self._fabric = fabric
+        self._wiring = wiring
+        self._costs = costs
+        self._num_elements = num_elements
+        self._lanes = lanes
+        self._width = plan.width
+        self._rank_of_stage = plan.source.rank_of_stage
+        self._num_asked: dict[tuple[int, ...], int] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._fabric.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._fabric.size
+
+    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+        """Messages between the ranks of a pipeline, through the lanes."""
+        inner = self._fabric.transport(ranks, rank_of_stage)
+        into, out = self._channels_of(ranks)
+        return _ShapedTransport(inner, self._lanes, into, out, self._message_bytes)
+
+    def sums(self, transport: Transport, /) -> Sums | None:
+        """Sums of a few numbers over all ranks, which are not late."""
+        assert isinstance(transport, _ShapedTransport)
+        return self._fabric.sums(transport.inner)
+
+    def everyone(self) -> MessageGroup:
+        """All ranks, whose few numbers are not late."""
+        return self._fabric.everyone()
+
+    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
+        """Sums over some ranks. Those over replicas go through the lanes, the few numbers of others not."""
+        key = tuple(ranks)
+        turn = self._num_asked[key] = self._num_asked.get(key, 0) + 1
+        inner = self._fabric.group(ranks)
+        pipeline_rank = ranks[0]
+        num_ranks = max(self._rank_of_stage) + 1
+        replicas = tuple(pipeline_rank + num_ranks * replica for replica in range(self._width))
+        if inner is None or self._width == 1 or key != replicas or turn > 1:
+            return inner
+        stages = [stage for stage, rank in enumerate(self._rank_of_stage) if rank == pipeline_rank]
+        num_bytes = sum(self._costs.reduce_bytes[stage] for stage in stages)
+        num_elements = sum(self._num_elements[stage] for stage in stages)
+        channel = self._wiring.sums[pipeline_rank]
+        return _ShapedGroup(inner, self._lanes, channel, num_bytes / num_elements)
+
+    def _channels_of(self, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Those into this rank and out of it, by the other end's place among the ranks."""
+        place = {rank: number for number, rank in enumerate(ranks)}
+        into = {place[a]: one for (a, b), one in self._wiring.messages.items() if b == self.rank}
+        out = {place[b]: one for (a, b), one in self._wiring.messages.items() if a == self.rank}
+        return into, out
+
+    def _message_bytes(self, key: Message) -> float:
+        border = min(key.to_stage, key.from_stage)
+        return self._costs.message_bytes[border] * (1.0 if key.half is None else 0.5)
+
+
+class _Late:
+    """Something under way that is there when the lanes say so."""
+
+    __slots__ = ("_channel", "_inner", "_key", "_lanes")
+
+    def __init__(self, inner: Pending, lanes: SharedLanes, channel: int, key: Hashable) -> None:
+        self._inner = inner
+        self._lanes = lanes
+        self._channel = channel
+        self._key = key
+
+    def wait(self) -> None:
+        self._inner.wait()
+        self._lanes.wait(self._channel, self._key)
+
+
+class _ShapedTransport:
+    """Messages of one rank. What is sent is gone when the machine has it, as over sockets."""
+
+    def __init__(
+        self,
+        inner: Transport,
+        lanes: SharedLanes,
+        into: dict[int, int],
+        out: dict[int, int],
+        num_bytes: Callable[[Message], float],
+    ) -> None:
+        self.inner = inner
+        self.is_host = inner.is_host
+        self._lanes = lanes
+        self._into = into
+        self._out = out
+        self._num_bytes = num_bytes
+
+    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
+        """Begin to send."""
+        self._lanes.ready(self._out[to], tuple(key), self._num_bytes(key))
+        return self.inner.send(key, to, payload)
+
+    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+        """Begin to receive."""
+        channel = self._into[source]
+        pending = self.inner.receive(key, source, payload)
+        self._lanes.ready(channel, tuple(key), self._num_bytes(key))
+        return _Late(pending, self._lanes, channel, tuple(key))
+
+    def close(self) -> None:
+        """Let go of the transport."""
+        self.inner.close()
+
+    def abort(self) -> None:
+        """Give up."""
+        self.inner.abort()
+
+
+class _ShapedGroup:
+    """Sums over the replicas of a rank; a real element weighs `element_bytes`."""
+
+    def __init__(self, inner: OwnedGroup, lanes: SharedLanes, channel: int, element_bytes: float) -> None:
+        self.rank = inner.rank
+        self.size = inner.size
+        self._inner = inner
+        self._lanes = lanes
+        self._channel = channel
+        self._element_bytes = element_bytes
+        self._num_sums = 0
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to sum. What says who has a gradient weighs nothing, but is late all the same."""
+        num_bytes = self._element_bytes * tensor.numel() if tensor.is_floating_point() else 0.0
+        key, self._num_sums = self._num_sums, self._num_sums + 1
+        self._lanes.ready(self._channel, key, num_bytes)
+        return _Late(self._inner.all_reduce(tensor), self._lanes, self._channel, key)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with that of the member `source`; nothing that counts goes this way."""
+        self._inner.broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        """Return once every member has called this."""
+        self._inner.barrier()
+
+    def abort(self) -> None:
+        """Give up."""
+        self._inner.abort()
+
+    def close(self) -> None:
+        """Give the group back."""
+        self._inner.close()

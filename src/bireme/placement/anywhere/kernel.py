@@ -1,0 +1,245 @@
+"""The loop of the annealing: single items, stretches, blocks and swaps, accepted by how hot it is.
+
+What is made small is not the largest load but a norm of all of them that comes close to it, so that each move
+is either good or bad; the true value is watched on the way and the best placement that fits is kept. Loads
+must be of the order of 1.
+"""
+
+from math import log, sqrt
+from typing import NamedTuple
+
+from bireme.placement.anywhere.blocks import Blocks
+from bireme.placement.anywhere.moves import (
+    State,
+    Tables,
+    draw,
+    excess,
+    overflow,
+    recount,
+    shift,
+    value_now,
+    weigh,
+)
+from bireme.placement.compiled import compiled
+from bireme.placement.items import Floats, Integers
+
+__all__ = ["Heat", "Scratch", "anneal"]
+
+SETS_PERCENT = 20
+"""Of all moves, those of several items at once."""
+
+TRIES = 16
+"""Draws of an item until one has a neighbour on another device."""
+
+LONGEST_STRETCH_BITS = 5
+
+STEP = 1.0 / (1 << 30)
+
+
+class Heat(NamedTuple):
+    """A rise of the norm by `temperature` is accepted once in e times; each memory too much costs `price`.
+
+    The norm is that of the power 2 ** `squarings`: a higher one is nearer to the maximum, but less smooth.
+    """
+
+    temperature: float
+    price: float
+    squarings: int
+
+
+class Scratch(NamedTuple):
+    """The powers of the loads, and the items moved on trial with the devices they were on."""
+
+    power: Floats
+    moved: Integers
+    moved_from: Integers
+
+
+@compiled
+def anneal(
+    tables: Tables, blocks: Blocks, state: State, scratch: Scratch, heat: Heat, num_moves: int
+) -> None:
+    """Try so many moves, at one temperature."""
+    recount(tables, state)
+    energy = _energy(tables, state, scratch, heat)
+    _keep_best(tables, state)
+    for _ in range(num_moves):
+        item, target = _pick(tables, state)
+        if tables.needs_cpu[item] and target < tables.num_accelerators:
+            continue
+        if draw(state.random, 100) >= SETS_PERCENT:
+            weigh(tables, state, item, target)
+            new = _energy_if(tables, state, scratch, heat, item, target)
+            if not _accepted(state, energy, new, heat.temperature):
+                continue
+            source = state.where[item]
+            shift(tables, state, item, target)
+            _refresh(state, scratch, heat, source)
+            _refresh(state, scratch, heat, target)
+        else:
+            num_moved = _move_set(tables, blocks, state, scratch, item, target)
+            new = _energy(tables, state, scratch, heat)
+            if not _accepted(state, energy, new, heat.temperature):
+                for i in range(num_moved - 1, -1, -1):
+                    shift(tables, state, scratch.moved[i], scratch.moved_from[i])
+                _energy(tables, state, scratch, heat)
+                continue
+        energy = new
+        _keep_best(tables, state)
+
+
+@compiled
+def _accepted(state: State, energy: float, new: float, temperature: float) -> bool:
+    if new <= energy:
+        return True
+    return new < energy - temperature * log((1 + draw(state.random, 1 << 30)) * STEP)
+
+
+@compiled
+def _pick(tables: Tables, state: State) -> tuple[int, int]:
+    """An item and another device, mostly one where something is that it shares a net with."""
+    num_items = len(state.where)
+    if draw(state.random, 16):
+        for _ in range(TRIES):
+            item = draw(state.random, num_items)
+            first = tables.net_starts[item]
+            degree = tables.net_starts[item + 1] - first
+            if degree == 0:
+                continue
+            net = tables.nets[first + draw(state.random, degree)]
+            first = tables.pin_starts[net]
+            pin = tables.pins[first + draw(state.random, tables.pin_starts[net + 1] - first)]
+            if state.where[pin] != state.where[item]:
+                return item, state.where[pin]
+    item = draw(state.random, num_items)
+    target = draw(state.random, len(state.load) - 1)
+    return item, (target + 1 if target >= state.where[item] else target)
+
+
+@compiled
+def _move_set(tables: Tables, blocks: Blocks, state: State, scratch: Scratch, item: int, target: int) -> int:
+    """Move several items, as many as the result says: a stretch, a block, or two for each other."""
+    way = draw(state.random, 3)
+    if way == 0:
+        return _move_stretch(tables, state, scratch, item, target)
+    if way == 1:
+        return _move_block(tables, blocks, state, scratch, item, target)
+    return _swap(tables, state, scratch, item, target)
+
+
+@compiled
+def _move_stretch(tables: Tables, state: State, scratch: Scratch, item: int, target: int) -> int:
+    """An item and those of the next numbers that are on the same device; short stretches most often."""
+    source = state.where[item]
+    longest = 2 << draw(state.random, LONGEST_STRETCH_BITS)
+    end = min(len(state.where), item + 1 + draw(state.random, longest))
+    num_moved = 0
+    for other in range(item, end):
+        if state.where[other] != source:
+            break
+        num_moved = _move(tables, state, scratch, other, target, num_moved)
+    return num_moved
+
+
+@compiled
+def _move_block(
+    tables: Tables, blocks: Blocks, state: State, scratch: Scratch, item: int, target: int
+) -> int:
+    """A block of an item: what of it is on the same device or, now and then, all of it."""
+    source = state.where[item]
+    level = 0
+    while level + 1 < len(blocks.of) and draw(state.random, 2):
+        level += 1
+    block = blocks.of[level, item]
+    is_whole = draw(state.random, 3) == 0
+    num_moved = 0
+    for i in range(blocks.starts[block], blocks.starts[block + 1]):
+        other = blocks.items[i]
+        if state.where[other] == source or (is_whole and state.where[other] != target):
+            num_moved = _move(tables, state, scratch, other, target, num_moved)
+    return num_moved
+
+
+@compiled
+def _swap(tables: Tables, state: State, scratch: Scratch, item: int, target: int) -> int:
+    """An item, for one on the target; nothing where none was drawn."""
+    source = state.where[item]
+    for _ in range(TRIES):
+        other = draw(state.random, len(state.where))
+        if state.where[other] == target:
+            num_moved = _move(tables, state, scratch, other, source, 0)
+            return _move(tables, state, scratch, item, target, num_moved)
+    return 0
+
+
+@compiled
+def _move(tables: Tables, state: State, scratch: Scratch, item: int, target: int, num_moved: int) -> int:
+    """Move one item of a set, if the target can run it, and note it down."""
+    if tables.needs_cpu[item] and target < tables.num_accelerators:
+        return num_moved
+    scratch.moved[num_moved] = item
+    scratch.moved_from[num_moved] = state.where[item]
+    shift(tables, state, item, target)
+    return num_moved + 1
+
+
+@compiled
+def _energy(tables: Tables, state: State, scratch: Scratch, heat: Heat) -> float:
+    """The norms of the columns of loads, and the price of the memory that lacks; powers are refreshed."""
+    total = 0.0
+    for column in range(state.load.shape[1]):
+        powers = 0.0
+        for device in range(len(state.load)):
+            power = _raised(state.load[device, column], heat.squarings)
+            scratch.power[device, column] = power
+            powers += power
+        total += _root(powers, heat.squarings)
+    return total + heat.price * overflow(tables, state)
+
+
+@compiled
+def _energy_if(tables: Tables, state: State, scratch: Scratch, heat: Heat, item: int, target: int) -> float:
+    """The same had an item moved, with what `weigh` found in `trial`."""
+    source = state.where[item]
+    total = 0.0
+    for column in range(state.load.shape[1]):
+        powers = _raised(state.trial[0, column], heat.squarings)
+        powers += _raised(state.trial[1, column], heat.squarings)
+        for device in range(len(state.load)):
+            if device != source and device != target:
+                powers += scratch.power[device, column]
+        total += _root(powers, heat.squarings)
+    lacking = excess(tables, state.held[source] - tables.size[item], source)
+    lacking += excess(tables, state.held[target] + tables.size[item], target)
+    for device in range(tables.num_accelerators):
+        if device != source and device != target:
+            lacking += excess(tables, state.held[device], device)
+    return total + heat.price * lacking
+
+
+@compiled
+def _refresh(state: State, scratch: Scratch, heat: Heat, device: int) -> None:
+    for column in range(state.load.shape[1]):
+        scratch.power[device, column] = _raised(state.load[device, column], heat.squarings)
+
+
+@compiled
+def _raised(load: float, squarings: int) -> float:
+    for _ in range(squarings):
+        load *= load
+    return load
+
+
+@compiled
+def _root(powers: float, squarings: int) -> float:
+    for _ in range(squarings):
+        powers = sqrt(powers)
+    return powers
+
+
+@compiled
+def _keep_best(tables: Tables, state: State) -> None:
+    value = value_now(state)
+    if value < state.best_value[0] and overflow(tables, state) == 0.0:
+        state.best_value[0] = value
+        state.best[:] = state.where

@@ -1,0 +1,141 @@
+"""Local search, a baseline: from random placements, always the best move of one item.
+
+In the paper it knows nothing of memory and of CPUs. Here it keeps to the memory and to what accelerators
+support, and gives CPUs what no accelerator can take, or everything where there are no accelerators.
+"""
+
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bireme.errors import BiremeError
+from bireme.placement.anywhere.moves import (
+    State,
+    Tables,
+    recount,
+    shift,
+    state_of,
+    tables_of,
+    value_now,
+    weigh,
+)
+from bireme.placement.compiled import compiled
+from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.items import Items
+from bireme.placement.workload import Objective
+
+__all__ = ["local_search", "random_start"]
+
+LEAST_GAIN = 1e-7
+"""Relative; the paper's is 1e-5 in its milliseconds, but times may have any unit."""
+
+
+def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed: int = 0) -> Found:
+    """The best of what so many random starts lead to. Raises `BiremeError` where none of them fits."""
+    random = Random(seed)
+    tables = tables_of(items, objective)
+    best: Found | None = None
+    for _ in range(restarts):
+        start = random_start(items, random)
+        if not fits(items, start):
+            continue
+        state = state_of(items, tables, start, 0)
+        _descend(tables, state)
+        where = tuple(state.where.tolist())
+        found = Found(where, value_of(loads_of(items, where), objective), 0.0)
+        if best is None or found.value < best.value:
+            best = found
+    if best is None:
+        raise BiremeError(
+            f"None of {restarts} random starts fits: the operators take {items.size.sum():g} bytes, and "
+            f"{items.num_accelerators} accelerators have {items.accelerator_bytes:g} each. Give more memory, "
+            "or use a method that looks for room."
+        )
+    return best
+
+
+def random_start(items: Items, random: Random) -> tuple[int, ...]:
+    """Each item on an accelerator drawn from those that have room for it, else on a CPU.
+
+    Where there is neither, on the emptiest accelerator, so what comes of it may not fit. Large items draw
+    first.
+    """
+    left = [items.room] * items.num_accelerators
+    cpus = range(items.num_accelerators, items.num_devices)
+    where = [0] * len(items)
+    order = list(range(len(items)))
+    random.shuffle(order)
+    for item in sorted(order, key=lambda item: -items.size[item]):
+        roomy = [device for device, room in enumerate(left) if items.size[item] <= room]
+        if roomy and items.supported[item]:
+            where[item] = random.choice(roomy)
+        elif cpus:
+            where[item] = random.choice(cpus)
+        else:
+            where[item] = left.index(max(left))
+        if where[item] < len(left):
+            left[where[item]] -= items.size[item]
+    return tuple(where)
+
+
+@compiled
+def _descend(tables: Tables, state: State) -> None:
+    """Make the best move until none gains much.
+
+    Only moves from or to a device with a largest load can gain at all.
+    """
+    num_targets = tables.num_accelerators if tables.num_accelerators else len(state.load)
+    is_busiest = np.zeros(len(state.load), np.bool_)
+    num_moves = 1
+    while num_moves:
+        recount(tables, state)
+        _mark_busiest(state, is_busiest)
+        num_moves = 0
+        best, best_item, best_target = value_now(state) * (1 - LEAST_GAIN), 0, 0
+        for item in range(len(state.where)):
+            source = state.where[item]
+            for target in range(num_targets):
+                if source == target or not (is_busiest[source] or is_busiest[target]):
+                    continue
+                if _has_room(tables, state, item, target):
+                    weigh(tables, state, item, target)
+                    value = _value_if(state, source, target)
+                    if value < best:
+                        best, best_item, best_target = value, item, target
+                        num_moves = 1
+        if num_moves:
+            shift(tables, state, best_item, best_target)
+
+
+@compiled
+def _mark_busiest(state: State, is_busiest: NDArray[np.bool_]) -> None:
+    """Mark the devices that have the largest load of a column."""
+    is_busiest[:] = False
+    for column in range(state.load.shape[1]):
+        most = 0.0
+        for device in range(len(state.load)):
+            most = max(most, state.load[device, column])
+        for device in range(len(state.load)):
+            if state.load[device, column] >= most:
+                is_busiest[device] = True
+
+
+@compiled
+def _has_room(tables: Tables, state: State, item: int, target: int) -> bool:
+    if target >= tables.num_accelerators:
+        return True
+    return not tables.needs_cpu[item] and state.held[target] + tables.size[item] <= tables.most_bytes
+
+
+@compiled
+def _value_if(state: State, source: int, target: int) -> float:
+    """The value with the loads of two devices as `trial` has them."""
+    value = 0.0
+    for column in range(state.load.shape[1]):
+        most = max(state.trial[0, column], state.trial[1, column])
+        for device in range(len(state.load)):
+            if device != source and device != target:
+                most = max(most, state.load[device, column])
+        value += most
+    return value

@@ -1,0 +1,233 @@
+"""All ideals of the order of some items: the sets that hold, with an item, everything that is before it.
+
+They are numbered by their size, the empty one first and the whole one last, and joined into a lattice: from
+each ideal a way leads down for every item that can be taken out of it. The ways of an ideal are in the order
+of their items.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bireme.placement.compiled import compiled
+from bireme.placement.items import Floats, Integers, Items
+
+__all__ = ["Lattice", "lattice_of"]
+
+Bits = NDArray[np.uint64]
+
+AT_ONCE = 4096
+"""Ideals that grow between two looks at the clock."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lattice:
+    """The ideals as rows of bits. The ways down of ideal `i` are `starts[i]` to `starts[i + 1]`: the items
+    that can be taken out, and the ideals that are left. `levels[n]` is the first ideal of `n` items."""
+
+    bits: Bits
+    starts: NDArray[np.int64]
+    taken: Integers
+    below: Integers
+    levels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def sums(self, weight: Floats) -> Floats:
+        """What the items of each ideal weigh together."""
+        sums = np.zeros(len(self))
+        for begin, end in zip(self.levels[1:-1], self.levels[2:], strict=True):
+            way = self.starts[begin:end]
+            sums[begin:end] = sums[self.below[way]] + weight[self.taken[way]]
+        return sums
+
+    def between(self, upper: int, lower: int) -> list[int]:
+        """The items of one ideal that are not in the other."""
+        rest = (self.bits[upper] & ~self.bits[lower]).view(np.uint8)
+        places: list[int] = np.unpackbits(rest, bitorder="little").nonzero()[0].tolist()
+        return places
+
+
+def lattice_of(items: Items, most: int, is_over: Callable[[], bool] = lambda: False) -> Lattice | None:
+    """The lattice of the items' ideals, or None where there are more than `most` or `is_over` says so."""
+    if 2.0 ** min(_widest(items), 1000) > most:
+        return None
+    count = len(items)
+    # Each item's share of a set's hash; fixed, so that a run can be repeated.
+    shares = np.random.default_rng(0x2B3A).integers(1, 2**63 - 1, count, dtype=np.int64)
+    growth = _first_ideal(items)
+    while growth.num_done < growth.num_ideals:
+        growth = _grow(
+            growth,
+            items.before.starts,
+            items.before.values,
+            items.after.starts,
+            items.after.values,
+            shares,
+            most,
+        )
+        if growth.num_ideals > most or is_over():
+            return None
+    children, taken = growth.children[: growth.num_ways], growth.taken[: growth.num_ways]
+    order = np.lexsort((taken, children))
+    starts = np.searchsorted(children[order], np.arange(growth.num_ideals + 1))
+    levels = np.searchsorted(growth.sizes[: growth.num_ideals], np.arange(count + 2))
+    return Lattice(
+        growth.bits[: growth.num_ideals],
+        starts.astype(np.int64),
+        taken[order],
+        growth.parents[: growth.num_ways][order],
+        levels.astype(np.int64),
+    )
+
+
+def _widest(items: Items) -> int:
+    """How many items have the same depth: none of them is before another, so each set of them is an ideal."""
+    depths = np.zeros(len(items), np.int64)
+    for item in range(len(items)):
+        depths[item] = max((depths[other] + 1 for other in items.before.row(item)), default=0)
+    return int(np.bincount(depths).max())
+
+
+class _Growth(NamedTuple):
+    """The ideals so far, and the ways from `parents` to `children`; rows past the numbers are room to grow.
+
+    The ideals below `num_done` have grown. `ready` are, for those from there on, the items that can come
+    next. `slots` is a table of the ideals by their `hashes`.
+    """
+
+    bits: Bits
+    ready: Bits
+    hashes: NDArray[np.int64]
+    sizes: Integers
+    slots: Integers
+    children: Integers
+    taken: Integers
+    parents: Integers
+    num_done: int
+    num_ideals: int
+    num_ways: int
+
+
+def _first_ideal(items: Items) -> _Growth:
+    """The empty one."""
+    num_words = (len(items) + 63) // 64
+    slots = np.full(4096, -1, np.int32)
+    slots[0] = 0
+    ready = np.zeros((1, num_words), np.uint64)
+    for item in np.flatnonzero(np.diff(items.before.starts) == 0):
+        ready[0, item >> 6] |= np.uint64(1 << (int(item) & 63))
+    return _Growth(
+        bits=np.zeros((1024, num_words), np.uint64),
+        ready=ready,
+        hashes=np.zeros(1024, np.int64),
+        sizes=np.zeros(1024, np.int32),
+        slots=slots,
+        children=np.empty(4096, np.int32),
+        taken=np.empty(4096, np.int32),
+        parents=np.empty(4096, np.int32),
+        num_done=0,
+        num_ideals=1,
+        num_ways=0,
+    )
+
+
+@compiled
+def _grow(
+    growth: _Growth,
+    before_starts: Integers,
+    before: Integers,
+    after_starts: Integers,
+    after: Integers,
+    shares: NDArray[np.int64],
+    most: int,
+) -> _Growth:
+    """Some ideals grow by every item that can come next; ends early with more than `most` ideals."""
+    one = np.uint64(1)
+    bits, hashes, sizes, slots = growth.bits, growth.hashes, growth.sizes, growth.slots
+    children, taken, parents = growth.children, growth.taken, growth.parents
+    num_ideals, num_ways, begin = growth.num_ideals, growth.num_ways, growth.num_done
+    num_words = bits.shape[1]
+    num_waiting = num_ideals - begin
+    ready = np.zeros((2 * num_waiting + 64, num_words), np.uint64)
+    ready[:num_waiting] = growth.ready[:num_waiting]
+    ideal = begin
+    while ideal < min(begin + AT_ONCE, num_ideals) and num_ideals <= most:
+        for word in range(num_words):
+            candidates = ready[ideal - begin, word]
+            for bit in range(64 if candidates else 0):
+                if not candidates >> np.uint64(bit) & one:
+                    continue
+                item = 64 * word + bit
+                grown = bits[ideal, word] | (one << np.uint64(item & 63))
+                key = hashes[ideal] ^ shares[item]
+                slot = key & (len(slots) - 1)
+                child = slots[slot]
+                while child >= 0:
+                    if hashes[child] == key and bits[child, word] == grown:
+                        is_same = True
+                        for other_word in range(num_words):
+                            if other_word != word and bits[child, other_word] != bits[ideal, other_word]:
+                                is_same = False
+                                break
+                        if is_same:
+                            break
+                    slot = (slot + 1) & (len(slots) - 1)
+                    child = slots[slot]
+                if child < 0:
+                    child = num_ideals
+                    num_ideals += 1
+                    if num_ideals > len(bits):
+                        bits = np.concatenate((bits, np.zeros_like(bits)))
+                        hashes = np.concatenate((hashes, np.zeros_like(hashes)))
+                        sizes = np.concatenate((sizes, np.zeros_like(sizes)))
+                    if num_ideals - begin > len(ready):
+                        ready = np.concatenate((ready, np.zeros_like(ready)))
+                    bits[child] = bits[ideal]
+                    bits[child, word] = grown
+                    hashes[child] = key
+                    sizes[child] = sizes[ideal] + 1
+                    ready[child - begin] = ready[ideal - begin]
+                    ready[child - begin, word] ^= one << np.uint64(item & 63)
+                    for place in range(after_starts[item], after_starts[item + 1]):
+                        follower = after[place]
+                        is_next = True
+                        for other_place in range(before_starts[follower], before_starts[follower + 1]):
+                            other = before[other_place]
+                            if not bits[child, other >> 6] >> np.uint64(other & 63) & one:
+                                is_next = False
+                                break
+                        if is_next:
+                            ready[child - begin, follower >> 6] |= one << np.uint64(follower & 63)
+                    slots[slot] = child
+                    if 3 * num_ideals > len(slots):
+                        slots = _larger(slots, hashes, num_ideals)
+                    if num_ideals > most:
+                        break
+                if num_ways == len(children):
+                    children = np.concatenate((children, np.empty_like(children)))
+                    taken = np.concatenate((taken, np.empty_like(taken)))
+                    parents = np.concatenate((parents, np.empty_like(parents)))
+                children[num_ways] = child
+                taken[num_ways] = item
+                parents[num_ways] = ideal
+                num_ways += 1
+        ideal += 1
+    left = ready[ideal - begin : num_ideals - begin].copy()
+    return _Growth(bits, left, hashes, sizes, slots, children, taken, parents, ideal, num_ideals, num_ways)
+
+
+@compiled
+def _larger(slots: Integers, hashes: NDArray[np.int64], num_ideals: int) -> Integers:
+    """The table of ideals by hash with four times the room."""
+    larger = np.full(4 * len(slots), -1, np.int32)
+    for ideal in range(num_ideals):
+        slot = hashes[ideal] & (len(larger) - 1)
+        while larger[slot] >= 0:
+            slot = (slot + 1) & (len(larger) - 1)
+        larger[slot] = ideal
+    return larger

@@ -1,0 +1,194 @@
+"""The best contiguous placement as an integer program on HiGHS.
+
+The devices stand in a line of slots, and no edge of the order leads back in it:
+
+    slot       0        1        2        3
+            [ a b ]  [ c e ]  [ d ]    [ f ]        an accelerator or a CPU in each
+    by[e]      0        1        1                  whether e is in this slot or one before it
+
+So the columns `by` rise along the line and fall along the edges, and an item is in the slot where its own
+rise. The program has the same optimum as the dynamic program over ideals, and needs no list of ideals.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bireme.errors import BiremeError
+from bireme.placement.found import Found
+from bireme.placement.integer.loads import Frame, frame_of, memory_rows
+from bireme.placement.integer.nets import cut_nets
+from bireme.placement.integer.program import Columns, Program
+from bireme.placement.integer.spreading import bounded
+from bireme.placement.integer.windows import order_of, windows_of
+from bireme.placement.items import Floats, Items
+from bireme.placement.workload import Objective
+
+__all__ = ["solve_contiguous"]
+
+
+def solve_contiguous(
+    items: Items,
+    objective: Objective,
+    *,
+    time_limit_s: float,
+    start: Sequence[int] | None = None,
+    gap: float = 0.0,
+) -> Found:
+    """The best contiguous placement, or the best one known when the time is over; never worse than `start`.
+
+    The search also ends when value and bound are no more than `gap` apart, relative. `start` must be
+    contiguous. Raises `BiremeError` where no placement fits, or none was found in time.
+    """
+    began = time.monotonic()
+    frame = frame_of(items, objective, start)
+    first = None if frame.start is None else frame.start.where
+    line = None if first is None else _line_of(items, first)
+    frame = bounded(frame, time_limit_s=time_limit_s)
+    if frame.is_settled(gap):
+        return frame.found()
+    model = _Model(frame)
+    solved = model.program.solve(
+        time_limit_s=time_limit_s - (time.monotonic() - began),
+        start=None if first is None or line is None else model.values_of(first, line),
+        gap=gap,
+        target=frame.target(gap),
+    )
+    return frame.found(solved, None if solved.values is None else model.where_of(solved.values))
+
+
+class _Model:
+    """The program for a frame. Columns are `[item, slot]`; there is none of a kind that has no device."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame, self.items, self.program = frame, frame.items, Program()
+        self.num_accelerators = min(self.items.num_accelerators, len(self.items))
+        self.num_cpus = min(self.items.num_cpus, len(self.items))
+        self.num_slots = self.num_accelerators + self.num_cpus
+        self.maxima = frame.add_maxima(self.program)
+        self.by = self._add_order()
+        self.is_cpu = self._add_kinds()
+        self.on_accelerator = self._add_kind(self.num_accelerators, frame.on_accelerator)
+        self.on_cpu = self._add_kind(self.num_cpus, frame.on_cpu)
+        self._place_each()
+        self.nets = cut_nets(self.program, self.items, self.on_accelerator) if self.num_accelerators else []
+        self._add_loads()
+        memory_rows(self.program, self.items, self.on_accelerator.T)
+
+    def where_of(self, values: Floats) -> list[int] | None:
+        """The placement that a solution stands for; None where rounding has spoilt it."""
+        slots = self.num_slots - 1 - np.rint(values[self.by]).astype(np.int64).sum(axis=1)
+        is_cpu = values[self.is_cpu] > 0.5
+        numbers = np.where(
+            is_cpu, self.items.num_accelerators + np.cumsum(is_cpu) - 1, np.cumsum(~is_cpu) - 1
+        )
+        goes_back = any(
+            slots[self.items.before.row(item)].max(initial=0) > slots[item] for item in range(len(slots))
+        )
+        return None if goes_back else numbers[slots].tolist()
+
+    def values_of(self, where: Sequence[int], line: Sequence[int]) -> Floats:
+        """The columns for a placement whose devices stand in this line, empty ones behind it."""
+        slot_of = {device: slot for slot, device in enumerate(line)}
+        slots = np.array([slot_of[device] for device in where])
+        is_cpu = [device >= self.items.num_accelerators for device in line]
+        free_cpus = self.num_cpus - sum(is_cpu)
+        is_cpu += [True] * free_cpus + [False] * (self.num_slots - len(line) - free_cpus)
+        values = np.zeros(self.program.num_columns)
+        values[self.maxima] = self.frame.maxima_of(where)
+        values[self.by] = slots[:, np.newaxis] <= np.arange(self.num_slots - 1)
+        values[self.is_cpu] = is_cpu
+        there = slots[:, np.newaxis] == np.arange(self.num_slots)
+        values[self.on_accelerator] = (there & ~np.array(is_cpu))[:, : self.on_accelerator.shape[1]]
+        values[self.on_cpu] = (there & np.array(is_cpu))[:, : self.on_cpu.shape[1]]
+        for group in self.nets:
+            group.complete(values)
+        return values
+
+    def _add_order(self) -> Columns:
+        """Columns that rise along the line and fall along the edges, in the windows the work leaves."""
+        order = order_of(self.items)
+        windows = windows_of(self.frame, order, self.num_slots)
+        slots = np.arange(self.num_slots - 1)
+        by = self.program.add_columns(
+            (len(self.items), self.num_slots - 1),
+            lower=slots >= windows.latest[:, np.newaxis],
+            upper=slots >= windows.earliest[:, np.newaxis],
+            is_integer=True,
+        )
+        self._less(by[:, :-1], by[:, 1:])
+        self._less(by[order.followers], by[order.leaders])
+        return by
+
+    def _add_kinds(self) -> Columns:
+        """A column for each slot: whether a CPU is in it."""
+        is_sure = not (self.num_cpus and self.num_accelerators)
+        is_cpu = self.program.add_columns(
+            self.num_slots, lower=is_sure and self.num_cpus > 0, upper=self.num_cpus > 0, is_integer=True
+        )
+        self.program.add_rows(is_cpu[np.newaxis, :], 1.0, lower=self.num_cpus, upper=self.num_cpus)
+        return is_cpu
+
+    def _add_kind(self, num_devices: int, able: NDArray[np.bool_]) -> Columns:
+        """Columns for items on devices of a kind."""
+        shape = (len(self.items), self.num_slots if num_devices else 0)
+        return self.program.add_columns(shape, upper=able[:, np.newaxis])
+
+    def _place_each(self) -> None:
+        """An item is in the slot where its `by` rises, on a device of the kind that is there."""
+        for slot in range(self.num_slots):
+            here = [kind[:, slot] for kind in (self.on_accelerator, self.on_cpu) if kind.size]
+            columns, signs, risen = here.copy(), [1.0] * len(here), 0.0
+            if slot < self.num_slots - 1:
+                columns.append(self.by[:, slot])
+                signs.append(-1.0)
+            else:
+                risen = 1.0
+            if slot:
+                columns.append(self.by[:, slot - 1])
+                signs.append(1.0)
+            self.program.add_rows(np.column_stack(columns), signs, lower=risen, upper=risen)
+            if len(here) == 2:
+                kind = np.full(len(self.items), self.is_cpu[slot])
+                self.program.add_rows(np.column_stack([here[0], kind]), 1.0, upper=1.0)
+                self._less(here[1], kind)
+
+    def _add_loads(self) -> None:
+        """No slot has more than the maximum; what its kind of device does not do is 0."""
+        frame = self.frame
+        for maximum, on_accelerator, on_cpu, cost in zip(
+            self.maxima, frame.accelerator_time, frame.cpu_time, frame.net_cost, strict=True
+        ):
+            columns = [np.full((self.num_slots, 1), maximum)]
+            factors = [np.array([-1.0])]
+            for kind, times in ((self.on_accelerator, on_accelerator), (self.on_cpu, on_cpu)):
+                if kind.size:
+                    columns.append(kind.T)
+                    factors.append(times)
+            columns += [group.payers() for group in self.nets]
+            factors += [group.prices(cost) for group in self.nets]
+            self.program.add_rows(np.hstack(columns), np.concatenate(factors), upper=0.0)
+
+    def _less(self, smaller: Columns, larger: Columns) -> None:
+        """Rows that hold each column of the one below its fellow of the other."""
+        self.program.add_rows(np.column_stack([smaller.ravel(), larger.ravel()]), [1, -1], upper=0.0)
+
+
+def _line_of(items: Items, where: Sequence[int]) -> list[int]:
+    """The devices in use, in an order that no edge leads back in."""
+    behind: dict[int, set[int]] = {device: set() for device in sorted(where)}
+    for item, device in enumerate(where):
+        behind[device].update(where[other] for other in items.before.row(item))
+    line: list[int] = []
+    while len(line) < len(behind):
+        ready = (d for d in behind if d not in line and behind[d] <= {d, *line})
+        following = next(ready, None)
+        if following is None:
+            raise BiremeError(
+                "The placement to start from is not contiguous: some of its devices wait for each other in a "
+                "circle. Start from another one, or from none."
+            )
+        line.append(following)
+    return line

@@ -1,0 +1,216 @@
+"""From a captured model, a profile of it and a cluster to a workload, and which node stands for what.
+
+The profile is of a device at speed 1. Times come out in milliseconds. What a step of the optimiser takes is
+in no node: it is paid once for a batch, not for every sample that passes.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from bireme.cluster.cluster import Cluster
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.placement.of_model.fleet import MS, Fleet, fleet_of
+from bireme.placement.of_model.pieces import Message, Pieces, operator_pieces, unit_pieces
+from bireme.placement.of_model.source import Source
+from bireme.placement.workload import Edge, Node, Workload
+from bireme.plan.hashes import check_profile_fits
+from bireme.profile.profile import Profile
+
+__all__ = ["Granularity", "ModelWorkload", "workload_of"]
+
+Granularity = Literal["operators", "units"]
+"""What is placed: every operator by itself, or the units that a plan may cut between."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWorkload:
+    """A workload made of a model, with what is behind its nodes and devices.
+
+    `units[i]` is the unit of node `i`, `operators[i]` the places in the graph of what it runs. Nodes of the
+    same operators are its forward, its backward, and those that stand for one of its results or gradients.
+    `device_names[d]` is what the cluster calls device `d`.
+    """
+
+    workload: Workload
+    units: tuple[int, ...]
+    operators: tuple[tuple[int, ...], ...]
+    unit_names: tuple[str, ...]
+    device_names: tuple[str, ...]
+    micro_batch: int
+
+
+def workload_of(
+    graph: Graph,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    micro_batch: int,
+    training: bool,
+    granularity: Granularity = "operators",
+    devices: Sequence[str] = (),
+    copy_tied: bool = False,
+) -> ModelWorkload:
+    """The workload of a model at a micro-batch size that the profile knows.
+
+    **Times.** The profile has the seconds of units. Those of an operator are a share of them, in proportion
+    to an estimate from its flops and bytes; that is as good as the estimate, though the sum of a unit is
+    right. A device of the cluster takes them divided by its speed.
+
+    **Costs** are of the bytes of a value, on the slowest way between the devices (`Fleet.cost_ms`). Between
+    units all that crosses is one message; among operators each value is, and late by itself.
+
+    **Training** adds a backward node of the same colour to each that a gradient comes to. Gradients go back
+    the way values came, at the cost of the same bytes. Where several operators use a value, its gradient is
+    passed from the last of them to the first and added up on the way, so that a device with some of them
+    sends it once, as it receives the value once.
+
+    **Sizes** are of parameters and buffers, in training of gradients, the optimiser's state and what one
+    micro-batch keeps for its backward too. A pipeline keeps several micro-batches, and some schedules several
+    versions of the weights; how many, no workload can say. What a unit works with for a moment is left out.
+
+    **Tied parameters** bind all operators that use them to one device, and in a contiguous placement all that
+    lies between them too. With `copy_tied` each unit has its own copy, as in a pipeline of Bireme's; that
+    the copies' gradients are added up once in a batch is then in no cost.
+
+    `devices` are those to use, by name; all of the cluster unless given. They must be alike (`fleet_of`).
+    """
+    _check(graph, profile, micro_batch)
+    fleet = fleet_of(cluster, devices)
+    source = Source.of(graph, profile, micro_batch=micro_batch, training=training, copy_tied=copy_tied)
+    pieces = unit_pieces(source) if granularity == "units" else operator_pieces(source, fleet.typical)
+    writer = _Writer(pieces, fleet)
+    writer.write_forward()
+    if training:
+        writer.write_backward()
+    behind = [pieces.pieces[number] for number in writer.piece_of]
+    return ModelWorkload(
+        workload=Workload(
+            tuple(writer.nodes),
+            tuple(writer.edges),
+            fleet.num_accelerators,
+            fleet.num_cpus,
+            float(fleet.accelerator_bytes),
+        ),
+        units=tuple(piece.unit for piece in behind),
+        operators=tuple(piece.operators for piece in behind),
+        unit_names=tuple(unit.name for unit in source.units),
+        device_names=fleet.names,
+        micro_batch=micro_batch,
+    )
+
+
+def _check(graph: Graph, profile: Profile, micro_batch: int) -> None:
+    check_profile_fits(profile, graph)
+    profile.units[0].at(micro_batch)  # refuses a size that the profile does not know
+    if not graph.any_batch and graph.batch != micro_batch:
+        raise BiremeError(
+            f"The graph of {graph.name} holds for micro-batches of {graph.batch} samples alone, not of "
+            f"{micro_batch}: the model's code fixes the size. Capture it at that size."
+        )
+
+
+class _Writer:
+    """Writes pieces and messages as nodes and edges.
+
+    All edges of a node cost the same, as each moves the same output. So an operator with several results has
+    a node without time for each of them, and one that sends several gradients a node for each of those. They
+    have its colour, so that nothing is paid between them and it.
+    """
+
+    def __init__(self, pieces: Pieces, fleet: Fleet) -> None:
+        self.pieces = pieces
+        self.fleet = fleet
+        self.nodes: list[Node] = []
+        self.edges: list[Edge] = []
+        self.piece_of: list[int] = []
+        self._cost: dict[int, float] = {}
+        self._forward: list[int] = []
+        self._backward: dict[int, int] = {}
+
+    def write_forward(self) -> None:
+        """The forward nodes, and the values between them."""
+        sent: dict[int, list[Message]] = defaultdict(list)
+        for message in self.pieces.messages:
+            sent[message.maker].append(message)
+        ways: list[tuple[int, Message]] = []
+        for number, piece in enumerate(self.pieces.pieces):
+            node = self._node(number, piece.name, piece.forward_s, size_bytes=piece.size_bytes)
+            self._forward.append(node)
+            messages = sent[number]
+            for place, message in enumerate(messages):
+                maker = node
+                if len(messages) > 1:
+                    maker = self._node(number, f"{piece.name}, result {place}", 0.0)
+                    self._edge(node, maker)
+                self._cost[maker] = self.fleet.cost_ms(message.num_bytes)
+                ways.append((maker, message))
+        for maker, message in ways:
+            for user in message.users:
+                self._edge(maker, self._forward[user])
+
+    def write_backward(self) -> None:
+        """The backward nodes, last first, and the gradients between them."""
+        returned = [message for message in self.pieces.messages if self._returns(message)]
+        gets: dict[int, list[int]] = defaultdict(list)
+        for place, message in enumerate(returned):
+            for user in filter(self._learns, message.users):
+                gets[user].append(place)
+        senders: dict[int, list[int]] = defaultdict(list)
+        for number in reversed(range(len(self.pieces.pieces))):
+            if self._learns(number):
+                node = self._backward_of(number)
+                for place in gets[number]:
+                    alone = len(gets[number]) == 1
+                    sender = node if alone else self._gradient(number, node, returned[place].maker)
+                    self._cost[sender] = self.fleet.cost_ms(returned[place].gradient_bytes or 0)
+                    senders[place].append(sender)
+        for place, message in enumerate(returned):
+            for one, other in pairwise((*senders[place], self._backward[message.maker])):
+                self._edge(one, other)
+
+    def _backward_of(self, number: int) -> int:
+        piece = self.pieces.pieces[number]
+        node = self._node(number, f"{piece.name} backward", piece.backward_s or 0.0, is_backward=True)
+        self._backward[number] = node
+        self._edge(self._forward[number], node)
+        return node
+
+    def _gradient(self, number: int, backward: int, maker: int) -> int:
+        """A node for one of several gradients that a piece sends."""
+        piece, of = self.pieces.pieces[number], self.pieces.pieces[maker]
+        node = self._node(number, f"{piece.name} backward, gradient of {of.name}", 0.0, is_backward=True)
+        self._edge(backward, node)
+        return node
+
+    def _returns(self, message: Message) -> bool:
+        """Whether a gradient of it comes back."""
+        is_wanted = message.gradient_bytes is not None and self._learns(message.maker)
+        return is_wanted and any(map(self._learns, message.users))
+
+    def _learns(self, number: int) -> bool:
+        return self.pieces.pieces[number].backward_s is not None
+
+    def _node(
+        self, number: int, name: str, seconds: float, *, size_bytes: float = 0.0, is_backward: bool = False
+    ) -> int:
+        piece = self.pieces.pieces[number]
+        node = Node(
+            len(self.nodes),
+            accelerator_time=seconds * MS / self.fleet.accelerator_speed,
+            cpu_time=seconds * MS / self.fleet.cpu_speed,
+            size_bytes=size_bytes,
+            is_backward=is_backward,
+            colour=piece.colour,
+            layer=piece.unit,
+            name=name,
+        )
+        self.nodes.append(node)
+        self.piece_of.append(number)
+        return node.id
+
+    def _edge(self, source: int, target: int) -> None:
+        self.edges.append(Edge(source, target, self._cost.get(source, 0.0)))

@@ -1,0 +1,168 @@
+"""From a placement of a model back to a `Plan` that the engine runs, where it is a chain of stages.
+
+A plan cuts between units and gives each device one stretch of them. A placement of operators that cuts inside
+units can be rounded to their borders, which changes its value.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from bireme.errors import BiremeError
+from bireme.placement.contraction import Weightless, items_of
+from bireme.placement.found import fits, loads_of, value_of
+from bireme.placement.latency.latency import latency_of
+from bireme.placement.of_model.from_model import ModelWorkload
+from bireme.placement.placement import Placement
+from bireme.placement.workload import Node, Objective
+from bireme.plan.plan import Plan
+from bireme.plan.search.shapes import PARTS
+
+__all__ = ["PlacedPlan", "plan_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPlan:
+    """A plan, the device of each node under it, and what the objective comes to now and came to before."""
+
+    plan: Plan
+    devices: tuple[int, ...]
+    value: float
+    value_before: float
+
+    @property
+    def note(self) -> str:
+        """What rounding to the borders of units has changed, as a sentence; empty where nothing."""
+        if self.value == self.value_before:
+            return ""
+        change = 100 * (self.value / self.value_before - 1) if self.value_before else float("inf")
+        return (
+            f"Cuts were moved to the nearest borders of units; the value is {self.value:.6g} ms in place of "
+            f"{self.value_before:.6g} ms ({change:+.1f} %)."
+        )
+
+
+def plan_of(
+    model: ModelWorkload,
+    placement: Placement,
+    *,
+    num_microbatches: int,
+    schedule: str = "2bw",
+    snapped: bool = False,
+) -> PlacedPlan:
+    """The plan that runs each unit where the placement has it, stages in the order of the chain.
+
+    A placement that is no chain of stages at the borders of units is refused, unless it may be `snapped`.
+    Then the devices stand in the order of what they run, each cut goes to the nearest border in time, and who
+    is left without a unit is not used. Units that a colour binds together stay so.
+    """
+    if len(placement.devices) != len(model.workload.nodes):
+        raise BiremeError(
+            f"The placement has devices for {len(placement.devices)} nodes, and the model's workload has "
+            f"{len(model.workload.nodes)}. It was made for another workload."
+        )
+    if schedule in PARTS:
+        raise BiremeError(
+            f"{schedule} gives each device several stages, and a placement gives it one stretch of the "
+            "model. Use another schedule, such as 1f1b or 2bw."
+        )
+    problem = _out_of_line(model, placement.devices)
+    devices, value = placement.devices, placement.value
+    if problem and not snapped:
+        raise BiremeError(problem)
+    if problem:
+        devices = _snapped(model, placement.devices)
+        value = _value(model, devices, placement.objective)
+    device_of = dict(zip(model.units, devices, strict=True))
+    stages = [unit for unit in sorted(device_of) if device_of[unit] != device_of.get(unit - 1)]
+    plan = Plan(
+        cuts=tuple(stages[1:]),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        micro_batch_sizes=(model.micro_batch,),
+        devices=tuple((model.device_names[device_of[unit]],) for unit in stages),
+    )
+    return PlacedPlan(plan, devices, value, placement.value)
+
+
+def _out_of_line(model: ModelWorkload, devices: Sequence[int]) -> str:
+    """The sentence about the first operator that no chain of stages has where the placement has it."""
+    nodes = model.workload.nodes
+    left: set[int] = set()
+    unit = device = -1
+    for place in sorted(range(len(nodes)), key=lambda p: (model.units[p], nodes[p].is_backward, p)):
+        there = devices[place]
+        if model.units[place] == unit and there != device:
+            return (
+                f"{_operator(model, nodes[place], place)} is on {model.device_names[there]}, and what comes "
+                f"before it in its unit is on {model.device_names[device]}, but a plan cuts only between "
+                "units. Place units in place of operators, or have the cuts moved to the borders of units."
+            )
+        if there in left:
+            return (
+                f"{_operator(model, nodes[place], place)} is on {model.device_names[there]}, as are earlier "
+                f"units, but those right before it are on {model.device_names[device]}; in a plan a device "
+                "runs one stretch of the chain. Ask for a contiguous placement of units, or have the cuts "
+                "moved to the borders of units."
+            )
+        if there != device and device >= 0:
+            left.add(device)
+        unit, device = model.units[place], there
+    return ""
+
+
+def _operator(model: ModelWorkload, node: Node, place: int) -> str:
+    unit = model.units[place]
+    return f"N{str(node)[1:]} of unit {unit} ({model.unit_names[unit]})"
+
+
+def _snapped(model: ModelWorkload, devices: Sequence[int]) -> tuple[int, ...]:
+    """The device of each node when every cut is moved to the nearest border of units."""
+    nodes = model.workload.nodes
+    time_of_device: dict[int, float] = defaultdict(float)
+    places: dict[int, list[int]] = defaultdict(list)
+    time_of_unit = [0.0] * len(model.unit_names)
+    for place, (node, device) in enumerate(zip(nodes, devices, strict=True)):
+        time_of_device[device] += node.accelerator_time
+        time_of_unit[model.units[place]] += node.accelerator_time
+        if not node.is_backward:
+            places[device].append(place)
+    line = sorted(places, key=lambda device: (sum(places[device]) / len(places[device]), device))
+    through = list(accumulate(time_of_unit, initial=0.0))
+    borders = _borders(model)
+    device_of_unit: list[int] = []
+    done = 0.0
+    for device in line:
+        done += time_of_device[device]
+        border = min(borders, key=lambda unit: abs(through[unit] - done))
+        device_of_unit += [device] * (border - len(device_of_unit))
+    device_of_unit += [line[-1]] * (len(time_of_unit) - len(device_of_unit))
+    return tuple(device_of_unit[unit] for unit in model.units)
+
+
+def _borders(model: ModelWorkload) -> list[int]:
+    """The units that a stage may begin with, and the end: not those between units of one colour."""
+    first: dict[int, int] = {}
+    inside: set[int] = set()
+    for unit, node in sorted(zip(model.units, model.workload.nodes, strict=True), key=lambda pair: pair[0]):
+        if node.colour is not None:
+            inside.update(range(first.setdefault(node.colour, unit) + 1, unit + 1))
+    return [unit for unit in range(len(model.unit_names) + 1) if unit not in inside]
+
+
+def _value(model: ModelWorkload, devices: Sequence[int], objective: Objective) -> float:
+    """What the objective comes to with these devices, which are the same for all nodes of a colour."""
+    if objective is Objective.LATENCY:
+        report = latency_of(model.workload, devices)
+        if report.reason is not None:
+            raise BiremeError(f"{report.reason} That is with the cuts moved to the borders of units.")
+        return report.latency
+    items = items_of(model.workload, contiguous=False, weightless=Weightless.STAY)
+    where = [devices[members[0]] for members in items.members]
+    if not fits(items, where):
+        raise BiremeError(
+            "With the cuts moved to the borders of units a device has more than it can hold. Place units in "
+            "place of operators."
+        )
+    return value_of(loads_of(items, where), objective)

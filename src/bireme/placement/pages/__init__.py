@@ -1,0 +1,1 @@
+"""What is found, as a document, a table and a picture."""

@@ -1,0 +1,155 @@
+"""A placement for people: a row for each device, what is proven, and what may bring more."""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from bireme.placement.check import Verdict, Work, work_of
+from bireme.placement.placement import Placement
+from bireme.placement.workload import Objective, Workload, device_names
+from bireme.report.units import bytes_text, seconds_text
+
+__all__ = ["advice_on", "is_proven", "number_text", "print_placement", "print_verdict"]
+
+NO_GAP = 1e-6
+"""A gap below this is the rounding of sums."""
+
+LEAST_SHOWN = 5e-5
+"""A smaller gap would look like none, in percent."""
+
+BAR = 10
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+MEANINGS = {
+    Objective.THROUGHPUT: "a sample, at the pace of the busiest device",
+    Objective.TRAINING: "a sample, forward and backward, at the pace of the busiest device",
+    Objective.FLUSH: "the largest forward load and the largest backward load",
+    Objective.LATENCY: "until one sample is through",
+}
+
+LIMITED = ("auto", "dp", "dpl", "milp", "anneal")
+"""The methods that more seconds can help."""
+
+
+def number_text(number: float) -> str:
+    """A time without a unit, to four or five digits."""
+    return f"{number:,.0f}" if 10_000 <= number < 1e9 else f"{number:.4g}"
+
+
+def is_proven(placement: Placement) -> bool:
+    """Whether no placement of the kind asked for is better."""
+    return placement.gap < NO_GAP
+
+
+def advice_on(placement: Placement) -> str | None:
+    """What to try where a better placement may be left; None where none can be."""
+    if is_proven(placement):
+        return None
+    words = []
+    if placement.method in LIMITED:
+        words.append("a longer --time-limit")
+    if placement.method not in ("auto", "milp"):
+        words.append("--method milp (it proves a bound)")
+    is_dp_left = placement.method != "dp" and not placement.has_too_many_ideals
+    if placement.contiguous and is_dp_left and placement.objective is not Objective.LATENCY:
+        words.append("--method dp (exact, for graphs of few ideals)")
+    if placement.objective is Objective.LATENCY:
+        words.append("more --pieces")
+    return f"A better one may be left. To try: {', '.join(words)}."
+
+
+def print_placement(workload: Workload, placement: Placement, seconds: float, console: Console) -> None:
+    """The devices, and the value with what is known of it."""
+    works = work_of(workload, placement.devices, placement.pieces)
+    console.print(_devices(workload, works, placement.loads, placement.pieces, placement.devices))
+    console.print()
+    _say(console, f"[bold]{placement.value:.6g}[/bold] {MEANINGS[placement.objective]}.")
+    ideals = "" if placement.num_ideals is None else f", {placement.num_ideals:,} ideals"
+    _say(console, f"{_proof(placement)} Found by {placement.method} in {seconds_text(seconds)}{ideals}.")
+    advice = advice_on(placement)
+    for note in (*placement.notes, *([] if advice is None else [advice])):
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def print_verdict(
+    workload: Workload,
+    devices: Sequence[int],
+    pieces: Sequence[int],
+    objective: Objective,
+    verdict: Verdict,
+    console: Console,
+) -> None:
+    """The devices as the checker counts them, and every broken rule."""
+    if verdict.loads:
+        console.print(_devices(workload, work_of(workload, devices, pieces), verdict.loads, pieces, devices))
+        console.print()
+    if math.isfinite(verdict.value):
+        _say(console, f"[bold]{verdict.value:.6g}[/bold] {MEANINGS[objective]}.")
+    line = "stand in a line" if verdict.ordered else "do not stand in a line"
+    _say(console, f"{'Contiguous' if verdict.contiguous else 'Not contiguous'}; the devices {line}.")
+    for problem in verdict.problems:
+        console.print(problem, style="red", markup=False, highlight=False)
+    if verdict.valid:
+        _say(console, "[green]Every rule is kept.[/green]")
+
+
+def _proof(placement: Placement) -> str:
+    if is_proven(placement):
+        return "Proven optimal."
+    if placement.lower_bound <= 0:
+        return "No bound is known."
+    gap = f"{placement.gap:.2%}" if placement.gap > LEAST_SHOWN else f"{placement.gap:.0e}"
+    return f"No placement is below {placement.lower_bound:.6g}: a gap of {gap}."
+
+
+def _devices(
+    workload: Workload,
+    works: Sequence[Work],
+    loads: Sequence[float],
+    pieces: Sequence[int],
+    devices: Sequence[int],
+) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    headings = ["device", "nodes", *(["pieces"] if pieces else []), "compute", "moved"]
+    headings += ["done at" if pieces else "load", "", "memory", "of limit"]
+    for heading in headings:
+        is_text = heading in ("device", "")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    most = max(loads)
+    for number, name in enumerate(device_names(workload)):
+        work = works[number]
+        on_accelerator = number < workload.num_accelerators
+        num_pieces = len(
+            {p for p, device in zip(pieces, devices, strict=True) if device == number} if pieces else ()
+        )
+        table.add_row(
+            name,
+            f"{work.num_nodes:,}",
+            *([str(num_pieces) if on_accelerator and num_pieces else ""] if pieces else []),
+            number_text(sum(work.compute)),
+            number_text(sum(work.moved)) if on_accelerator else "",
+            number_text(loads[number]),
+            _bar(loads[number] / most if most else 0.0),
+            bytes_text(work.size_bytes),
+            _share(work.size_bytes, workload.accelerator_bytes) if on_accelerator else "",
+            style="bold" if loads[number] == most else None,
+        )
+    return table
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * BAR * 8)
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def _share(size_bytes: float, limit_bytes: float) -> str:
+    if not limit_bytes:
+        return "" if size_bytes else "0%"
+    share = size_bytes / limit_bytes
+    return "<0.1%" if 0 < share < 0.001 else f"{share:.1%}"
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, highlight=False, style=style)
