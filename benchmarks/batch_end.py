@@ -7,13 +7,13 @@ Timed are its REDUCE, TRIAL and UPDATE: from the last backward to the weights of
 norm of the gradients, and clipping where that is asked for. The peer is torch's AdamW, one foreach step (two
 under 2bw-fresh, which makes two) and `clip_grad_norm_`. Both go batch by batch in turns, on one thread.
 
-Bytes are counted in a run of their own: all storages that live between the last backward and the next
-forward, but for those of inputs. Beside them is what the banks themselves say that they keep.
+Bytes are counted in a run of their own: all storages that live in those instructions, but for inputs and what
+forwards keep for their backwards. Beside them is what the banks themselves say that they keep.
 """
 
 import gc
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from time import perf_counter
@@ -147,23 +147,38 @@ class Peer:
 class Count:
     """Follows the storages that live in the ends of batches, from the first one's backward on."""
 
-    before: list[Tensor] = field(default_factory=lambda: list(live_tensors()))
+    before: list[Tensor] = field(default_factory=lambda: [*live_tensors()])
     """Held, so that their storages stay what they are: nobody gets them again."""
     others: set[int] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
+    """The storages that lived when the last forward began."""
+    after_forward: bool = False
+    is_first: bool = True
     trace: StorageTrace | None = None
     peak_bytes: int = 0
 
     def __call__(self, step: Instruction) -> None:
         self.pause()
+        if self.after_forward:
+            # Under rules that delay updates the next batch's forward may be done before this batch's end.
+            self.leave_out(tensor for tensor in live_tensors() if storage_of(tensor) not in self.known)
+        self.after_forward = step.kind is Kind.FORWARD
+        if self.after_forward:
+            self.known = {storage_of(tensor) for tensor in live_tensors()}
         if step.kind not in ENDS:
             return
-        if not self.others:
+        if self.is_first:
+            self.is_first = False
             # What a backward begins with is made once and kept; an optimiser's numbers do not exist yet.
-            self.before += [tensor for tensor in live_tensors() if tensor.ndim == 0]
-            self.others = {storage_of(tensor) for tensor in self.before}
+            self.leave_out([*self.before, *(tensor for tensor in live_tensors() if tensor.ndim == 0)])
         self.trace = StorageTrace(device="cpu")
         self.trace.adopt((one for one in live_tensors() if storage_of(one) not in self.others), WHOSE)
         self.trace.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        new = list(tensors)
+        self.before += new
+        self.others |= {storage_of(tensor) for tensor in new}
 
     def pause(self) -> None:
         if self.trace is not None:

@@ -16,7 +16,8 @@ Bytes for each trainable parameter, with Adam, which also counts its steps in 4 
 W is the newest weights where they are kept apart from the banks: as float32 master weights of bfloat16 banks,
 and under the FRESH rule, whose banks hold trial versions. There is a gradient for each batch whose gradients
 are under way on the stage at once, and under the FRESH rule with replicas one more, for their sum. Trial
-steps take the copies of one chunk besides.
+steps take the copies of one chunk besides, and the norm of the gradients 20 bytes for each 2^18 elements of a
+parameter.
 """
 
 from collections.abc import Collection, Mapping
@@ -33,7 +34,7 @@ from bireme.runtime.shelf_weights import ShelfWeights, copy_by_name
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.rule import Rule
-from bireme.sync.norm import are_finite
+from bireme.sync.norm import are_finite, norm_workspace_bytes
 
 __all__ = ["BankInUse", "BankMemory", "DeadVersion", "WeightBanks"]
 
@@ -64,7 +65,7 @@ class BankMemory:
     """What training a stage keeps besides activations and buffers.
 
     `apart` is W where it is kept apart from the banks, `gradient` the sums of gradients, `workspace` the
-    copies that trial steps are made with.
+    copies that trial steps are made with and what the norm of the gradients takes.
     """
 
     banks_bytes: int
@@ -310,13 +311,15 @@ class WeightBanks:
 
     def memory(self) -> BankMemory:
         """What all this takes now; an optimiser takes its share at its first step."""
+        slots = [slot for shelf in self._stepper.shelves for _, slot in shelf.slots.items()]
+        norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         return BankMemory(
             banks_bytes=sum(bank.num_bytes for store in self._stores for bank in store.banks),
             frozen_bytes=sum(tensor.nbytes for tensor in self._frozen.values()),
             apart_bytes=sum(store.apart.num_bytes for store in self._stores if store.apart is not None),
             optimizer_bytes=self._stepper.state_bytes(),
             gradient_bytes=self.gradients.num_bytes,
-            workspace_bytes=self._trials.num_bytes,
+            workspace_bytes=self._trials.num_bytes + norm_bytes,
         )
 
     def _copy_apart_into(self, bank: int) -> None:

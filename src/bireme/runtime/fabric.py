@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.meeting import meet
 from bireme.runtime.nccl_transport import NcclTransport
@@ -22,6 +23,10 @@ from bireme.schedule.instruction import Message
 from bireme.sync.group import DistGroup, LonelyGroup, MessageGroup, OwnedGroup, Sums
 
 __all__ = ["DistFabric", "Fabric", "LonelyFabric", "PipelineFabric", "fabric_of"]
+
+AWAKE_S = 0.5e-3
+"""How long a rank with cores of its own stays awake when it waits for a message. Where processors sleep
+deeply, as virtual ones do, waking up takes longer than most messages between two ranks of one machine."""
 
 
 def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.device) -> "Fabric":
@@ -115,7 +120,9 @@ class DistFabric:
                 neighbours=neighbours,
                 timeout_s=world.timeout_s,
             )
-            transport = SocketTransport(lines, timeout_s=world.timeout_s)
+            has_own_cores = world.num_local * torch.get_num_threads() <= num_cores()
+            awake_s = AWAKE_S if has_own_cores else 0.0
+            transport = SocketTransport(lines, timeout_s=world.timeout_s, awake_s=awake_s)
         world.watch.abort_on_failure(transport)
         return transport
 

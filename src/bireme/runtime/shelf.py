@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bireme.memory.slots import Slots
 
-__all__ = ["Shelf", "shelves_of"]
+__all__ = ["ALIGNED_ELEMENTS", "Shelf", "shelves_of"]
 
 ALIGNED_ELEMENTS = 16
 """Parameters of other lengths lie last, so that kernels find the beginnings of all others aligned."""

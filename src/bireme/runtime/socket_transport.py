@@ -58,8 +58,10 @@ class SocketTransport:
 
     is_host = True
 
-    def __init__(self, lines: Mapping[int, Lines], *, timeout_s: float) -> None:
+    def __init__(self, lines: Mapping[int, Lines], *, timeout_s: float, awake_s: float = 0.0) -> None:
+        """Every wait stays awake for `awake_s` before it sleeps."""
         self.timeout_s = timeout_s
+        self._awake_s = awake_s
         self._failure: Exception | None = None
         self._lines = {peer: Line(peer, pair.small) for peer, pair in lines.items()}
         self._bell, self._rung = socket.socketpair()
@@ -163,13 +165,24 @@ class SocketTransport:
                 else:
                     self._poller.unregister(number)
                 line.polled_events = events
-        for number, _event in self._poller.poll(seconds * 1000):
+        for number, _event in self._events(seconds):
             line_or_bell = self._by_number.get(number)
             if line_or_bell is not None:
                 self._move(line_or_bell)
             else:
                 with suppress(BlockingIOError):
                     self._rung.recv(RINGS)
+
+    def _events(self, seconds: float) -> list[tuple[int, int]]:
+        """What has happened on the sockets, as soon as there is something, and after these seconds at the
+        latest.
+        """
+        if self._awake_s:
+            ends_s = time.monotonic() + min(self._awake_s, seconds)
+            while time.monotonic() < ends_s:
+                if events := self._poller.poll(0):
+                    return events
+        return self._poller.poll(seconds * 1000)
 
     def _ring(self) -> None:
         """Wake up whoever sleeps in `poll`; from any thread."""

@@ -4,13 +4,14 @@ Stand-ins are stepped with copies of the state, a chunk at a time, so the copies
 processor's cache; they lie in the same memory at every trial.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from bireme.runtime.shelf import ALIGNED_ELEMENTS
 from bireme.runtime.stepper import Home, Stepped, Stepper
 
 __all__ = ["Trials"]
@@ -52,7 +53,6 @@ class Trials:
         """
         with self._stepper.unchanged_groups():
             for chunk in _chunks(self._stepper):
-                self._workspace.clear()
                 self._try(chunk, source, target, gradients, lr_factor, factor)
 
     @property
@@ -69,48 +69,48 @@ class Trials:
         lr_factor: float,
         factor: float,
     ) -> None:
-        copies: list[Tensor] = []
-        originals: list[Tensor] = []
-
-        def copied(original: Tensor, dtype: torch.dtype) -> Tensor:
-            copy = self._workspace.take(original, dtype)
-            copies.append(copy)
-            originals.append(original)
-            return copy
-
+        tried = [piece for piece in chunk if piece.home.name in gradients]
+        copies = iter(self._workspace.copies_of(self._to_copy(tried, source, target, gradients)))
         stand_ins: list[Stepped] = []
-        written: list[tuple[Tensor, Tensor]] = []
         for piece in chunk:
-            name, shape = piece.home.name, piece.home.shape
+            name = piece.home.name
             start, goal = piece.of(source[name]), piece.of(target[name].detach())
-            if goal.dtype == start.dtype:
-                copies.append(goal)
-                originals.append(start)
-                tensor = goal
-            elif name in gradients:
-                tensor = copied(start, start.dtype)
-                written.append((goal, tensor))
-            else:
-                written.append((goal, start))
-            if name not in gradients:
-                continue
+            if name not in gradients or goal.dtype == start.dtype:
+                goal.copy_(start)
+        for piece in tried:
+            name = piece.home.name
+            goal = piece.of(target[name].detach())
+            tensor = goal if goal.dtype == source[name].dtype else next(copies)
+            gradient = next(copies)
             state = {
-                key: value
-                if not isinstance(value, Tensor)
-                else copied(piece.of(value), value.dtype)
-                if value.ndim and value.shape == shape
-                else value.clone()
+                key: next(copies) if isinstance(value, Tensor) else value
                 for key, value in self._stepper.state(name).items()
             }
-            gradient = copied(piece.of(gradients[name]), start.dtype)
             stand_ins.append(Stepped(piece.home, tensor, gradient, state))
-        if copies:
-            torch._foreach_copy_(copies, originals)
         if factor != 1.0 and stand_ins:
             torch._foreach_mul_([one.gradient for one in stand_ins], factor)
         self._stepper.run(stand_ins, lr_factor)
-        for goal, tensor in written:
-            goal.copy_(tensor)
+        for piece, one in zip(tried, stand_ins, strict=True):
+            goal = piece.of(target[piece.home.name].detach())
+            if goal.dtype != one.tensor.dtype:
+                goal.copy_(one.tensor)
+
+    def _to_copy(
+        self, tried: Iterable[_Piece], source: Tensors, target: Tensors, gradients: Tensors
+    ) -> Iterator[tuple[Tensor, torch.dtype]]:
+        """What a trial must not change, each with the dtype that it is to be copied in: for each piece the
+        weights, if the target cannot take their place, the gradient, and the state.
+        """
+        for piece in tried:
+            name = piece.home.name
+            weights = source[name]
+            if target[name].dtype != weights.dtype:
+                yield piece.of(weights), weights.dtype
+            yield piece.of(gradients[name]), weights.dtype
+            for value in self._stepper.state(name).values():
+                if isinstance(value, Tensor):
+                    is_of_each_element = value.ndim > 0 and value.shape == piece.home.shape
+                    yield piece.of(value) if is_of_each_element else value, value.dtype
 
 
 class _Workspace:
@@ -118,29 +118,33 @@ class _Workspace:
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._used: dict[tuple[torch.dtype, torch.device], int] = {}
 
     @property
     def num_bytes(self) -> int:
         return sum(flat.nbytes for flat in self._flat.values())
 
-    def clear(self) -> None:
-        """Everything taken is given back; what did not fit will fit from now on."""
-        for kind, used in self._used.items():
-            flat = self._flat.get(kind)
-            if flat is None or flat.numel() < used:
-                self._flat[kind] = torch.empty(used, dtype=kind[0], device=kind[1])
-            self._used[kind] = 0
-
-    def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for a tensor of this shape; apart from the rest where that is too short for it."""
-        kind = dtype, like.device
-        begin = self._used.get(kind, 0)
-        end = self._used[kind] = begin + like.numel()
-        flat = self._flat.get(kind)
-        if flat is None or flat.numel() < end:
-            return torch.empty(like.shape, dtype=dtype, device=like.device)
-        return flat[begin:end].view(like.shape)
+    def copies_of(self, originals: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
+        """Copies in the given dtypes; they last until the next call."""
+        wanted = list(originals)
+        needed: dict[tuple[torch.dtype, torch.device], int] = {}
+        begins: list[int] = []
+        for tensor, dtype in wanted:
+            kind = dtype, tensor.device
+            begins.append(needed.get(kind, 0))
+            needed[kind] = begins[-1] + -(-tensor.numel() // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+        for (dtype, device), num_elements in needed.items():
+            flat = self._flat.pop((dtype, device), None)
+            if flat is None or flat.numel() < num_elements:
+                del flat  # before there is more, so that never both are there
+                flat = torch.empty(num_elements, dtype=dtype, device=device)
+            self._flat[dtype, device] = flat
+        copies = [
+            self._flat[dtype, tensor.device][begin : begin + tensor.numel()].view(tensor.shape)
+            for (tensor, dtype), begin in zip(wanted, begins, strict=True)
+        ]
+        if copies:
+            torch._foreach_copy_(copies, [tensor for tensor, _ in wanted])
+        return copies
 
 
 def _chunks(stepper: Stepper) -> Iterator[list[_Piece]]:

@@ -69,6 +69,8 @@ class World:
         self.backend = backend
         self._kind = device or (ACCELERATOR if backend == "nccl" else "cpu")
         self._local_rank = local_rank
+        self.num_local = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
+        """How many of the ranks are on this machine, as far as who started them says so; else all."""
         self.device = device_of_process(self._kind if self._kind in KINDS else "cpu", local_rank)
         self.store = PrefixStore("shared", store)
         self._group_store = PrefixStore("group", store)

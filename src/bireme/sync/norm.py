@@ -1,14 +1,17 @@
 """Norms of many tensors in a few calls, with one look at the device."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["are_finite", "squared_norm"]
+__all__ = ["are_finite", "norm_workspace_bytes", "squared_norm"]
 
 PIECE_ELEMENTS = 2**18
+
+BYTES_OF_A_PIECE = 4 + 8 + 8
+"""What one piece's norm takes until all are added up: in float32, in float64, and among the others."""
 
 
 def squared_norm(tensors: Collection[Tensor]) -> float:
@@ -26,6 +29,11 @@ def squared_norm(tensors: Collection[Tensor]) -> float:
 def are_finite(tensors: Collection[Tensor]) -> bool:
     """Whether no element is infinite or NaN."""
     return math.isfinite(squared_norm(tensors))
+
+
+def norm_workspace_bytes(num_elements: Iterable[int]) -> int:
+    """What the norm of float32 tensors of these lengths takes while it is computed."""
+    return BYTES_OF_A_PIECE * sum(max(-(-one // PIECE_ELEMENTS), 1) for one in num_elements)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
