@@ -40,17 +40,14 @@ def test_every_benchmark_has_the_options_of_all(
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_a_benchmark_needs_nothing_that_only_tests_have(path: Path) -> None:
-    """One imported the tests' helpers, and so ran as a module from the root alone.
-
-    `gpu.py` finds its parts itself, for it runs before anything is installed.
-    """
+    """One imported the tests' helpers, and so ran as a module from the root alone."""
     roots = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             roots |= {name.name.partition(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom):
-            roots.add((node.module or "").removeprefix("benchmarks.on_gpu").partition(".")[0])
-    assert not roots & {"tests", "benchmarks", "pytest", "hypothesis"}
+            roots.add((node.module or "").partition(".")[0])
+    assert not roots & {"tests", "pytest", "hypothesis"}
 
 
 def test_all_of_them_are_in_the_makefile_and_in_the_documents() -> None:

@@ -10,8 +10,9 @@ from bireme.plan.program_plan import ProgramPlan, even_cuts
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
-from bireme.schedule.program import Program
-from bireme.schedule.source import source_of
+from bireme.schedule.instruction import Kind
+from bireme.schedule.program import Program, Track
+from bireme.schedule.source import source_like, source_of
 from bireme.schedule.torch_csv import parse, to_csv
 from tests.support.engine_parity import Setting, assert_equal, oracle, train_on_threads
 from tests.support.regression import WIDTH, regression
@@ -93,6 +94,18 @@ def test_the_engine_says_what_it_does_not_run() -> None:
     with pytest.raises(BiremeError, match="each training is of just as many, and there are more"):
         list(pipeline.train(data))
     pipeline.close()
+
+
+def test_stages_of_a_rank_end_their_batches_together() -> None:
+    """A batch's norm and its verdict are of all stages of a rank, so none may run ahead with updates."""
+    sound = generate("2bw", num_stages=2, num_microbatches=2, num_batches=3, stages_per_rank=2)
+    (track,) = sound.tracks
+    late = [step for step in track if step.kind is Kind.UPDATE and step.stage == 1]
+    order = (*(step for step in track if step not in late), *late)
+    program = replace(sound, tracks=(Track(order, (), 0, (), track.versions_per_batch),))
+    source = source_like(program, lambda _num_batches, _first: program, num_batches=3)
+    with pytest.raises(BiremeError, match=r"updates stage 0 from batch 1 before stage 1, .* from batch 0"):
+        Pipeline(regression().graph, ProgramPlan(source), weights=regression().given, optimizer="sgd")
 
 
 def test_stages_without_cuts_get_equal_shares_of_the_arithmetic() -> None:

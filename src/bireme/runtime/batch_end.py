@@ -114,11 +114,6 @@ class Batches:
         """A batch; it begins when it is first asked for."""
         return self._ends.setdefault(batch, BatchEnd())
 
-    @property
-    def first(self) -> int:
-        """The first batch that is under way."""
-        return min(self._ends)
-
     def part(self, batch: int, stage: int, pool: GradientPool) -> StagePart:
         """A stage's part of a batch; it begins when it is first asked for."""
         parts = self[batch].parts

@@ -131,6 +131,8 @@ class Pipeline:
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self.cutter = self._make_cutter(seed)
         """What this rank takes of each batch."""
+        evaluation_stages = made_of.evaluation and assembly.evaluation_stages(made_of.evaluation, self.stages)
+        # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device)
@@ -139,13 +141,9 @@ class Pipeline:
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
         self._evaluator: Evaluator | None = None
-        if made_of.evaluation is not None:
+        if evaluation_stages is not None:
             self._evaluator = Evaluator(
-                assembly.evaluation_stages(made_of.evaluation, self.stages),
-                self.layout,
-                self._interpreter,
-                self._spare,
-                self.cutter,
+                evaluation_stages, self.layout, self._interpreter, self._spare, self.cutter
             )
         self._is_running = False
         self._failure: Exception | None = None

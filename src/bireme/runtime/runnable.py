@@ -8,9 +8,10 @@ from bireme.model.units import Unit
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
+from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
-from bireme.schedule.source import source_of
+from bireme.schedule.source import ProgramSource, source_of
 
 __all__ = ["AnyPlan", "runnable", "unhurried", "work_of"]
 
@@ -34,7 +35,27 @@ def runnable(plan: AnyPlan) -> ProgramPlan:
             "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
             "simulate` shows both."
         )
+    _check_updates(asked.source)
     return asked
+
+
+def _check_updates(source: ProgramSource) -> None:
+    """A batch ends on a rank for all its stages at once: its norm and its verdict are of all of them."""
+    program = source.settled()
+    for rank, track in enumerate(program.tracks):
+        newest = dict.fromkeys(source.stages_of(rank), program.first_batch - 1)
+        for step in track:
+            if step.kind is not Kind.UPDATE:
+                continue
+            newest[step.stage] = step.batch
+            last = min(newest, key=newest.__getitem__)
+            if step.batch > newest[last] + 1:
+                raise BiremeError(
+                    f"{source.name} updates stage {step.stage} from batch {step.batch} before stage {last}, "
+                    f"which is on the same rank, is updated from batch {newest[last] + 1}. The engine ends a "
+                    "batch on all stages of a rank before it ends the next one on any. Change the order of "
+                    "these updates."
+                )
 
 
 def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:

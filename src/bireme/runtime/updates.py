@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from bireme.errors import BiremeError
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
@@ -102,12 +101,6 @@ class Updates:
     def update(self, step: Instruction) -> None:
         """Make a stage's next weights from a batch's whole gradient, which must have been waited for."""
         assert step.version is not None
-        if step.batch != self._batches.first:
-            raise BiremeError(
-                f"The program updates stage {step.stage} from batch {step.batch}, and another stage of its "
-                f"rank is not yet updated from batch {self._batches.first}. Let each rank update all its "
-                "stages from one batch before it updates any from the next."
-            )
         end = self._batches[step.batch]
         reduced = end.reduced
         assert reduced is not None, "the interpreter waits first"

@@ -56,7 +56,7 @@ class ProgramSource:
     @property
     def gradient_sets(self) -> tuple[int, ...]:
         """For each stage, how many batches' gradients it keeps at once."""
-        return gradient_sets(self.program(self.num_batches or max(self.least, SETTLED)))
+        return gradient_sets(self.settled())
 
     @property
     def read_ahead(self) -> int:
@@ -66,6 +66,10 @@ class ProgramSource:
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank does in a window of batches."""
         return self.window(num_batches, first_batch)
+
+    def settled(self) -> Program:
+        """A window that shows all that longer ones do."""
+        return self.program(self.num_batches or max(self.least, SETTLED))
 
     @property
     def num_stages(self) -> int:
