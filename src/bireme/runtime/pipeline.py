@@ -131,7 +131,8 @@ class Pipeline:
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
         self.cutter = self._make_cutter(seed)
         """What this rank takes of each batch."""
-        evaluation_stages = made_of.evaluation and assembly.evaluation_stages(made_of.evaluation, self.stages)
+        evaluation = made_of.evaluation
+        forwards = assembly.evaluation_stages(evaluation, self.stages) if evaluation is not None else None
         # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._fabric = fabric
@@ -141,10 +142,8 @@ class Pipeline:
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
         self._evaluator: Evaluator | None = None
-        if evaluation_stages is not None:
-            self._evaluator = Evaluator(
-                evaluation_stages, self.layout, self._interpreter, self._spare, self.cutter
-            )
+        if forwards is not None:
+            self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
         self._is_running = False
         self._failure: Exception | None = None
         self.recording: Recording | None = None
