@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.runtime import meeting
 from bireme.runtime.fabric import neighbours_of
 from bireme.runtime.header import header_of
-from bireme.runtime.meeting import meet
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, ordinary_bytes
 from bireme.runtime.socket_sums import SocketSums
@@ -286,8 +286,12 @@ def test_what_is_no_message_of_ours_is_told(both: list[SocketTransport]) -> None
         Receive(both[1], key(0), 0, LARGE_BYTES).wait()
 
 
-def test_ranks_meet_through_the_store_and_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_ranks_meet_through_the_store_and_strangers_stay_outside(
+    monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
     monkeypatch.setenv("BIREME_ADDRESS", "127.0.0.1")
+    monkeypatch.setattr(meeting, "HAS_ABSTRACT_NAMES", is_local and meeting.HAS_ABSTRACT_NAMES)
     store = open_store("127.0.0.1", 0, serve=True, timeout_s=20)
     rank_of_stage = (0, 1, 2, 0)
 
@@ -303,7 +307,9 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(monkeypatch: py
             for _ in range(3):
                 silent.enter_context(socket.create_connection(("127.0.0.1", port)))
         neighbours = neighbours_of(rank, rank_of_stage)
-        lines = meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbours=neighbours, timeout_s=20)
+        lines = meeting.meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbours=neighbours, timeout_s=20)
+        families = {one.family for pair in lines.values() for one in (pair.small, pair.large)}
+        assert families == {socket.AF_UNIX if meeting.HAS_ABSTRACT_NAMES else socket.AF_INET}
         transport = SocketTransport(lines, timeout_s=20)
         waiting = [Receive(transport, Message(True, rank, 0, peer, None), peer, 8) for peer in neighbours]
         for peer in neighbours:

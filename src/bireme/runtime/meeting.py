@@ -1,13 +1,15 @@
 """How ranks find one another for sockets: each says in the store where it listens, the later rank calls.
 
-Addresses are those that the ranks reach the store from, so ranks on one machine meet on its loopback. A
-caller greets with a token that only this run knows. Whoever does not is refused, and holds up nobody.
+Addresses are those that the ranks reach the store from. Ranks of one machine meet on a Unix socket, where a
+message takes a third of the time that it takes over the loopback. A caller greets with a token that only this
+run knows. Whoever does not is refused, and holds up nobody.
 """
 
 import os
 import secrets
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
@@ -28,6 +30,9 @@ GREETING_S = 5.0
 """How long a caller may take to greet; a rank does so with its first packet."""
 LOOK_S = 0.5
 
+HAS_ABSTRACT_NAMES = sys.platform == "linux"
+"""Whether Unix sockets may have names that no file system knows, and that nobody need clean up."""
+
 
 def meet(
     store: Store,
@@ -44,21 +49,29 @@ def meet(
     """
     own_bytes = ordinary_bytes()
     with ExitStack() as undo:
-        listener = socket.create_server(("", 0), backlog=2 * len(neighbours) + 16)
-        undo.callback(listener.close)
-        token = secrets.token_bytes(TOKEN_BYTES)
-        here = f"{_address()} {listener.getsockname()[1]} {token.hex()} {own_bytes}"
+        backlog = 2 * len(neighbours) + 16
+        listeners = [socket.create_server(("", 0), backlog=backlog)]
+        undo.callback(listeners[0].close)
+        port, local, token = listeners[0].getsockname()[1], "-", secrets.token_bytes(TOKEN_BYTES)
+        if HAS_ABSTRACT_NAMES:
+            local = f"bireme-{secrets.token_hex(16)}"
+            listeners.append(_local_listener(local, backlog))
+            undo.callback(listeners[1].close)
+        own_address = _address()
+        here = f"{own_address} {port} {token.hex()} {own_bytes} {local}"
         store.set(f"{name}/{ranks[rank]}", here)
-        acceptor = _Acceptor(listener, token, {peer for peer in neighbours if peer > rank})
+        acceptor = _Acceptor(listeners, token, {peer for peer in neighbours if peer > rank})
         undo.callback(acceptor.close)
         sockets, limits = acceptor.sockets, acceptor.limits
         for peer in sorted(peer for peer in neighbours if peer < rank):
             where = f"{name}/{ranks[peer]}"
             store.wait([where], timedelta(seconds=timeout_s))
-            host, port, its_token, its_bytes = store.get(where).decode().split()
+            host, its_port, its_token, its_bytes, its_local = store.get(where).decode().split()
             limits[peer] = int(its_bytes)
             for line in (0, 1):
-                made = socket.create_connection((host, int(port)), timeout=timeout_s)
+                made = _called_locally(its_local, timeout_s) if host == own_address else None
+                if made is None:
+                    made = socket.create_connection((host, int(its_port)), timeout=timeout_s)
                 sockets[peer, line] = made
                 made.sendall(GREETING.pack(bytes.fromhex(its_token), rank, line, own_bytes))
         acceptor.wait(timeout_s)
@@ -97,17 +110,17 @@ class _Call:
 class _Acceptor:
     """Takes the calls of some ranks while strangers may call as well, and say anything or nothing."""
 
-    def __init__(self, listener: socket.socket, token: bytes, expected: set[int]) -> None:
+    def __init__(self, listeners: Collection[socket.socket], token: bytes, expected: set[int]) -> None:
         self.sockets: dict[tuple[int, int], socket.socket] = {}
         """The socket of each rank for each of its two lines."""
         self.limits: dict[int, int] = {}
         """The longest message that each rank sends over the small line."""
         self._token = token
         self._expected = expected
-        self._listener = listener
-        listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, listener)
         self._calls: list[_Call] = []
 
     def wait(self, timeout_s: float) -> None:
@@ -118,10 +131,10 @@ class _Acceptor:
             if time.monotonic() > ends_s:
                 raise PeerLost(min(absent)[0], f"it has not called within {timeout_s:g} s")
             for key, _ in self._selector.select(min(LOOK_S, timeout_s)):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
+                if isinstance(key.data, _Call):
                     self._hear(key.data)
+                else:
+                    self._accept(key.data)
             now = time.monotonic()
             for call in [one for one in self._calls if one.ends_s < now]:
                 self._refuse(call)
@@ -134,9 +147,9 @@ class _Acceptor:
         for made in self.sockets.values():
             made.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # the caller has hung up already
-            call = _Call(self._listener.accept()[0])
+            call = _Call(listener.accept()[0])
             self._calls.append(call)
             self._selector.register(call.socket, selectors.EVENT_READ, call)
 
@@ -166,6 +179,31 @@ class _Acceptor:
     def _forget(self, call: _Call) -> None:
         self._selector.unregister(call.socket)
         self._calls.remove(call)
+
+
+def _local_listener(name: str, backlog: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _called_locally(name: str, timeout_s: float) -> socket.socket | None:
+    """A connection to a rank of this machine; None where that is out of reach, as from another container."""
+    if not HAS_ABSTRACT_NAMES:
+        return None
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(timeout_s)
+    try:
+        made.connect(f"\0{name}")
+    except OSError:
+        made.close()
+        return None
+    return made
 
 
 def _address() -> str:

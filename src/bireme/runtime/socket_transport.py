@@ -1,4 +1,4 @@
-"""Messages between CPUs over TCP sockets, read and written by the rank's own thread.
+"""Messages between CPUs over sockets, read and written by the rank's own thread.
 
 A message of ordinary size lies in the kernel's buffers while it is under way, so it takes no thread to move
 it: the sender writes and goes on, the receiver reads when it needs it. That saves the wake-ups that a
@@ -46,7 +46,8 @@ class Lines:
         The large one keeps buffers that grow with what the link can do.
         """
         for one in (self.small, self.large):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if one.family != socket.AF_UNIX:
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self.small.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES)
         self.small.setblocking(False)
