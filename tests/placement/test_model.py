@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.graph import Graph

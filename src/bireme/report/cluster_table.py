@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Mesh
+from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
 from bireme.report.units import bytes_text, rate_text, seconds_text
 
