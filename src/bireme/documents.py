@@ -52,7 +52,7 @@ def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, sour
 
 
 @cache
-def _document(kind: type[Any]) -> Any:
+def _document(kind: Any) -> Any:
     return create_model("Document", __config__=STRICT, noun=(kind, ...))
 
 

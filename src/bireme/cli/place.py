@@ -162,7 +162,7 @@ def place(
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg|FILE.png", help="Draw the graph.", rich_help_panel=OUTPUT),
+        typer.Option(metavar="FILE.svg|FILE.png|FILE.dot", help="Draw the graph.", rich_help_panel=OUTPUT),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -263,14 +263,18 @@ def _method(text: str, expert: Path | None) -> "Method":
 
 def _check_files(picture: Path | None, *documents: Path | None) -> None:
     """Refuse files that could not be written, before a long search."""
+    from bireme.placement.pages.picture import FORMATS, check_renderer
+
     given = [path for path in (picture, *documents) if path is not None]
     for path in given:
-        endings = (".svg", ".png") if path is picture else (".json",)
+        endings = FORMATS if path is picture else (".json",)
         if path.suffix.lower() not in endings:
             raise BiremeError(f"{path} must end in {' or '.join(endings)}. Name such a file.")
         if path.is_dir():
             raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
         if not path.resolve().parent.is_dir():
             raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+    if picture is not None:
+        check_renderer(picture)
     if len({path.resolve() for path in given}) < len(given):
         raise BiremeError("Two of the files to write are the same one. Give each a name of its own.")

@@ -5,7 +5,7 @@ A file says a reference as `{"reference": name}` and a token as `{"token": kind,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypeAliasType
@@ -36,21 +36,24 @@ def _form(plain: Any) -> str | None:
     return "<list>" if isinstance(plain, list | tuple) else "<value>"
 
 
-Argument = TypeAliasType(
-    "Argument",
-    Annotated[
-        Annotated[bool | int | float | str | None, Tag("<value>")]
-        | Annotated[Reference, Tag("<reference>")]
-        | Annotated[Token, Tag("<token>")]
-        | Annotated[tuple["Argument", ...], Tag("<list>")],
-        Discriminator(
-            _form,
-            custom_error_type="argument",
-            custom_error_message="a value, a list, a reference or a token",
-        ),
-    ],
-)
-"""What an operator can be given."""
+if TYPE_CHECKING:
+    Argument = bool | int | float | str | Reference | Token | tuple["Argument", ...] | None
+else:
+    Argument = TypeAliasType(
+        "Argument",
+        Annotated[
+            Annotated[bool | int | float | str | None, Tag("<value>")]
+            | Annotated[Reference, Tag("<reference>")]
+            | Annotated[Token, Tag("<token>")]
+            | Annotated[tuple["Argument", ...], Tag("<list>")],
+            Discriminator(
+                _form,
+                custom_error_type="argument",
+                custom_error_message="a value, a list, a reference or a token",
+            ),
+        ],
+    )
+"""What an operator can be given; to pydantic also how a file says it."""
 
 
 def references(argument: Argument) -> Iterator[str]:

@@ -15,7 +15,7 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Mesh
 from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
-from bireme.report.units import bytes_text, rate_text, seconds_text
+from bireme.report.units import bytes_text, counted, rate_text, seconds_text
 
 __all__ = ["cluster_document", "print_cluster"]
 
@@ -56,7 +56,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     """Servers with their devices, then the links, equal ones together."""
     kinds = len(Symmetry(cluster).classes())
     console.print(
-        f"{_counted(cluster.num_devices, 'device')} in {_counted(len(cluster.servers), 'server')}; "
+        f"{counted(cluster.num_devices, 'device')} in {counted(len(cluster.servers), 'server')}; "
         + ("all are alike" if kinds == 1 else f"{kinds} kinds that differ in themselves or in their links"),
         highlight=False,
     )
@@ -148,10 +148,6 @@ def _link_row(group: Bridge | Mesh | Card) -> list[str]:
     duplex = "each way" if link.full_duplex and not back else "" if back else "in all"
     rate = f"{rate_text(link.bytes_per_s)}{back} {duplex}".strip()
     return [rate, seconds_text(link.latency_s), shared]
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" + ("s" if number != 1 else "")
 
 
 def _plain_device(device: Device) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from bireme.profile.behaviour import Behaviour, Block
 from bireme.profile.events import Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
-from bireme.report.axis import round_step
+from bireme.report.axes import round_step
 from bireme.report.memory_names import block_name
 from bireme.report.packing import packed
 from bireme.report.palette import Colour

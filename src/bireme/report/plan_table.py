@@ -12,7 +12,7 @@ from bireme.plan.forecast import Answer, Candidate, StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.summary import Kind, Summary, best_of_kinds, headroom_bytes, summarize
 from bireme.profile.profile import Profile
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import bytes_text, counted, seconds_text
 
 __all__ = ["print_explanation", "print_plan"]
 
@@ -112,20 +112,20 @@ def _table(headings: Iterable[str]) -> Table:
 
 def _shape(plan: Plan, short: Summary) -> str:
     """The plan in a line."""
-    devices = _counted(plan.num_ranks, "device")
-    stages = _counted(plan.num_stages, "stage")
+    devices = counted(plan.num_ranks, "device")
+    stages = counted(plan.num_stages, "stage")
     replicas = f" in each of {plan.width} replicas" if plan.width > 1 else ""
     sizes = sorted(set(short.micro_batch_sizes))
-    samples = _counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
+    samples = counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
     more = "".join(
         (
-            f", {_counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
+            f", {counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
             f", {plan.num_sliced} micro-batches sliced" if plan.num_sliced else "",
         )
     )
     return (
         f"[bold]{escape(plan.schedule)}[/bold] on {devices}: {stages}{replicas}, "
-        f"{_counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} of {samples}{more}"
+        f"{counted(plan.num_microbatches, 'micro-batch')} of {samples}{more}"
     )
 
 
@@ -184,7 +184,7 @@ def _inner(name: str) -> str:
 def _promise(best: Candidate, short: Summary) -> str:
     busy = "it is" if best.plan.num_ranks == 1 else "its devices are"
     return (
-        f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {_counted(short.batch_size, 'sample')}, "
+        f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {counted(short.batch_size, 'sample')}, "
         f"[bold]{_rate(short)} samples/s[/bold]; {busy} busy {short.busy_share:.0%} of the time."
     )
 
@@ -238,7 +238,3 @@ def _sizes(short: Summary) -> str:
 def _rate(short: Summary) -> str:
     per_s = short.samples_per_s
     return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
-
-
-def _counted(number: int, word: str, words: str = "") -> str:
-    return f"{number} {word if number == 1 else words or f'{word}s'}"
