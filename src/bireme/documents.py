@@ -7,18 +7,26 @@ not fit becomes one `BiremeError` that names the file, the place, the value and 
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from annotated_types import DocInfo
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from bireme.errors import BiremeError, closest
 
-__all__ = ["as_dataclass", "read_dataclass", "read_json", "read_json_object", "read_toml", "validated"]
+__all__ = [
+    "as_dataclass",
+    "read_dataclass",
+    "read_json",
+    "read_json_object",
+    "read_toml",
+    "shown",
+    "validated",
+]
 
 Model = TypeVar("Model", bound=BaseModel)
 Noun = TypeVar("Noun")
@@ -39,10 +47,10 @@ def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, sour
         raise BiremeError(f"{source} lacks format.")
     found = rest.pop("format")
     if type(found) is not int or found != number:
-        raise BiremeError(f"{source}: format is {_shown(found)}; it must be {number}.")
+        raise BiremeError(f"{source}: format is {shown(found)}; it must be {number}.")
     try:
         # From JSON, as lists and words become tuples and enums there although nothing else is converted.
-        document = _document(kind).model_validate_json(json.dumps({"noun": rest}))
+        document = _document(cast("Hashable", kind)).model_validate_json(json.dumps({"noun": rest}))
     except ValidationError as error:
         raise BiremeError(_sentence(error, kind, source, is_within=True)) from None
     except BiremeError as error:
@@ -52,8 +60,8 @@ def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, sour
 
 
 @cache
-def _document(kind: Any) -> Any:
-    return create_model("Document", __config__=STRICT, noun=(kind, ...))
+def _document(kind: Hashable) -> Any:
+    return create_model("Document", __config__=STRICT, noun=(cast("Any", kind), ...))
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
@@ -75,7 +83,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BiremeError(f"{path} is not JSON that can be read: {error}.") from None
     if not isinstance(data, dict):
-        raise BiremeError(f"{path} must hold one JSON object, not {_shown(data)}.")
+        raise BiremeError(f"{path} must hold one JSON object, not {shown(data)}.")
     return data
 
 
@@ -134,7 +142,7 @@ def _sentence(found: ValidationError, kind: type[Any], source: str, *, is_within
     expected = error["msg"]
     for opening in ("Value error, ", "Input should be ", "Data should be "):
         expected = expected.removeprefix(opening)
-    return f"{source}: {place} is {_shown(error['input'])}; it must be {expected}."
+    return f"{source}: {place} is {shown(error['input'])}; it must be {expected}."
 
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
@@ -173,6 +181,7 @@ def _meaning(table: type[Any], key: str) -> str:
     return next((word.documentation for word in words), "")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as a file has it, cut off where it is long."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:57]}..."

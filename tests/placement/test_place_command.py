@@ -357,13 +357,15 @@ def test_any_workload_can_be_drawn() -> None:
         assert boxes_of(placement_dot(workload, chunked(workload)))
 
 
-@pytest.mark.parametrize("ends", [[(0, 1), (1, 2), (2, 0), (2, 3)], [(place, 0) for place in range(1, 60)]])
-def test_circles_and_wide_graphs_become_legible_cells(ends: list[tuple[int, int]]) -> None:
-    nodes = tuple(Node(place, 1, 1) for place in range(60))
-    workload = Workload(nodes, tuple(Edge(*one, 1) for one in ends), 60, 0, 1.0)
-    for devices in ([0] * 60, list(range(60))):
-        cells = cells_of(workload, devices).cells
-        assert sum(len(part.places) for cell in cells for part in cell.parts) == 60
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_long_and_wide_graphs_become_legible_cells_even_where_these_form_circles(is_chain: bool) -> None:
+    count = 900
+    nodes = tuple(Node(place, 1, 1) for place in range(count))
+    edges = tuple(Edge(place - 1 if is_chain else 0, place, 1) for place in range(1, count))
+    devices = [place % 3 for place in range(count)]
+    cells = cells_of(Workload(nodes, edges, 3, 0, 1.0), devices).cells
+    assert 3 <= len(cells) <= 400
+    assert sorted(place for cell in cells for part in cell.parts for place in part.places) == [*range(count)]
 
 
 def test_pictures_are_written_in_all_formats(capsys: Capture, folder: Path) -> None:

@@ -5,11 +5,11 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.plan.partition.autopipe import Cuts, autopipe
-from bireme.plan.partition.chain import chain_of_numbers
 from bireme.plan.partition.exact import exact
 from bireme.plan.partition.judge import judged_by_simulator, predict
 from bireme.plan.partition.line import Line, Link, Seat

@@ -5,11 +5,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.plan.partition.chain import Chain, chain_of, chain_of_numbers, layer_bounds
+from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
 from bireme.plan.partition.holdings import holdings
 from bireme.plan.partition.judge import predict
 from bireme.plan.partition.line import Line, Link, Seat

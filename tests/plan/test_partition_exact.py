@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import pytest
+from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bireme.plan.partition.chain import Chain, chain_of_numbers
+from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.exact import exact, least_sum
 from bireme.plan.partition.judge import costs_of, judged_by_simulator, predict
 from bireme.plan.partition.line import Line, Link, Seat

@@ -9,19 +9,15 @@ from typing import TYPE_CHECKING
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
-    from bireme.plan.partition.loads import Recompute
-    from bireme.plan.wishes import Goal
     from bireme.schedule.rule import Rule
 
 __all__ = [
     "Exporting",
     "check_writable",
     "exports_of",
-    "goal_of",
     "penalties_of",
     "pins_of",
     "ranges_of",
-    "recompute_of",
 ]
 
 
@@ -84,26 +80,6 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
                 "synchronous run."
             ) from None
     return found
-
-
-def goal_of(text: str) -> "Goal":
-    """What makes a plan the best."""
-    from bireme.plan.wishes import Goal
-
-    known = [goal.value for goal in Goal]
-    if text not in known:
-        raise BiremeError(f"--objective is {text!r}. {closest(text, known)}")
-    return Goal(text)
-
-
-def recompute_of(text: str) -> "Recompute":
-    """Which stages run their forward again."""
-    from bireme.plan.partition.loads import Recompute
-
-    words = {choice.value.replace(" ", "-"): choice for choice in Recompute}
-    if text not in words:
-        raise BiremeError(f"--recompute is {text!r}. {closest(text, words)}")
-    return words[text]
 
 
 def pins_of(texts: Iterable[str], names: Sequence[str]) -> dict[int, str]:

@@ -15,6 +15,7 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Mesh
 from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
+from bireme.report.columns import columns
 from bireme.report.units import bytes_text, counted, rate_text, seconds_text
 
 __all__ = ["cluster_document", "print_cluster"]
@@ -82,14 +83,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table without the columns that nothing stands in."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     kept = [column for column in range(len(headings)) if any(row[column] for row in rows)]
-    for heading in (headings[column] for column in kept):
-        table.add_column(
-            heading,
-            justify="left" if heading in WORDS else "right",
-            no_wrap=heading not in ("model", "joins"),
-        )
+    table = columns([headings[column] for column in kept], words=WORDS, wrapped=("model", "joins"))
     for row in rows:
         table.add_row(*(escape(row[column]) for column in kept))
     return table

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
+import networkx
 import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.baselines.biconnected import biconnected_components
 from bireme.placement.baselines.local_search import local_search
 from bireme.placement.contiguous.chain import cut_chain, no_split_found
 from bireme.placement.contraction import items_of
@@ -144,9 +144,11 @@ def _ends(sums: Floats, level: float) -> Places:
 def _without_branches(workload: Workload, items: Items) -> Workload:
     """The workload with one colour for all that a chain cannot tell apart."""
     find, join = _union(len(items))
-    for component in biconnected_components(items.after):
-        first = component[0][0]
-        for tail, _ in component[1:]:
+    edges = [(tail, head) for tail in range(len(items)) for head in items.after.row(tail)]
+    for component in networkx.biconnected_component_edges(networkx.Graph(edges)):
+        # Items are in an order that all edges follow, so the tail is the lesser end.
+        first, *others = sorted({min(edge) for edge in component})
+        for tail in others:
             join(first, tail)
     groups: dict[int, list[int]] = defaultdict(list)
     for item in range(len(items)):

@@ -81,7 +81,6 @@ class Judge:
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
         self._works: dict[object, _Work] = {}
-        self.num_simulated = 0
         self.num_instructions = 0
 
     @cached_property
@@ -245,7 +244,6 @@ class Judge:
             rank_speed=tuple(ground.speeds[device] for device in devices),
             engine=ground.engine,
         )
-        self.num_simulated += 1
         self.num_instructions += program.num_instructions
         return simulate(
             program, costs, shared, agree=True, processors=processors_of(ground, draft.grid, replica)
