@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from benchmarks.command import Findings, Section, benchmark, in_process, log
+from benchmarks.common.command import Findings, Section, benchmark, in_process, log
 from torch import Tensor, nn
 
 from bireme.bench.document import Verdict, at_most, exactly

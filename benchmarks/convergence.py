@@ -22,7 +22,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import Findings, Section, benchmark, log
+from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.delay_study.clock import NetworkSpeed, Time, batch_time
 from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.picture import curves

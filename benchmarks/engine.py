@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.command import benchmark
+from benchmarks.common.command import benchmark
 from rich.console import Console
 
 from bireme.bench.effort import FULL, QUICK

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import Findings, Section, benchmark
+from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import Findings, Section, benchmark, in_process
+from benchmarks.common.command import Findings, Section, benchmark, in_process
 from benchmarks.made_up.graphs import (
     Setting,
     inception_like,

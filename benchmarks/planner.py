@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import Findings, Section, benchmark, log
+from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.made_up.models import unequal_units
 from benchmarks.partitioners.baselines import BASELINES
 from benchmarks.rehearsal.rehearsal import Effort, Rehearsal, rehearse

@@ -19,7 +19,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.command import Findings, Section, benchmark, log
+from benchmarks.common.command import Findings, Section, benchmark, log
 
 from bireme.bench.document import Verdict, at_most
 from bireme.bench.spread import Spread

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.command import Findings, Section, benchmark, in_process
+from benchmarks.common.command import Findings, Section, benchmark, in_process
 
 from bireme.bench.document import Verdict, at_most, exactly, resident_bytes
 from bireme.bench.spread import Spread

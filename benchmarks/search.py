@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import Findings, Section, benchmark
+from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.made_up.models import profile_of
 from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
 

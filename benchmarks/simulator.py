@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.command import Findings, Section, benchmark, in_process
+from benchmarks.common.command import Findings, Section, benchmark, in_process
 
 from bireme.bench.document import at_least, at_most, exactly, resident_bytes
 from bireme.bench.spread import Spread, ratios

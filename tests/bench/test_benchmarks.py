@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from benchmarks.command import Findings, Section, benchmark
+from benchmarks.common.command import Findings, Section, benchmark
 
 from bireme.bench.document import at_least, at_most, exactly
 from bireme.bench.spread import Spread

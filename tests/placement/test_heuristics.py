@@ -14,7 +14,7 @@ from benchmarks.made_up.graphs import (
 )
 
 from bireme.errors import BiremeError
-from bireme.placement.anywhere import moves
+from bireme.placement import moves
 from bireme.placement.anywhere.annealing import improve
 from bireme.placement.anywhere.blocks import blocks_of
 from bireme.placement.baselines.local_search import random_start

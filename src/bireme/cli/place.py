@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme.cli.measuring import DataType, Fresh, Length, Like, MeasureOn, Measuring, Optimizer
-from bireme.cli.options import Json, refuse
+from bireme.cli.options import Json, check_writable, refuse
 from bireme.cli.words import word
 from bireme.errors import BiremeError
 from bireme.placement.request import Granularity, Method
@@ -220,16 +220,10 @@ def _check_files(picture: Path | None, *documents: Path | None) -> None:
     """Refuse files that could not be written, before a long search."""
     from bireme.placement.pages.picture import FORMATS, check_renderer
 
-    given = [path for path in (picture, *documents) if path is not None]
-    for path in given:
+    for path in (picture, *documents):
         endings = FORMATS if path is picture else (".json",)
-        if path.suffix.lower() not in endings:
+        if path is not None and path.suffix.lower() not in endings:
             raise BiremeError(f"{path} must end in {' or '.join(endings)}. Name such a file.")
-        if path.is_dir():
-            raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
-        if not path.resolve().parent.is_dir():
-            raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+    check_writable(picture, *documents)
     if picture is not None:
         check_renderer(picture)
-    if len({path.resolve() for path in given}) < len(given):
-        raise BiremeError("Two of the files to write are the same one. Give each a name of its own.")

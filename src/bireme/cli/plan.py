@@ -18,9 +18,8 @@ from bireme.cli.measuring import (
     Optimizer,
     measure,
 )
-from bireme.cli.options import Json, refuse
+from bireme.cli.options import Json, check_writable, refuse
 from bireme.cli.plan_options import (
-    check_writable,
     exports_of,
     penalties_of,
     pins_of,
@@ -150,7 +149,9 @@ def plan(
     [dim]bireme plan --profile profile.json --cluster two-unequal-servers --batch-size 64[/dim]
     """
     exports = exports_of(export or (), has_model=model is not None)
-    check_writable(output, exports)
+    if output is not None and output.suffix != ".json":
+        raise BiremeError(f"A plan is written to a .json file, and {output} is none.")
+    check_writable(output, *(export.path for export in exports))
     asked = _measuring(
         context,
         model,

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Exporting",
-    "check_writable",
     "exports_of",
     "penalties_of",
     "pins_of",
@@ -42,21 +41,6 @@ def exports_of(texts: Iterable[str], *, has_model: bool) -> list[Exporting]:
             raise BiremeError(f"--export {text} names no file. Leave out the colon to have it printed.")
         found.append(Exporting(name, Path(file) if file else None))
     return found
-
-
-def check_writable(plan: Path | None, exports: Sequence[Exporting]) -> None:
-    """Refuse files that could not be written, before a long search."""
-    if plan is not None and plan.suffix != ".json":
-        raise BiremeError(f"A plan is written to a .json file, and {plan} is none.")
-    files = [path for path in (plan, *(export.path for export in exports)) if path is not None]
-    for path in files:
-        if path.is_dir():
-            raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
-        if not path.resolve().parent.is_dir():
-            raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
-    twice = {path.resolve() for path in files}
-    if len(twice) < len(files):
-        raise BiremeError("Two of the files to write are the same one. Give each a name of its own.")
 
 
 def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from bireme.report import palette
 from bireme.report.axes import Scale
 from bireme.report.legend import Contents
-from bireme.report.names import rank_name
 from bireme.report.shapes import Anchor, Flag, Rect, Shape, Text, fitted, text_width
 from bireme.report.units import seconds_text
-from bireme.schedule.grid import NAMES, number
+from bireme.schedule.grid import NAMES, number, rank_name
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.timeline.timeline import BUSY, Interval, RankTimeline, Timeline, Transfers
 

@@ -13,11 +13,11 @@ from bireme.report import palette
 from bireme.report.axes import Quantity, Scale
 from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of, plain_seconds
 from bireme.report.legend import legend
-from bireme.report.names import rank_name
 from bireme.report.png import png
 from bireme.report.shapes import Anchor, Line, Picture, Shape, Text, fitted, text_width
 from bireme.report.svg import svg
 from bireme.report.units import counted
+from bireme.schedule.grid import rank_name
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["laid_out", "write_picture"]
