@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from bireme.plan.forecast import Forecast, StageForecast
-from bireme.plan.partition.judge import costs_between
+from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.ring import ring_share
 from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.crowding import cores_needed, processors_of
