@@ -20,9 +20,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from benchmarks.common.command import Findings, Section, benchmark, in_process, log
 from torch import Tensor, nn
 
-from bireme.bench.document import Findings, Section, Verdict, at_most, benchmark, exactly, in_process, log
+from bireme.bench.document import Verdict, at_most, exactly
 from bireme.bench.spread import Spread, ratios
 from bireme.model.capture import capture
 from bireme.model.graph import Graph

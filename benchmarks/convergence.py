@@ -22,13 +22,14 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.delay_study.clock import NetworkSpeed, Time, batch_time
 from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.picture import curves
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting, run
 from benchmarks.delay_study.table import Excess, Row, rows
 
-from bireme.bench.document import Findings, Section, Verdict, at_most, benchmark, log, print_verdicts
+from bireme.bench.document import Verdict, at_most, print_verdicts
 from bireme.plan.penalties import MEASURED, START, steps_for_one, unseen_share
 from bireme.report.svg import svg
 from bireme.schedule.rule import Rule

@@ -10,9 +10,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.common.command import benchmark
 from rich.console import Console
 
-from bireme.bench.document import benchmark
 from bireme.bench.effort import FULL, QUICK
 from bireme.bench.engine import EngineReport, bench_engine
 from bireme.bench.engine_document import engine_document

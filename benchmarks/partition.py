@@ -19,12 +19,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.command import Findings, Section, benchmark
+from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES
 
-from bireme.bench.document import Findings, Section, Verdict, at_least, at_most, benchmark
+from bireme.bench.document import Verdict, at_least, at_most
 from bireme.plan.partition.autopipe import autopipe
-from bireme.plan.partition.chain import Chain, chain_of_numbers, layer_bounds
+from bireme.plan.partition.chain import Chain, layer_bounds
 from bireme.plan.partition.exact import exact
 from bireme.plan.partition.line import Line, Link
 from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.command import Findings, Section, benchmark, in_process
 from benchmarks.made_up.graphs import (
     Setting,
     inception_like,
@@ -24,15 +25,7 @@ from benchmarks.made_up.graphs import (
     transformer_like,
 )
 
-from bireme.bench.document import (
-    Findings,
-    Section,
-    Verdict,
-    at_most,
-    benchmark,
-    in_process,
-    resident_bytes,
-)
+from bireme.bench.document import Verdict, at_most, resident_bytes
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import Anywhere
 from bireme.placement.contiguous.dynamic import DynamicProgram

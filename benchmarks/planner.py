@@ -22,12 +22,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.made_up.models import unequal_units
 from benchmarks.partitioners.baselines import BASELINES
 from benchmarks.rehearsal.rehearsal import Effort, Rehearsal, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
 
-from bireme.bench.document import Findings, Section, Verdict, at_least, at_most, benchmark, log
+from bireme.bench.document import Verdict, at_least, at_most
 from bireme.bench.spread import Spread, ratios
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster

@@ -19,7 +19,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bireme.bench.document import Findings, Section, Verdict, at_most, benchmark, log
+from benchmarks.common.command import Findings, Section, benchmark, log
+
+from bireme.bench.document import Verdict, at_most
 from bireme.bench.spread import Spread
 from bireme.train.folder import RunFolder
 from bireme.train.launching import start

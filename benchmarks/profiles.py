@@ -19,17 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.common.command import Findings, Section, benchmark, in_process
 
-from bireme.bench.document import (
-    Findings,
-    Section,
-    Verdict,
-    at_most,
-    benchmark,
-    exactly,
-    in_process,
-    resident_bytes,
-)
+from bireme.bench.document import Verdict, at_most, exactly, resident_bytes
 from bireme.bench.spread import Spread
 from bireme.cluster.device import KNOWN
 from bireme.model.capture import capture

@@ -15,16 +15,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 
-from bireme.bench.document import (
-    Findings,
-    Section,
-    at_least,
-    at_most,
-    benchmark,
-    exactly,
-    in_process,
-    resident_bytes,
-)
+from benchmarks.common.command import Findings, Section, benchmark, in_process
+
+from bireme.bench.document import at_least, at_most, exactly, resident_bytes
 from bireme.bench.spread import Spread, ratios
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check

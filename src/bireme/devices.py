@@ -24,7 +24,6 @@ __all__ = [
     "allocated_bytes",
     "allocations",
     "backend_config",
-    "backend_of",
     "check_supported",
     "default_generator",
     "device_called",
@@ -102,11 +101,6 @@ def device_of_process(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, local_rank % max(1, num_accelerators()))
-
-
-def backend_of(device: torch.device) -> Backend:
-    """What joins processes that each have a device of this type to themselves."""
-    return "nccl" if is_accelerator(device) else "gloo"
 
 
 def backend_config(backend: Backend) -> str:

@@ -1,23 +1,67 @@
 """Reading the data files that are contracts: checked at the edge, and refused in one sentence.
 
-A file's layout is a pydantic model with `extra="forbid"`. What does not fit it becomes one `BiremeError`
-that names the file, the place, the value and the remedy.
+A file holds either a frozen dataclass, field by field and beside them a number `format`, or what a pydantic
+model describes where people write in other words than the program thinks. Unknown keys are refused. What does
+not fit becomes one `BiremeError` that names the file, the place, the value and the remedy.
 """
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from annotated_types import DocInfo
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from bireme.errors import BiremeError, closest
 
-__all__ = ["read_json", "read_json_object", "read_toml", "validated"]
+__all__ = [
+    "as_dataclass",
+    "read_dataclass",
+    "read_json",
+    "read_json_object",
+    "read_toml",
+    "shown",
+    "validated",
+]
 
 Model = TypeVar("Model", bound=BaseModel)
+Noun = TypeVar("Noun")
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, val_json_bytes="base64")
+"""How a dataclass is read; the dataclasses within it are read in the same way."""
+
+
+def read_dataclass(path: Path, kind: type[Noun], *, number: int) -> Noun:
+    """The dataclass in a JSON file of that format number."""
+    return as_dataclass(read_json_object(path), kind, number=number, source=str(path))
+
+
+def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, source: str) -> Noun:
+    """The dataclass that a JSON object holds beside its `format`; `source` is what to call it in an error."""
+    rest = dict(data)
+    if "format" not in rest:
+        raise BiremeError(f"{source} lacks format.")
+    found = rest.pop("format")
+    if type(found) is not int or found != number:
+        raise BiremeError(f"{source}: format is {shown(found)}; it must be {number}.")
+    try:
+        # From JSON, as lists and words become tuples and enums there although nothing else is converted.
+        document = _document(cast("Hashable", kind)).model_validate_json(json.dumps({"noun": rest}))
+    except ValidationError as error:
+        raise BiremeError(_sentence(error, kind, source, is_within=True)) from None
+    except BiremeError as error:
+        raise BiremeError(f"{source}: {error}") from None
+    noun: Noun = document.noun
+    return noun
+
+
+@cache
+def _document(kind: Hashable) -> Any:
+    return create_model("Document", __config__=STRICT, noun=(cast("Any", kind), ...))
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
@@ -39,7 +83,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BiremeError(f"{path} is not JSON that can be read: {error}.") from None
     if not isinstance(data, dict):
-        raise BiremeError(f"{path} must hold one JSON object, not {_shown(data)}.")
+        raise BiremeError(f"{path} must hold one JSON object, not {shown(data)}.")
     return data
 
 
@@ -78,45 +122,66 @@ def validated(data: Mapping[str, Any], model: type[Model], *, source: str) -> Mo
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        # A misspelt key is also a missing one: the unknown word is what the reader can find.
-        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        raise BiremeError(_sentence(first, model, source)) from None
+        raise BiremeError(_sentence(error, model, source)) from None
 
 
-def _sentence(error: ErrorDetails, model: type[BaseModel], source: str) -> str:
+def _sentence(found: ValidationError, kind: type[Any], source: str, *, is_within: bool = False) -> str:
+    """The first thing that is wrong."""
+    # A misspelt key is also a missing one: the unknown word is what the reader can find.
+    error = min(found.errors(), key=lambda one: one["type"] not in UNKNOWN)
     # Tags of unions appear in the path in their own words; a reader of the file knows only keys and places.
-    path = [part for part in error["loc"] if isinstance(part, int) or not part.startswith("<")]
+    whole = error["loc"][1:] if is_within else error["loc"]
+    path = [part for part in whole if isinstance(part, int) or not part.startswith("<")]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    match error["type"]:
-        case "missing":
-            field = _table_at(path[:-1], model).model_fields.get(str(path[-1]))
-            meaning = f" ({field.description})" if field is not None and field.description else ""
-            return f"{source} lacks {place}{meaning}."
-        case "extra_forbidden":
-            known = _table_at(path[:-1], model).model_fields
-            return f"{source} has an unknown key {place!r}. {closest(str(path[-1]), known)}"
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{source}: {place} is {_shown(error['input'])}; it must be {message}."
+    if error["type"] == "missing":
+        meaning = _meaning(_table_at(path[:-1], kind), str(path[-1]))
+        return f"{source} lacks {place}{f' ({meaning})' if meaning else ''}."
+    if error["type"] in UNKNOWN:
+        known = _types(_table_at(path[:-1], kind))
+        return f"{source} has an unknown key {place!r}. {closest(str(path[-1]), known)}"
+    expected = error["msg"]
+    for opening in ("Value error, ", "Input should be ", "Data should be "):
+        expected = expected.removeprefix(opening)
+    return f"{source}: {place} is {shown(error['input'])}; it must be {expected}."
 
 
-def _table_at(path: Sequence[str | int], model: type[BaseModel]) -> type[BaseModel]:
-    """The model of a table inside a document, as far as the path can be followed."""
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+"""What an unknown key is called, in a model and in a dataclass."""
+
+
+def _table_at(path: Sequence[str | int], table: type[Any]) -> type[Any]:
+    """The table inside a document, as far as the path can be followed."""
     for key in (part for part in path if isinstance(part, str)):
-        field = model.model_fields.get(key)
-        inner = None if field is None else next(_models_in(field.annotation), None)
+        inner = next(_tables_in(_types(table).get(key)), None)
         if inner is None:
             break
-        model = inner
-    return model
+        table = inner
+    return table
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _tables_in(annotation: Any) -> Iterator[type[Any]]:
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
         yield annotation
     for part in get_args(annotation):
-        yield from _models_in(part)
+        yield from _tables_in(part)
 
 
-def _shown(value: object) -> str:
+def _types(table: type[Any]) -> dict[str, Any]:
+    """The keys of a table and the types of their values."""
+    if issubclass(table, BaseModel):
+        return {name: field.annotation for name, field in table.model_fields.items()}
+    return get_type_hints(table, include_extras=True)
+
+
+def _meaning(table: type[Any], key: str) -> str:
+    """What a key means, where that is said."""
+    if issubclass(table, BaseModel):
+        return (table.model_fields[key].description if key in table.model_fields else None) or ""
+    words = (part for part in get_args(_types(table).get(key)) if isinstance(part, DocInfo))
+    return next((word.documentation for word in words), "")
+
+
+def shown(value: object) -> str:
+    """A value as a file has it, cut off where it is long."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:57]}..."

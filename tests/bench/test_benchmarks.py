@@ -9,8 +9,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from benchmarks.common.command import Findings, Section, benchmark
 
-from bireme.bench.document import Findings, Section, at_least, at_most, benchmark, exactly
+from bireme.bench.document import at_least, at_most, exactly
 from bireme.bench.spread import Spread
 from bireme.errors import BiremeError
 

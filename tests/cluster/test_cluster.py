@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Mesh, Switch
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.simulate.cluster_network import cluster_network

@@ -14,15 +14,14 @@ from benchmarks.made_up.graphs import (
 )
 
 from bireme.errors import BiremeError
-from bireme.placement.anywhere import moves
+from bireme.placement import moves
 from bireme.placement.anywhere.annealing import improve
 from bireme.placement.anywhere.blocks import blocks_of
-from bireme.placement.baselines.biconnected import biconnected_components
 from bireme.placement.baselines.local_search import random_start
 from bireme.placement.baselines.simple import greedy, local_search, pipedream, single
 from bireme.placement.contraction import Weightless, items_of
 from bireme.placement.found import Found, fits, loads_of, value_of
-from bireme.placement.items import Items, Ragged
+from bireme.placement.items import Items
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload
 
@@ -264,50 +263,6 @@ def test_baselines_say_that_nothing_fits(baseline: Baseline) -> None:
     items = items_of(chain([1.0] * 3, num_accelerators=2, memory=1.0), contiguous=True)
     with pytest.raises(BiremeError, match="fits"):
         baseline(items, Objective.THROUGHPUT)
-
-
-def test_a_bridge_is_a_component_and_a_circle_is_one() -> None:
-    #   0 -> 1 -> 3 -> 4,  1 -> 2 -> 3,  5 alone
-    after = Ragged.of([[1], [2, 3], [3], [4], [], []])
-    components = {frozenset(component) for component in biconnected_components(after)}
-    assert components == {
-        frozenset({(0, 1)}),
-        frozenset({(1, 2), (1, 3), (2, 3)}),
-        frozenset({(3, 4)}),
-    }
-
-
-def test_circles_that_share_a_vertex_are_two_components() -> None:
-    after = Ragged.of([[1, 2], [2], [3, 4], [4], []])
-    components = {frozenset(component) for component in biconnected_components(after)}
-    assert components == {frozenset({(0, 1), (0, 2), (1, 2)}), frozenset({(2, 3), (2, 4), (3, 4)})}
-
-
-def test_every_edge_is_in_one_component_and_no_vertex_parts_one() -> None:
-    random = Random(9)
-    for _ in range(60):
-        count = random.randint(2, 9)
-        rows = [[j for j in range(i + 1, count) if random.random() < 0.3] for i in range(count)]
-        components = biconnected_components(Ragged.of(rows))
-        edges = [edge for component in components for edge in component]
-        assert sorted(edges) == [(i, j) for i in range(count) for j in rows[i]]
-        for component in components:
-            vertices = {vertex for edge in component for vertex in edge}
-            for gone in vertices if len(component) > 1 else ():
-                assert hangs_together(vertices - {gone}, component)
-        for number, component in enumerate(components):
-            for other in components[:number]:
-                shared = {v for edge in component for v in edge} & {v for edge in other for v in edge}
-                assert len(shared) <= 1
-
-
-def hangs_together(vertices: set[int], edges: Sequence[tuple[int, int]]) -> bool:
-    reached = {min(vertices)}
-    for _ in vertices:
-        for one, other in edges:
-            if {one, other} <= vertices and reached & {one, other}:
-                reached |= {one, other}
-    return reached == vertices
 
 
 def test_pipedream_keeps_branches_together_but_for_where_they_join() -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
@@ -23,10 +24,11 @@ from bireme.placement.contiguous.chain import cut_chain
 from bireme.placement.contraction import Weightless, items_of
 from bireme.placement.found import loads_of, value_of
 from bireme.placement.of_model.fleet import fleet_of
-from bireme.placement.of_model.from_model import Granularity, ModelWorkload, workload_of
+from bireme.placement.of_model.from_model import ModelWorkload, workload_of
 from bireme.placement.of_model.operators import Operators
 from bireme.placement.of_model.to_plan import plan_of
 from bireme.placement.placement import Placement
+from bireme.placement.request import Granularity
 from bireme.placement.workload import Objective
 from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
@@ -39,7 +41,7 @@ from tests.support.small_models import gpt as engine_gpt
 from tests.support.small_models import token_batches
 from tests.support.tiny_profiles import LAPTOP, gpt
 
-BOTH: tuple[Granularity, Granularity] = ("units", "operators")
+BOTH = (Granularity.UNITS, Granularity.OPERATORS)
 MICRO_BATCH, WIDTH = 2, 8
 
 
@@ -64,7 +66,7 @@ def profile_of(graph: Graph) -> Profile:
 def model_of(
     graph: Graph,
     cluster: Cluster,
-    granularity: Granularity = "operators",
+    granularity: Granularity = Granularity.OPERATORS,
     *,
     training: bool = True,
     copy_tied: bool = False,
@@ -192,7 +194,7 @@ def test_cuts_at_units_cost_the_same_at_both_granularities(graph: Graph, trainin
 
 def test_both_ends_pay_half_of_what_a_message_takes() -> None:
     cluster = equal_devices(2)
-    model = model_of(untied(), cluster, "units")
+    model = model_of(untied(), cluster, Granularity.UNITS)
     cut = 2
     loads = loads_at(model, at_cuts(model, (cut,)))
     boundary_bytes = profile_of(untied()).units[cut - 1].at(MICRO_BATCH).boundary_bytes
@@ -461,7 +463,7 @@ def inside(model: ModelWorkload, place: int) -> tuple[int, ...]:
 
 
 def test_a_device_with_two_stretches_is_refused() -> None:
-    model = model_of(untied(), equal_devices(2), "units")
+    model = model_of(untied(), equal_devices(2), Granularity.UNITS)
     devices = tuple(unit % 2 for unit in model.units)
     with pytest.raises(BiremeError, match=r"of unit 2 .*is on here/emulated0, as are earlier units"):
         plan_of(model, placed(model, devices), num_microbatches=2)
@@ -515,13 +517,13 @@ def test_a_placement_of_another_workload_is_refused() -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules_of_several_stages_for_a_device_are_refused(schedule: str) -> None:
-    model = model_of(untied(), equal_devices(2), "units")
+    model = model_of(untied(), equal_devices(2), Granularity.UNITS)
     with pytest.raises(BiremeError, match=f"{schedule} gives each device several stages"):
         plan_of(model, placed(model, at_cuts(model, (2,))), num_microbatches=4, schedule=schedule)
 
 
 def test_the_best_cut_of_units_is_the_best_of_all_cuts() -> None:
-    model = model_of(untied(), equal_devices(3), "units")
+    model = model_of(untied(), equal_devices(3), Granularity.UNITS)
     items = items_of(model.workload, contiguous=True)
     best = min(
         max(map(sum, loads_at(model, at_cuts(model, cuts))))
@@ -541,7 +543,7 @@ def test_the_plan_of_a_placement_trains(schedule: str) -> None:
         equal_devices(3),
         micro_batch=MICRO_BATCH,
         training=True,
-        granularity="units",
+        granularity=Granularity.UNITS,
     )
     items = items_of(workload.workload, contiguous=True)
     split = cut_chain(items, Objective.TRAINING)

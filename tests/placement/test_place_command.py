@@ -13,13 +13,12 @@ import pytest
 from benchmarks.made_up.graphs import Setting, inception_like, transformer_like
 
 from bireme.placement.check import check
+from bireme.placement.pages import picture
 from bireme.placement.pages.cells import cells_of
-from bireme.placement.pages.layers import laid_out_in_layers, layers_of
-from bireme.placement.pages.picture import placement_picture
+from bireme.placement.pages.picture import placement_dot
 from bireme.placement.placement import Placement
-from bireme.placement.workload import Node, Objective, Workload
+from bireme.placement.workload import Edge, Node, Objective, Workload
 from bireme.placement.workload_file import load_workload, write_workload
-from bireme.report.shapes import Rect
 from tests.support.command import Result, bireme, loads_torch
 from tests.support.placement_oracles import random_workload
 
@@ -271,7 +270,7 @@ def test_a_wrong_workload_is_status_2_and_one_sentence_that_names_the_node(
         ("branches.json --time-limit 0", "The time limit is 0"),
         ("branches.json --pieces 0 --objective latency", "An accelerator runs 1 to 64 pieces"),
         ("branches.json --accelerators 0 --cpus 0", "The workload has no device"),
-        ("branches.json --picture x.gif", "x.gif must end in .svg or .png."),
+        ("branches.json --picture x.gif", "x.gif must end in .svg or .png or .dot."),
         ("branches.json -o x.txt", "x.txt must end in .json."),
         ("branches.json -o nowhere/x.json", "nowhere/x.json cannot be written: there is no folder"),
         ("branches.json -o x.json --split x.json", "Two of the files to write are the same one."),
@@ -315,29 +314,18 @@ def chunked(workload: Workload) -> Placement:
     return Placement(Objective.TRAINING, "dpl", False, tuple(devices), verdict.value, 0.0, verdict.loads)
 
 
+def boxes_of(dot: str) -> list[tuple[str, str]]:
+    """The height and the colour of every part that is drawn."""
+    return re.findall(r'<TD WIDTH="92" HEIGHT="(\d+)" BGCOLOR="([^"]+)">', dot)
+
+
 def test_a_picture_has_every_node_once_in_the_colour_of_its_device() -> None:
     for is_training in (False, True):
         workload = inception_like(2, Setting(is_training=is_training, num_cpus=2))
-        placement = chunked(workload)
-        picture = placement_picture(workload, placement)
-        boxes = [shape for shape in picture.shapes if isinstance(shape, Rect) and shape.role == "node"]
+        boxes = boxes_of(placement_dot(workload, chunked(workload)))
         assert len(boxes) == len(workload.nodes)
-        assert len({(box.fill, box.stripes) for box in boxes}) == (2 if is_training else 1) * 8
-        for box in boxes:
-            assert box.x >= 0
-            assert box.x + box.width <= picture.width
-            assert box.y + box.height <= picture.height
-
-
-def test_boxes_of_a_picture_do_not_overlap() -> None:
-    workload = transformer_like(3, Setting())
-    picture = placement_picture(workload, chunked(workload))
-    boxes = [shape for shape in picture.shapes if isinstance(shape, Rect) and shape.role == "node"]
-    for number, one in enumerate(boxes):
-        for other in boxes[:number]:
-            is_beside = one.x + one.width <= other.x + 1e-6 or other.x + other.width <= one.x + 1e-6
-            is_below = one.y + one.height <= other.y + 1e-6 or other.y + other.height <= one.y + 1e-6
-            assert is_beside or is_below
+        assert len({colour for _, colour in boxes}) == (2 if is_training else 1) * 8
+        assert len({height for height, _ in boxes}) > 1
 
 
 def test_a_large_graph_is_drawn_coarser_and_loses_no_node() -> None:
@@ -353,41 +341,58 @@ def test_a_large_graph_is_drawn_coarser_and_loses_no_node() -> None:
             assert {placement.devices[place] for place in part.places} == {part.device}
 
 
+def test_lines_are_dark_where_an_output_moves() -> None:
+    nodes = tuple(Node(place, 1, 1) for place in range(4))
+    workload = Workload(nodes, tuple(Edge(one, one + 1, 1) for one in range(3)), 2, 0, 1.0)
+    dot = placement_dot(workload, chunked(workload))
+    colours = re.findall(r'n\d -> n\d \[color="([^"]+)"\]', dot)
+    assert len(colours) == 3
+    assert colours[0] == colours[2] != colours[1]
+
+
 def test_any_workload_can_be_drawn() -> None:
     random = Random(8)
     for _ in range(60):
         workload = random_workload(random, most_nodes=12)
-        picture = placement_picture(workload, chunked(workload))
-        boxes = [shape for shape in picture.shapes if isinstance(shape, Rect) and shape.role == "node"]
-        assert boxes
-        assert picture.width > 0
+        assert boxes_of(placement_dot(workload, chunked(workload)))
 
 
-def test_a_cell_is_above_its_followers_and_a_weight_next_to_its_use() -> None:
-    # 0 -> 1 -> 2 -> 3, and the weight 4 goes through 5 to 3.
-    assert layers_of([[1], [2], [3], [], [5], [3]]) == [0, 1, 2, 3, 1, 2]
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_long_and_wide_graphs_become_legible_cells_even_where_these_form_circles(is_chain: bool) -> None:
+    count = 900
+    nodes = tuple(Node(place, 1, 1) for place in range(count))
+    edges = tuple(Edge(place - 1 if is_chain else 0, place, 1) for place in range(1, count))
+    devices = [place % 3 for place in range(count)]
+    cells = cells_of(Workload(nodes, edges, 3, 0, 1.0), devices).cells
+    assert 3 <= len(cells) <= 400
+    assert sorted(place for cell in cells for part in cell.parts for place in part.places) == [*range(count)]
 
 
-def test_a_circle_of_cells_is_drawn_all_the_same() -> None:
-    layout = laid_out_in_layers([[1], [2], [0, 3], []], cell_width=10, trunk_width=2, gap=4)
-    assert len(set(layout.layers)) == 4
-    assert layout.width >= 10
-
-
-@pytest.mark.slow
-def test_pictures_are_written_in_both_formats(capsys: Capture, folder: Path) -> None:
-    for name in ("picture.svg", "picture.png"):
+def test_pictures_are_written_in_all_formats(capsys: Capture, folder: Path) -> None:
+    pytest.importorskip("pygraphviz")
+    for name in ("picture.svg", "picture.png", "picture.dot"):
         result = place(capsys, f"training.json --method greedy --picture {name}")
         assert result.status == 0, result.err
         assert f"Wrote {name}." in result.out
-    text = (folder / "picture.svg").read_text()
-    assert "node 0 (embed) · forward on acc0" in text
+    assert "node 0 (embed) · forward on acc0" in (folder / "picture.svg").read_text()
     assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "picture.dot").read_text().startswith("digraph")
+
+
+def test_without_graphviz_a_picture_is_refused_before_the_search_and_a_dot_file_is_written(
+    capsys: Capture, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture, "find_spec", lambda _: None)
+    result = place(capsys, "training.json --method greedy --picture x.svg")
+    assert result.status == 2
+    assert "bireme[viz]" in result.err
+    assert place(capsys, "training.json --method greedy --picture x.dot").status == 0
+    assert "node 0 (embed) · forward on acc0" in (folder / "x.dot").read_text()
 
 
 def test_a_name_with_strange_letters_does_not_break_a_picture() -> None:
-    workload = Workload((replace(Node(0, 1, 1), name='<&"\x01>'),), (), 1, 0, 1.0)
-    picture = placement_picture(workload, chunked(workload))
-    from bireme.report.svg import svg
-
-    assert "\x01" not in svg(picture)
+    workload = Workload((replace(Node(0, 1, 1), name='<&"\\\x01>'),), (), 1, 0, 1.0)
+    dot = placement_dot(workload, chunked(workload))
+    assert "\x01" not in dot
+    assert "&lt;&amp;" in dot
+    assert 'node 0 (<&\\"\\\\?>) · forward' in dot

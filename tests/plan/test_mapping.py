@@ -7,9 +7,10 @@ from benchmarks.made_up.models import profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.partition.loads import Recompute

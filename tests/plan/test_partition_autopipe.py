@@ -5,13 +5,12 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.plan.partition.autopipe import Cuts, autopipe
-from bireme.plan.partition.chain import chain_of_numbers
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.judge import judged_by_simulator, predict
 from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit, assess
@@ -23,6 +22,7 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from bireme.timeline.timeline import Timeline
+from tests.support.partitions import predict
 
 pytestmark = pytest.mark.slow
 
@@ -201,31 +201,6 @@ def test_on_any_devices_the_best_of_few_partitions_is_found(loads: Loads) -> Non
     assert by_search.partition.fits
     assert found.batch_s <= by_search.batch_s <= by_search.start_batch_s
     assert autopipe(loads) == found
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.sampled_from(["gpipe", "2bw", "zb-h1", "1f1b-sliced"]).flatmap(lambda s: problems(schedule=s)))
-def test_with_the_simulator_as_judge_the_search_is_for_any_schedule(loads: Loads) -> None:
-    judge = judged_by_simulator(loads)
-    found = autopipe(loads, judge)
-    cuts = all_cuts(loads)
-    if found is None:
-        assert not cuts
-        return
-    assert found.batch_s == judge(found.partition.cuts) <= found.start_batch_s
-    assert found.batch_s <= 1.02 * min(judge(one) for one in cuts)
-
-
-def test_a_judge_is_asked_no_more_often_than_allowed() -> None:
-    chain = chain_of_numbers([1.0] * 30, [2.0] * 30)
-    asked: list[Cuts] = []
-
-    def judge(cuts: Cuts) -> float:
-        asked.append(cuts)
-        return float(sum(cuts))
-
-    assert autopipe(loads_of(chain, Line.equal(6), Setting("1f1b", 12)), judge, most_judged=10) is not None
-    assert len(asked) == len(set(asked)) <= 10
 
 
 def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> None:

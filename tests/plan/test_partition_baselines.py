@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES, pipedream_2bw, pipedream_2bw_s, piper, uniform
 from benchmarks.partitioners.dapple import dapple, dapple_latency_s
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.plan.partition.chain import Chain, chain_of_numbers
+from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.line import Line, Link
 from bireme.plan.partition.loads import Loads, Setting, loads_of
 from bireme.plan.partition.partition import assess

@@ -5,13 +5,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.plan.partition.chain import Chain, chain_of, chain_of_numbers, layer_bounds
+from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
 from bireme.plan.partition.holdings import holdings
-from bireme.plan.partition.judge import predict
 from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Recompute, Setting, loads_of
 from bireme.plan.partition.partition import assess
@@ -20,6 +20,7 @@ from bireme.profile.stages import stage_cost
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.residency import Sizes, resident
 from tests.profile.test_profile_bytes import GRAPHS, SIZES, profile_of
+from tests.support.partitions import predict
 
 ONE_EACH = sorted(name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank == 1)
 

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import pytest
+from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bireme.plan.partition.chain import Chain, chain_of_numbers
+from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.exact import exact, least_sum
-from bireme.plan.partition.judge import costs_of, judged_by_simulator, predict
 from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit, Partition, assess
 from bireme.simulate.costs import Costs
+from tests.support.partitions import costs_of, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def test_2bw_runs_at_the_pace_that_the_partition_foretells() -> None:
     loads = loads_of(chain, line, Setting("2bw", 6))
     found = exact(loads)
     assert isinstance(found, Partition)
-    assert judged_by_simulator(loads)(found.cuts) == pytest.approx(6 * found.pace_s)
+    assert predict(loads, found).steady_batch_s == pytest.approx(6 * found.pace_s)
 
 
 def test_a_slow_device_gets_less_and_one_with_little_memory_too() -> None:

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster, Server, device_names
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Switch
+from bireme.cluster.server import Server, device_names
 from bireme.errors import BiremeError
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help, explain

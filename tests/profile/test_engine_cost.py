@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from benchmarks.made_up.models import profile_of
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.engine_cost import EngineCost
+from bireme.cluster.server import Server
 from bireme.plan.forecast import Answer
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.wishes import Wishes

@@ -139,7 +139,7 @@ def test_the_peak_of_the_trace_is_the_peak_of_the_behaviour() -> None:
     trace.adopt([*model.parameters(), *model.buffers(), *inputs.values()], owner="input")
     with trace:
         for _ in range(2):
-            trace.restart_peak()
+            trace.peak_bytes = trace.live_bytes
             model(**inputs)["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()

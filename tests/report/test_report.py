@@ -16,10 +16,9 @@ from rich.console import Console
 
 from bireme.errors import BiremeError
 from bireme.report.grid import print_program
-from bireme.report.layout import laid_out
 from bireme.report.palette import HUES, fill, on
-from bireme.report.picture import write_picture
-from bireme.report.shapes import Anchor, Rect, Text, fitted, text_width
+from bireme.report.picture import laid_out, write_picture
+from bireme.report.shapes import Anchor, Flag, Rect, Text, fitted, text_width
 from bireme.report.trace import write_trace
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.grid import ascii_picture
@@ -228,10 +227,8 @@ def test_links_are_drawn_only_where_messages_take_time() -> None:
 
 
 def test_updates_and_trial_steps_are_marked() -> None:
-    marks = [
-        s for s in laid_out(timeline_named("2bw-fresh")).shapes if isinstance(s, Rect) and s.role == "mark"
-    ]
-    assert len(marks) == 4 * (3 + 2)
+    flags = [shape for shape in laid_out(timeline_named("2bw-fresh")).shapes if isinstance(shape, Flag)]
+    assert len(flags) == 4 * (3 + 2)
 
 
 def test_an_odd_name_does_not_break_the_picture(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.report.page.axes import Quantity, Scale, clock_text, number_text
+from bireme.report.axes import Quantity, Scale, clock_text, number_text
 from bireme.report.page.figures import headline, stage_figures, state
 from bireme.report.page.flows import flows
 from bireme.report.page.metrics import read_metrics

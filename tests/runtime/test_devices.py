@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bireme import devices
-from bireme.cluster.cluster import Server
 from bireme.cluster.device import KNOWN
+from bireme.cluster.server import Server
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime.world import World

@@ -4,9 +4,10 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Mesh, Switch
+from bireme.cluster.server import Server
 
 __all__ = ["clusters", "few"]
 

@@ -3,9 +3,10 @@
 from benchmarks.made_up.models import profile_of
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link
+from bireme.cluster.server import Server
 from bireme.profile.profile import Profile
 
 __all__ = ["small_clusters", "small_profiles"]

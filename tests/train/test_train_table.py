@@ -69,7 +69,7 @@ def test_the_last_warnings_are_said_again(run: Path) -> None:
 
 def test_one_is_not_many() -> None:
     assert [counted(number, "stage") for number in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
-    assert counted(3, "micro-batch", "micro-batches") == "3 micro-batches"
+    assert counted(3, "micro-batch") == "3 micro-batches"
 
 
 def test_a_machine_that_was_slower_than_when_it_profiled_is_named(run: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import MOST_BYTES_PER_S, Card, Link
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.runtime.stores import HashStore, Store

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json, refuse
+from bireme.cli.options import Json, check_writable, print_json, refuse
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -138,12 +138,9 @@ def probe(
 
 
 def _check_output(output: Path | None) -> None:
-    if output is None:
-        return
-    if output.suffix != ".toml":
+    if output is not None and output.suffix != ".toml":
         raise BiremeError(f"A cluster is written to a .toml file, and {output} is none.")
-    if not output.resolve().parent.is_dir():
-        raise BiremeError(f"{output} cannot be written: there is no folder {output.parent}. Make it first.")
+    check_writable(output)
 
 
 def _backend_and_devices(device: str | None) -> "tuple[Backend, int]":

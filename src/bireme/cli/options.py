@@ -23,6 +23,7 @@ __all__ = [
     "Stages",
     "StagesPerRank",
     "build_program",
+    "check_writable",
     "print_json",
     "refuse",
 ]
@@ -75,6 +76,18 @@ def refuse(context: typer.Context, why: str, *options: str) -> None:
         names = {"name": "schedule", "source": "from"}
         shown = ", ".join(f"--{names.get(option, option).replace('_', '-')}" for option in given)
         raise BiremeError(f"{why}: leave out {shown}.")
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse files that could not be written, before long work; None is no file."""
+    files = [path for path in paths if path is not None]
+    for path in files:
+        if path.is_dir():
+            raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
+        if not path.resolve().parent.is_dir():
+            raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+    if len({path.resolve() for path in files}) < len(files):
+        raise BiremeError("Two of the files to write are the same one. Give each a name of its own.")
 
 
 def build_program(

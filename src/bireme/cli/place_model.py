@@ -3,35 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from bireme.cli.measuring import Measuring, captures_of, measure
-from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
-    from bireme.placement.of_model.from_model import Granularity, ModelWorkload
+    from bireme.placement.of_model.from_model import ModelWorkload
     from bireme.placement.placement import Placement
+    from bireme.placement.request import Granularity
     from bireme.profile.profile import Profile
 
-__all__ = ["MODEL", "Model", "ModelPlacing", "OfModel", "granularity_of"]
-
-MODEL = "A model in the place of a file"
-
-Model = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="As for `bireme profile`; measured here.", rich_help_panel=MODEL),
-]
-
-
-def granularity_of(text: str) -> "Granularity":
-    """Operators or units, by word."""
-    if text == "operators":
-        return "operators"
-    if text == "units":
-        return "units"
-    raise BiremeError(f"There is no granularity {text!r}. {closest(text, ['operators', 'units'])}")
+__all__ = ["ModelPlacing", "OfModel"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """`bireme plan`: which device does what, from a profile and a cluster."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,17 +18,15 @@ from bireme.cli.measuring import (
     Optimizer,
     measure,
 )
-from bireme.cli.options import Json, refuse
+from bireme.cli.options import Json, check_writable, refuse
 from bireme.cli.plan_options import (
-    check_writable,
     exports_of,
-    goal_of,
     penalties_of,
     pins_of,
     ranges_of,
-    recompute_of,
 )
 from bireme.cli.plan_run import PlanRun
+from bireme.cli.words import word
 from bireme.errors import BiremeError, closest
 from bireme.plan.penalties import START
 
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["cluster_of", "plan"]
 
-GIVEN = "What is there"
-WISHES = "What the plan must be like"
-OUTPUT = "Output"
+given_option = partial(typer.Option, rich_help_panel="What is there")
+wishes_option = partial(typer.Option, rich_help_panel="What the plan must be like")
+output_option = partial(typer.Option, rich_help_panel="Output")
 
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless others are asked for."""
@@ -48,113 +47,77 @@ LARGEST_MEASURED = 16
 
 def plan(
     context: typer.Context,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", "-B", help="Samples of a step.", rich_help_panel=GIVEN)
-    ],
+    batch_size: Annotated[int, given_option("--batch-size", "-B", help="Samples of a step.")],
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="As for `bireme profile`; measured here.", rich_help_panel=GIVEN
-        ),
+        str | None, given_option("--model", metavar="MODEL", help="As for `bireme profile`; measured here.")
     ] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="What `bireme profile` has measured.", rich_help_panel=GIVEN),
+        Path | None, given_option(metavar="FILE.json", help="What `bireme profile` has measured.")
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE.toml|NAME",
-            help="The devices, or a ready cluster; this machine if left out.",
-            rich_help_panel=GIVEN,
+        given_option(
+            metavar="FILE.toml|NAME", help="The devices, or a ready cluster; this machine if left out."
         ),
     ] = None,
     schedule: Annotated[
-        str,
-        typer.Option("--schedule", "-s", metavar="NAME|auto", help="One of them.", rich_help_panel=WISHES),
+        str, wishes_option("--schedule", "-s", metavar="NAME|auto", help="One of them.")
     ] = "auto",
-    synchronous: Annotated[
-        bool, typer.Option("--synchronous", help="No delayed updates.", rich_help_panel=WISHES)
-    ] = False,
+    synchronous: Annotated[bool, wishes_option("--synchronous", help="No delayed updates.")] = False,
     objective: Annotated[
         str,
-        typer.Option(
-            metavar="time-to-loss|throughput",
+        wishes_option(
+            **word("objective", "time-to-loss", "throughput"),
             help="What makes a plan best; throughput leaves out what delayed updates cost in steps.",
-            rich_help_panel=WISHES,
         ),
     ] = "time-to-loss",
     penalty: Annotated[
         list[str] | None,
-        typer.Option(
+        wishes_option(
             metavar="RULE=STEPS",
             help="Steps of delayed or fresh updates for one of a synchronous run; repeat it.",
-            rich_help_panel=WISHES,
         ),
     ] = None,
     delay_warmup: Annotated[
         float | None,
-        typer.Option(
+        wishes_option(
             metavar="SHARE",
             help="Of a run that goes under 1f1b before updates are delayed.",
             show_default=f"{START:g}, or 0 with --schedule",
-            rich_help_panel=WISHES,
         ),
     ] = None,
-    depth: Annotated[int | None, typer.Option(help="Devices of a replica.", rich_help_panel=WISHES)] = None,
-    width: Annotated[int | None, typer.Option(help="Replicas.", rich_help_panel=WISHES)] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="Samples of a micro-batch.", rich_help_panel=WISHES)
-    ] = None,
-    largest_batch: Annotated[
-        int | None, typer.Option(help="A step may be of so many samples.", rich_help_panel=WISHES)
-    ] = None,
-    memory_fraction: Annotated[
-        float, typer.Option(help="Of each device that the plan may fill.", rich_help_panel=WISHES)
-    ] = 1.0,
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,…", help="Use these devices alone.", rich_help_panel=WISHES),
-    ] = None,
+    depth: Annotated[int | None, wishes_option(help="Devices of a replica.")] = None,
+    width: Annotated[int | None, wishes_option(help="Replicas.")] = None,
+    micro_batch: Annotated[int | None, wishes_option(help="Samples of a micro-batch.")] = None,
+    largest_batch: Annotated[int | None, wishes_option(help="A step may be of so many samples.")] = None,
+    memory_fraction: Annotated[float, wishes_option(help="Of each device that the plan may fill.")] = 1.0,
+    devices: Annotated[str | None, wishes_option(metavar="NAME,…", help="Use these devices alone.")] = None,
     recompute: Annotated[
         str,
-        typer.Option(
-            metavar="never|where-needed|always",
+        wishes_option(
+            **word("kind of recompute", "never", "where-needed", "always"),
             help="Which stages run their forward again to save memory.",
-            rich_help_panel=WISHES,
         ),
     ] = "where-needed",
     lookahead: Annotated[
-        bool,
-        typer.Option(
-            help="Let stages run further ahead to hide slow links; other frameworks cannot.",
-            rich_help_panel=WISHES,
-        ),
+        bool, wishes_option(help="Let stages run further ahead to hide slow links; other frameworks cannot.")
     ] = True,
     pin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="UNIT=DEVICE", help="A unit must be on a device; repeat it.", rich_help_panel=WISHES
-        ),
+        list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="A unit must be on a device; repeat it.")
     ] = None,
     together: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FIRST..LAST",
-            help="Units, by number or name, that must not be cut apart; repeat it.",
-            rich_help_panel=WISHES,
+        wishes_option(
+            metavar="FIRST..LAST", help="Units, by number or name, that must not be cut apart; repeat it."
         ),
     ] = None,
     whole_layers: Annotated[
-        bool,
-        typer.Option("--whole-layers", help="Cut between layers only, as others do.", rich_help_panel=WISHES),
+        bool, wishes_option("--whole-layers", help="Cut between layers only, as others do.")
     ] = False,
     measure_batch: Annotated[
         list[int] | None,
         typer.Option(
-            help="Samples of a micro-batch; repeat it.",
-            show_default="1, 2, 4, … 16",
-            rich_help_panel=PANEL,
+            help="Samples of a micro-batch; repeat it.", show_default="1, 2, 4, … 16", rich_help_panel=PANEL
         ),
     ] = None,
     measure_on: MeasureOn = "cpu",
@@ -165,22 +128,18 @@ def plan(
     fresh: Fresh = False,
     explain: Annotated[
         bool,
-        typer.Option(
-            "--explain",
-            help="What limits the best few, and what would help: plans again for each change.",
-            rich_help_panel=OUTPUT,
+        output_option(
+            "--explain", help="What limits the best few, and what would help: plans again for each change."
         ),
     ] = False,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", help="Write the plan.", rich_help_panel=OUTPUT),
+        Path | None, output_option("--output", "-o", metavar="FILE.json", help="Write the plan.")
     ] = None,
     export: Annotated[
         list[str] | None,
-        typer.Option(
+        output_option(
             metavar="NAME[:FILE]",
             help="For torch-csv, torchtitan, nemo or megatron; printed if no file is named. Repeat it.",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
     as_json: Json = False,
@@ -190,7 +149,9 @@ def plan(
     [dim]bireme plan --profile profile.json --cluster two-unequal-servers --batch-size 64[/dim]
     """
     exports = exports_of(export or (), has_model=model is not None)
-    check_writable(output, exports)
+    if output is not None and output.suffix != ".json":
+        raise BiremeError(f"A plan is written to a .json file, and {output} is none.")
+    check_writable(output, *(export.path for export in exports))
     asked = _measuring(
         context,
         model,
@@ -204,14 +165,15 @@ def plan(
         fresh=fresh,
     )
     _check_words(schedule, synchronous=synchronous)
-    from bireme.plan.wishes import Wishes
+    from bireme.plan.partition.loads import Recompute
+    from bireme.plan.wishes import Goal, Wishes
 
     wishes = Wishes(
         batch_size=batch_size,
         largest_batch=largest_batch,
         schedule=schedule,
         synchronous=synchronous,
-        goal=goal_of(objective),
+        goal=Goal(objective),
         penalties=penalties_of(penalty or ()),
         start=delay_warmup,
         memory_fraction=memory_fraction,
@@ -219,7 +181,7 @@ def plan(
         width=width,
         micro_batch=micro_batch,
         devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
-        recompute=recompute_of(recompute),
+        recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
     )
     found_cluster = cluster_of(cluster)

@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
-    from bireme.plan.partition.loads import Recompute
-    from bireme.plan.wishes import Goal
     from bireme.schedule.rule import Rule
 
 __all__ = [
     "Exporting",
-    "check_writable",
     "exports_of",
-    "goal_of",
     "penalties_of",
     "pins_of",
     "ranges_of",
-    "recompute_of",
 ]
 
 
@@ -48,21 +43,6 @@ def exports_of(texts: Iterable[str], *, has_model: bool) -> list[Exporting]:
     return found
 
 
-def check_writable(plan: Path | None, exports: Sequence[Exporting]) -> None:
-    """Refuse files that could not be written, before a long search."""
-    if plan is not None and plan.suffix != ".json":
-        raise BiremeError(f"A plan is written to a .json file, and {plan} is none.")
-    files = [path for path in (plan, *(export.path for export in exports)) if path is not None]
-    for path in files:
-        if path.is_dir():
-            raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
-        if not path.resolve().parent.is_dir():
-            raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
-    twice = {path.resolve() for path in files}
-    if len(twice) < len(files):
-        raise BiremeError("Two of the files to write are the same one. Give each a name of its own.")
-
-
 def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
     """Penalties that the user has measured himself, each as `RULE=STEPS`."""
     from bireme.schedule.catalogue import SCHEDULES
@@ -84,26 +64,6 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
                 "synchronous run."
             ) from None
     return found
-
-
-def goal_of(text: str) -> "Goal":
-    """What makes a plan the best."""
-    from bireme.plan.wishes import Goal
-
-    known = [goal.value for goal in Goal]
-    if text not in known:
-        raise BiremeError(f"--objective is {text!r}. {closest(text, known)}")
-    return Goal(text)
-
-
-def recompute_of(text: str) -> "Recompute":
-    """Which stages run their forward again."""
-    from bireme.plan.partition.loads import Recompute
-
-    words = {choice.value.replace(" ", "-"): choice for choice in Recompute}
-    if text not in words:
-        raise BiremeError(f"--recompute is {text!r}. {closest(text, words)}")
-    return words[text]
 
 
 def pins_of(texts: Iterable[str], names: Sequence[str]) -> dict[int, str]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bireme.cli.measuring import DataType, Fresh, Length, Like, Measuring, Optimizer, measure
-from bireme.cli.options import Json, print_json, refuse
-from bireme.errors import BiremeError
+from bireme.cli.options import Json, check_writable, print_json, refuse
 
 if TYPE_CHECKING:
     from bireme.profile.profile import Profile, UnitProfile
@@ -52,8 +51,7 @@ def profile(
     """
     if device != "meta":
         refuse(context, f"--device {device} is measured, not estimated", "like")
-    if output is not None and not output.resolve().parent.is_dir():
-        raise BiremeError(f"{output} cannot be written: there is no folder {output.parent}. Make it first.")
+    check_writable(output)
     asked = Measuring(
         model,
         batch or [1],

@@ -120,11 +120,13 @@ def _list(*, as_json: bool) -> None:
         )
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule", style="bold")
-    table.add_column("what it does")
+    from bireme.report.columns import columns
+
+    table = columns(
+        ("schedule", "what it does"), words=("schedule", "what it does"), wrapped=("what it does",)
+    )
+    table.columns[0].style = "bold"
     for known in SCHEDULES.values():
         table.add_row(known.name, known.summary)
     console = Console()
@@ -186,7 +188,8 @@ def _print(program: "Program", report: "Report | None", csv: Path | None) -> Non
 
 def _print_report(program: "Program", report: "Report", console: "Console") -> None:
     from rich.markup import escape
-    from rich.table import Table
+
+    from bireme.report.columns import columns
 
     for problem in report.problems:
         console.print(f"[red]✗[/red] {escape(problem)}", highlight=False)
@@ -203,9 +206,7 @@ def _print_report(program: "Program", report: "Report", console: "Console") -> N
         "version; every message matched; no deadlock.",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rank", "stages", "weight versions", "stashed micro-batches", "receive buffers"):
-        table.add_column(heading, justify="right")
+    table = columns(("rank", "stages", "weight versions", "stashed micro-batches", "receive buffers"))
     for kept in report.ranks:
         table.add_row(
             str(kept.rank),

@@ -1,5 +1,6 @@
 """`bireme simulate`: what a schedule would take on given devices and links, in seconds and bytes."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,10 +39,10 @@ OF_ONE_SCHEDULE = ("name", "source", "stages_per_rank", "slices", "lookahead", "
 WINDOW = 10
 """Batches that show start-up, steady state and drain."""
 
-TIMES = "Times of one micro-batch"
-LINKS = "Links"
-MEMORY = "Memory"
-OUTPUT = "Output"
+times_option = partial(typer.Option, rich_help_panel="Times of one micro-batch")
+links_option = partial(typer.Option, rich_help_panel="Links")
+memory_option = partial(typer.Option, rich_help_panel="Memory")
+output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 def simulate(
@@ -65,66 +66,46 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE.json", help="Seconds and bytes per stage, instead of the options below."),
     ] = None,
-    forward_s: Annotated[
-        float | None, typer.Option(help="Forward of a stage; 1 if left out.", rich_help_panel=TIMES)
-    ] = None,
+    forward_s: Annotated[float | None, times_option(help="Forward of a stage; 1 if left out.")] = None,
     backward_s: Annotated[
-        float | None,
-        typer.Option(help="Backward of a stage; twice the forward if left out.", rich_help_panel=TIMES),
+        float | None, times_option(help="Backward of a stage; twice the forward if left out.")
     ] = None,
-    update_s: Annotated[float, typer.Option(help="Optimiser step of a stage.", rich_help_panel=TIMES)] = 0.0,
-    reduce_s: Annotated[
-        float, typer.Option(help="Gradient sync of a stage's replicas, per batch.", rich_help_panel=TIMES)
-    ] = 0.0,
+    update_s: Annotated[float, times_option(help="Optimiser step of a stage.")] = 0.0,
+    reduce_s: Annotated[float, times_option(help="Gradient sync of a stage's replicas, per batch.")] = 0.0,
     overlap_reduce: Annotated[
-        bool, typer.Option(help="Let the gradient sync run beside the next work.", rich_help_panel=TIMES)
+        bool, times_option(help="Let the gradient sync run beside the next work.")
     ] = True,
     agree: Annotated[
         bool,
-        typer.Option(
-            "--agree",
-            help="No update before all ranks have a batch's gradients, as in Bireme's engine.",
-            rich_help_panel=TIMES,
+        times_option(
+            "--agree", help="No update before all ranks have a batch's gradients, as in Bireme's engine."
         ),
     ] = False,
-    message_bytes: Annotated[
-        float, typer.Option(help="Bytes across a border, each way.", rich_help_panel=LINKS)
-    ] = 0.0,
+    message_bytes: Annotated[float, links_option(help="Bytes across a border, each way.")] = 0.0,
     link_bytes_per_s: Annotated[
-        float | None, typer.Option(help="Bandwidth of a link; boundless if left out.", rich_help_panel=LINKS)
+        float | None, links_option(help="Bandwidth of a link; boundless if left out.")
     ] = None,
-    link_latency_s: Annotated[float, typer.Option(help="Latency of a link.", rich_help_panel=LINKS)] = 0.0,
+    link_latency_s: Annotated[float, links_option(help="Latency of a link.")] = 0.0,
     half_duplex: Annotated[
-        bool,
-        typer.Option("--half-duplex", help="Links carry one direction at a time.", rich_help_panel=LINKS),
+        bool, links_option("--half-duplex", help="Links carry one direction at a time.")
     ] = False,
     ranks_per_server: Annotated[
         int | None,
-        typer.Option(
-            help="Ranks to a server, whose one network card is then the link; inside, messages are free.",
-            rich_help_panel=LINKS,
+        links_option(
+            help="Ranks to a server, whose one network card is then the link; inside, messages are free."
         ),
     ] = None,
-    overlap: Annotated[
-        bool, typer.Option(help="Let messages cross while ranks compute.", rich_help_panel=LINKS)
-    ] = True,
+    overlap: Annotated[bool, links_option(help="Let messages cross while ranks compute.")] = True,
     weight_bytes: Annotated[
-        float,
-        typer.Option(help="One weight version of a stage; its gradient is as large.", rich_help_panel=MEMORY),
+        float, memory_option(help="One weight version of a stage; its gradient is as large.")
     ] = 0.0,
-    optimizer_bytes: Annotated[
-        float, typer.Option(help="Optimiser state of a stage.", rich_help_panel=MEMORY)
-    ] = 0.0,
-    stash_bytes: Annotated[
-        float, typer.Option(help="Kept of a micro-batch until its backward.", rich_help_panel=MEMORY)
-    ] = 0.0,
+    optimizer_bytes: Annotated[float, memory_option(help="Optimiser state of a stage.")] = 0.0,
+    stash_bytes: Annotated[float, memory_option(help="Kept of a micro-batch until its backward.")] = 0.0,
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev.", rich_help_panel=OUTPUT),
+        Path | None, output_option(metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev.")
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg|FILE.png", help="Draw the timeline.", rich_help_panel=OUTPUT),
+        Path | None, output_option(metavar="FILE.svg|FILE.png", help="Draw the timeline.")
     ] = None,
     as_json: Json = False,
 ) -> None:

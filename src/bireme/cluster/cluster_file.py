@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from bireme.cluster.cluster import MOST_DEVICES, Cluster, Server, device_names
+from bireme.cluster.cluster import MOST_DEVICES, Cluster
 from bireme.cluster.cluster_text import cluster_text, plain_cluster
 from bireme.cluster.device import FASTEST, KNOWN, Device
 from bireme.cluster.links import LONGEST_S, MOST_BYTES_PER_S, Bridge, Card, Link, Mesh, Switch
+from bireme.cluster.server import Server, device_names
 from bireme.documents import read_toml
 from bireme.errors import BiremeError, closest
 from bireme.files import write_text_atomically

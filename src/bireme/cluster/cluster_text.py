@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Mesh
+from bireme.cluster.server import Server
 
 __all__ = ["cluster_text", "plain_cluster"]
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link
 from bireme.cluster.machine import host_name, memory_bytes, network_cards, num_cores, processor_name
 from bireme.cluster.nvml import find_cuda_devices
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 
 __all__ = ["Discovery", "discover"]

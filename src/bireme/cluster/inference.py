@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.fairness import fair_rates
 from bireme.cluster.lateness import groups_of, with_latencies
 from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh, Switch
 from bireme.cluster.probed import Experiment, Measurements
+from bireme.cluster.server import Server
 
 __all__ = ["Inferred", "infer"]
 

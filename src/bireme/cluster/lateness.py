@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.links import Bridge, Card, Link, Mesh
+from bireme.cluster.server import Server
 
 __all__ = ["groups_of", "with_latencies"]
 

@@ -10,12 +10,9 @@ servers over bridges, cards and the switch. A bridge that both ends are on is cr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bireme.cluster.links import Bridge, Card, Link, Mesh, Switch
-
-if TYPE_CHECKING:
-    from bireme.cluster.cluster import Server
+from bireme.cluster.server import Server
 
 __all__ = ["Lane", "Routes"]
 
@@ -62,13 +59,13 @@ class _Site:
 class Routes:
     """All ways in a cluster."""
 
-    servers: "Sequence[Server]"
+    servers: Sequence[Server]
     switch: Switch | None
     switch_lane: tuple[Lane, ...]
     sites: tuple[_Site, ...]
 
     @staticmethod
-    def over(servers: "Sequence[Server]", switch: Switch | None) -> "Routes":
+    def over(servers: Sequence[Server], switch: Switch | None) -> "Routes":
         """The ways between all devices of some servers."""
         sites: list[_Site] = []
         for number, server in enumerate(servers):

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from bireme.model.length import Length, evaluate
+from bireme.bounds import Count, Place
+from bireme.model.argument import Argument, Reference, Token, references
+from bireme.model.length import evaluate
 
 __all__ = ["Argument", "Graph", "Operator", "Output", "Reference", "State", "Token", "Value", "references"]
 
@@ -36,7 +38,7 @@ class Value:
     """A tensor that an operator makes, or that comes in from outside."""
 
     name: str
-    shape: tuple[Length, ...]
+    shape: tuple[Place | str, ...]
     dtype: str
 
     def num_elements(self, batch: int) -> int:
@@ -56,7 +58,7 @@ class State:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Place, ...]
     dtype: str
     is_parameter: bool = False
     trainable: bool = False
@@ -73,26 +75,6 @@ class State:
     def num_bytes(self) -> int:
         """How many bytes they take."""
         return self.num_elements * BYTES_OF[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """An argument that is the value, parameter, buffer, constant or input of that name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """An argument that is one of torch's own words (`dtype`, `layout`, `memory_format`, `device`), a number
-    that is not finite (`float`), a `slice`, or a `length` that depends on the batch size."""
-
-    kind: str
-    name: str = ""
-
-
-Argument = None | bool | int | float | str | Reference | Token | tuple["Argument", ...]
-"""What an operator can be given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +126,7 @@ class Graph:
 
     name: str
     training: bool
-    batch: int
+    batch: Count
     any_batch: bool
     inputs: tuple[Value, ...]
     parameters: tuple[State, ...]
@@ -157,12 +139,3 @@ class Graph:
     def parameter_bytes(self) -> int:
         """The bytes of all parameters, tied ones once."""
         return sum(parameter.num_bytes for parameter in self.parameters)
-
-
-def references(argument: Argument) -> Iterator[str]:
-    """The names of everything an argument refers to."""
-    if isinstance(argument, Reference):
-        yield argument.name
-    elif isinstance(argument, tuple):
-        for part in argument:
-            yield from references(part)

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from bireme.placement.latency.latency import latency_of
 from bireme.placement.workload import Edge, Objective, Workload, device_names
@@ -323,20 +324,16 @@ def _told_path(placed: _Placed, path: Sequence[int]) -> str:
 def _in_line(placed: _Placed) -> bool:
     """Whether no devices follow each other in a circle over forward edges."""
     device_of = {node.id: device for node, device in zip(placed.workload.nodes, placed.devices, strict=True)}
-    after: dict[int, set[int]] = defaultdict(set)
-    waiting = dict.fromkeys(placed.devices, 0)
+    before: dict[int, set[int]] = defaultdict(set)
     for edge in placed.forward_edges:
         source, target = device_of[edge.source], device_of[edge.target]
-        if source != target and target not in after[source]:
-            after[source].add(target)
-            waiting[target] += 1
-    line = [device for device, count in waiting.items() if not count]
-    for device in line:
-        for target in after[device]:
-            waiting[target] -= 1
-            if not waiting[target]:
-                line.append(target)
-    return len(line) == len(waiting)
+        if source != target:
+            before[target].add(source)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError:
+        return False
+    return True
 
 
 def _few(sentences: Iterator[str], what: str) -> Iterator[str]:

@@ -11,10 +11,11 @@ Operators with neither time nor neighbours may go anywhere, so they are merged i
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import networkx
 import numpy as np
 
 from bireme.placement.items import Items, Ragged, room
@@ -138,7 +139,7 @@ class _Groups:
     def merge_circles(self) -> None:
         """Make one group of those that follow each other in a circle."""
         for circle in circles(self._followers()):
-            first, *others = sorted(circle)
+            first, *others = circle
             for other in others:
                 self._merge(first, other, size=self.groups[other].size)
 
@@ -265,33 +266,7 @@ def walk_in_depth(followers: dict[int, set[int]]) -> list[int]:
     return walk
 
 
-def circles(followers: dict[int, set[int]]) -> Iterable[list[int]]:
-    """The strongly connected components of two groups or more (Tarjan, without recursion)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    open_: dict[int, None] = {}
-    for root in followers:
-        if root in index:
-            continue
-        way = [(root, iter(followers[root]))]
-        index[root] = low[root] = len(index)
-        open_[root] = None
-        while way:
-            number, left = way[-1]
-            target = next(left, None)
-            if target is None:
-                way.pop()
-                if way:
-                    low[way[-1][0]] = min(low[way[-1][0]], low[number])
-                if low[number] == index[number]:
-                    circle: list[int] = []
-                    while not circle or circle[-1] != number:
-                        circle.append(open_.popitem()[0])
-                    if len(circle) > 1:
-                        yield circle
-            elif target not in index:
-                index[target] = low[target] = len(index)
-                open_[target] = None
-                way.append((target, iter(followers[target])))
-            elif target in open_:
-                low[number] = min(low[number], index[target])
+def circles(followers: dict[int, set[int]]) -> list[list[int]]:
+    """The strongly connected components of two groups or more."""
+    graph = networkx.DiGraph(followers)
+    return [sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1]

@@ -6,7 +6,7 @@ from enum import StrEnum
 from bireme.errors import BiremeError
 from bireme.placement.workload import Objective
 
-__all__ = ["Method", "Request"]
+__all__ = ["Granularity", "Method", "Request"]
 
 
 class Method(StrEnum):
@@ -22,6 +22,13 @@ class Method(StrEnum):
     GREEDY = "greedy"
     SINGLE = "single"
     EXPERT = "expert"
+
+
+class Granularity(StrEnum):
+    """What of a model is placed: every operator by itself, or the units that a plan may cut between."""
+
+    OPERATORS = "operators"
+    UNITS = "units"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ of its edges, the same on all of them; who computes on a CPU has the data where 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -204,25 +203,9 @@ def device_names(workload: Workload) -> tuple[str, ...]:
 
 def _a_cycle(workload: Workload) -> list[int]:
     """The ids of nodes that wait for each other in a circle; none where there is no such circle."""
-    followers: dict[int, list[int]] = defaultdict(list)
-    for edge in workload.edges:
-        followers[edge.source].append(edge.target)
-    done: set[int] = set()
-    for node in workload.nodes:
-        on_way: dict[int, Iterator[int]] = {}
-        todo = [node.id]
-        while todo:
-            if todo[0] in done:
-                break
-            current = todo[-1]
-            left = on_way.setdefault(current, iter(followers[current]))
-            following = next((target for target in left if target not in done), None)
-            if following is None:
-                done.add(todo.pop())
-                del on_way[current]
-            elif following in on_way:
-                way = list(on_way)
-                return way[way.index(following) :]
-            else:
-                todo.append(following)
-    return []
+    import networkx
+
+    graph = networkx.DiGraph((edge.source, edge.target) for edge in workload.edges)
+    if networkx.is_directed_acyclic_graph(graph):
+        return []
+    return [source for source, _ in networkx.find_cycle(graph)]

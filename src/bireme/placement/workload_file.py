@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from bireme.documents import read_json_object
+from bireme.documents import read_json_object, shown
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.placement.workload import Edge, Node, Workload
@@ -135,17 +135,7 @@ class _NodeDocument(_Document):
     name: str | None = None
 
     def node(self) -> Node:
-        return Node(
-            self.id,
-            self.accelerator_time,
-            self.cpu_time,
-            size_bytes=self.size_bytes or 0.0,
-            supported=self.supported,
-            is_backward=self.is_backward,
-            colour=self.colour,
-            layer=self.layer,
-            name=self.name or "",
-        )
+        return Node(**self.model_dump(exclude_none=True))
 
 
 class _EdgeDocument(_Document):
@@ -155,7 +145,7 @@ class _EdgeDocument(_Document):
     size_bytes: Annotated[_Number | None, Field(alias="size")] = None
 
     def edge(self) -> Edge:
-        return Edge(self.source, self.target, self.cost, self.size_bytes)
+        return Edge(**self.model_dump())
 
 
 class _WorkloadDocument(_Document):
@@ -221,7 +211,7 @@ def _sentence(error: ValidationError, plain: Mapping[str, Any]) -> str:
         return f"{subject} lacks {key} ({known[key]}).{hint}"
     expected = EXPECTED.get(first["type"], first["msg"])
     what = f"{key} of {subject}" if key else subject
-    return f"{what} is {_shown(first['input'])}; it must be {expected}."
+    return f"{what} is {shown(first['input'])}; it must be {expected}."
 
 
 def _misspelt(key: str, row: Mapping[str, Any], known: Mapping[str, str]) -> str:
@@ -262,8 +252,3 @@ def _warnings(plain: Mapping[str, Any], path: Path) -> Iterator[str]:
         yield f"{path}: {subject}{others} has an unknown key {key!r}, which is not read.{hint}"
     if len(found) > MOST_WARNINGS:
         yield f"{path}: {len(found) - MOST_WARNINGS} more unknown keys are not read."
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else f"{text[:57]}..."

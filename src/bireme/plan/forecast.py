@@ -3,7 +3,11 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import MinLen
+
+from bireme.bounds import Count, NumBytes, Place, Positive, Seconds, Share
 from bireme.plan.plan import Plan
 
 __all__ = ["Answer", "Candidate", "Forecast", "NothingFits", "Origin", "StageForecast"]
@@ -17,15 +21,15 @@ class StageForecast:
     of the device that has least left; `device_peak_bytes` and `device_limit_bytes` those of each.
     """
 
-    begin: int
-    end: int
+    begin: Place
+    end: Place
     devices: tuple[str, ...]
     recompute: bool
-    busy_s: float
-    peak_bytes: float
-    limit_bytes: float
-    device_peak_bytes: tuple[float, ...] = ()
-    device_limit_bytes: tuple[float, ...] = ()
+    busy_s: Seconds
+    peak_bytes: NumBytes
+    limit_bytes: NumBytes
+    device_peak_bytes: tuple[NumBytes, ...] = ()
+    device_limit_bytes: tuple[NumBytes, ...] = ()
 
     def bytes_of_devices(self) -> Iterator[tuple[str, float, float]]:
         """Each device with its peak and its limit; where only the tightest is known, that for all."""
@@ -44,13 +48,13 @@ class Forecast:
     `bottleneck` names the device or link that sets the pace.
     """
 
-    batch_s: float
-    samples_per_s: float
-    penalty: float
-    busy_share: float
+    batch_s: Positive
+    samples_per_s: Positive
+    penalty: Positive
+    busy_share: Share
     bottleneck: str
-    stages: tuple[StageForecast, ...]
-    delay_warmup: float = 0.0
+    stages: Annotated[tuple[StageForecast, ...], MinLen(1)]
+    delay_warmup: Share = 0.0
 
     @property
     def cost_s_per_sample(self) -> float:
@@ -78,7 +82,7 @@ class Origin:
     graph: str
     profile: str
     cluster: str
-    batch_size: int
+    batch_size: Count
     how: str
 
 

@@ -5,7 +5,11 @@ It says nothing about times; who made it, by hand or by search, does not show.
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Annotated
 
+from annotated_types import doc
+
+from bireme.bounds import Count, Place
 from bireme.errors import BiremeError
 from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.catalogue import generate
@@ -29,16 +33,16 @@ class Plan:
     there is one replica, and the engine takes it back where ranks share parameters.
     """
 
-    cuts: tuple[int, ...]
-    num_microbatches: int
+    cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
+    num_microbatches: Annotated[Count, doc("micro-batches of a batch in each replica")]
     schedule: str = "2bw"
-    width: int = 1
-    stages_per_rank: int | None = None
-    num_sliced: int | None = None
-    lookahead: int = 0
-    recompute: tuple[int, ...] = ()
-    recompute_units: tuple[int, ...] = ()
-    micro_batch_sizes: tuple[int, ...] = ()
+    width: Count = 1
+    stages_per_rank: Count | None = None
+    num_sliced: Place | None = None
+    lookahead: Place = 0
+    recompute: tuple[Place, ...] = ()
+    recompute_units: tuple[Place, ...] = ()
+    micro_batch_sizes: tuple[Count, ...] = ()
     devices: tuple[tuple[str, ...], ...] = ()
     updates_early: bool | None = None
 

@@ -6,17 +6,17 @@ What is read equals what was written. Only the plan itself must be there, so tha
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from annotated_types import doc
 
-from bireme.documents import read_json
+from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, StageForecast
+from bireme.plan.forecast import Answer, Candidate, Forecast, Origin
 from bireme.plan.hashes import PlannedUnit
 from bireme.plan.plan import Plan
-from bireme.plan.summary import Kind, Summary, summarize
+from bireme.plan.summary import Summary, summarize
 
 __all__ = ["FORMAT", "SavedPlan", "load_plan", "plain_plan", "saved_plan", "write_plan"]
 
@@ -27,7 +27,7 @@ FORMAT = 1
 class SavedPlan:
     """What a plan file holds. `units` is what it remembers of the model, `others` what was less good."""
 
-    plan: Plan
+    plan: Annotated[Plan, doc("cuts, num_microbatches and the rest of the plan itself")]
     forecast: Forecast | None = None
     origin: Origin | None = None
     units: tuple[PlannedUnit, ...] = ()
@@ -62,9 +62,8 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
 
 def load_plan(path: Path) -> SavedPlan:
     """The plan in a file."""
-    document = read_json(path, _PlanDocument)
+    saved = read_dataclass(path, SavedPlan, number=FORMAT)
     try:
-        saved = document.saved()
         _check(saved)
     except BiremeError as error:
         raise BiremeError(f"{path}: {error}") from None
@@ -94,121 +93,3 @@ def _check(saved: SavedPlan) -> None:
             raise BiremeError(f"Its last stage ends before unit {end}, and it names {len(units)} units.")
     if units and plan.cuts and plan.cuts[-1] >= len(units):
         raise BiremeError(f"It cuts at unit {plan.cuts[-1]}, and names {len(units)} units.")
-
-
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-Count = Annotated[int, Field(ge=1)]
-Place = Annotated[int, Field(ge=0)]
-Bytes = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1 + 1e-9)]
-
-
-class _PlanTable(_Document):
-    cuts: list[Place] = Field(description="the units at which a new stage begins, without the first 0")
-    num_microbatches: Count = Field(description="micro-batches of a batch in each replica")
-    schedule: str = "2bw"
-    width: Count = 1
-    stages_per_rank: Count | None = None
-    num_sliced: Place | None = None
-    lookahead: Place = 0
-    recompute: list[Place] = Field(default_factory=list)
-    recompute_units: list[Place] = Field(default_factory=list)
-    micro_batch_sizes: list[Count] = Field(default_factory=list)
-    devices: list[list[str]] = Field(default_factory=list)
-    updates_early: bool | None = None
-
-    def plan(self) -> Plan:
-        plain = self.model_dump() | {"devices": tuple(tuple(names) for names in self.devices)}
-        lists = ("cuts", "recompute", "recompute_units", "micro_batch_sizes")
-        return Plan(**plain | {name: tuple(plain[name]) for name in lists})
-
-
-class _StageTable(_Document):
-    begin: Place
-    end: Place
-    devices: list[str]
-    recompute: bool
-    busy_s: Seconds
-    peak_bytes: Bytes
-    limit_bytes: Bytes
-    device_peak_bytes: list[Bytes] = Field(default_factory=list)
-    device_limit_bytes: list[Bytes] = Field(default_factory=list)
-
-    def stage(self) -> StageForecast:
-        plain = self.model_dump()
-        lists = ("devices", "device_peak_bytes", "device_limit_bytes")
-        return StageForecast(**plain | {name: tuple(plain[name]) for name in lists})
-
-
-class _ForecastTable(_Document):
-    batch_s: Positive
-    samples_per_s: Positive
-    penalty: Positive
-    busy_share: Share
-    bottleneck: str
-    stages: Annotated[list[_StageTable], Field(min_length=1)]
-    delay_warmup: Share = 0.0
-
-    def forecast(self) -> Forecast:
-        plain = self.model_dump(exclude={"stages"})
-        return Forecast(**plain, stages=tuple(stage.stage() for stage in self.stages))
-
-
-class _OriginTable(_Document):
-    graph: str
-    profile: str
-    cluster: str
-    batch_size: Count
-    how: str
-
-
-class _UnitTable(_Document):
-    name: str
-    structure: str
-
-
-class _OtherTable(_Document):
-    kind: str
-    schedule: str
-    depth: Count
-    width: Count
-    num_stages: Count
-    micro_batch_sizes: list[Count]
-    num_microbatches: Count
-    num_recomputed: Place
-    batch_size: Count
-    batch_s: Positive
-    samples_per_s: Positive
-    penalty: Positive
-    cost_s_per_sample: Positive
-    busy_share: Share
-    bottleneck: str
-
-    def summary(self) -> Summary:
-        plain = self.model_dump() | {"micro_batch_sizes": tuple(self.micro_batch_sizes)}
-        if self.kind not in [kind.value for kind in Kind]:
-            raise BiremeError(f"There is no kind of plan {self.kind!r}.")
-        return Summary(**plain | {"kind": Kind(self.kind)})
-
-
-class _PlanDocument(_Document):
-    format: Literal[1]
-    plan: _PlanTable = Field(description="cuts, num_microbatches and the rest of the plan itself")
-    forecast: _ForecastTable | None = None
-    origin: _OriginTable | None = None
-    units: list[_UnitTable] = Field(default_factory=list)
-    others: list[_OtherTable] = Field(default_factory=list)
-
-    def saved(self) -> SavedPlan:
-        return SavedPlan(
-            self.plan.plan(),
-            None if self.forecast is None else self.forecast.forecast(),
-            None if self.origin is None else Origin(**self.origin.model_dump()),
-            tuple(PlannedUnit(unit.name, unit.structure) for unit in self.units),
-            tuple(other.summary() for other in self.others),
-        )

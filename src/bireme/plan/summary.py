@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from bireme.bounds import Count, Place, Positive, Share
 from bireme.plan.forecast import Candidate
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.rule import Rule
@@ -64,18 +65,18 @@ class Summary:
 
     kind: Kind
     schedule: str
-    depth: int
-    width: int
-    num_stages: int
-    micro_batch_sizes: tuple[int, ...]
-    num_microbatches: int
-    num_recomputed: int
-    batch_size: int
-    batch_s: float
-    samples_per_s: float
-    penalty: float
-    cost_s_per_sample: float
-    busy_share: float
+    depth: Count
+    width: Count
+    num_stages: Count
+    micro_batch_sizes: tuple[Count, ...]
+    num_microbatches: Count
+    num_recomputed: Place
+    batch_size: Count
+    batch_s: Positive
+    samples_per_s: Positive
+    penalty: Positive
+    cost_s_per_sample: Positive
+    busy_share: Share
     bottleneck: str
 
 

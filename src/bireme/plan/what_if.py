@@ -5,9 +5,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh
+from bireme.cluster.server import Server
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.wishes import Wishes
 

@@ -53,6 +53,16 @@ class Block:
     death_s: float | None
     accesses: tuple[Access, ...]
 
+    def title(self, longest: int | None = None) -> str:
+        """Its name, else where it was made and by what; what is too long for people loses its middle."""
+        operator = self.birth_operator.removeprefix("aten.")
+        made = f"{self.module} {operator}" if self.module else operator
+        name = self.name or made or "there before"
+        if longest is not None and len(name) > longest:
+            head = longest // 3
+            return f"{name[:head]}…{name[head + 1 - longest :]}"
+        return name
+
     @property
     def is_persistent(self) -> bool:
         """Whether it is there before the iteration and after it."""

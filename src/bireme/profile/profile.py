@@ -5,7 +5,11 @@ differs between them, the names of the tensors they keep, stands with each.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import MinLen
+
+from bireme.bounds import Bytes, Count, Place, Seconds
 from bireme.cluster.engine_cost import EngineCost
 from bireme.errors import BiremeError
 
@@ -19,8 +23,8 @@ class Kept:
     `is_saved` tells whether this unit keeps it for its backward.
     """
 
-    names: tuple[str, ...]
-    num_bytes: int
+    names: Annotated[tuple[str, ...], MinLen(1)]
+    num_bytes: Bytes
     is_saved: bool
 
 
@@ -29,10 +33,10 @@ class Held:
     """A parameter or buffer of a unit that has a place in other units too (tied weights, a common table)."""
 
     name: str
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    buffer_bytes: int
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    buffer_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,16 @@ class UnitCost:
     besides what is saved, what came in and what goes out.
     """
 
-    micro_batch: int
-    forward_s: float
-    backward_s: float
-    recompute_backward_s: float
-    backward_input_s: float | None
-    backward_weight_s: float | None
-    spread: float
-    saved_bytes: int
-    boundary_bytes: int
-    workspace_bytes: int
+    micro_batch: Count
+    forward_s: Seconds
+    backward_s: Seconds
+    recompute_backward_s: Seconds
+    backward_input_s: Seconds | None
+    backward_weight_s: Seconds | None
+    spread: Seconds
+    saved_bytes: Bytes
+    boundary_bytes: Bytes
+    workspace_bytes: Bytes
     shared: tuple[Kept, ...]
 
 
@@ -79,15 +83,15 @@ class UnitProfile:
     receives: tuple[str, ...]
     sends: tuple[str, ...]
     inputs: tuple[str, ...]
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    buffer_bytes: int
-    update_s: float
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    buffer_bytes: Bytes
+    update_s: Seconds
     tied: tuple[Held, ...]
-    costs: tuple[UnitCost, ...]
-    trial_s: float
-    reduce_s: float
+    costs: Annotated[tuple[UnitCost, ...], MinLen(1)]
+    trial_s: Seconds
+    reduce_s: Seconds
 
     def at(self, micro_batch: int) -> UnitCost:
         """The costs at a micro-batch size."""
@@ -114,13 +118,13 @@ class Profile:
     graph: str
     device: str
     device_kind: str
-    num_threads: int
+    num_threads: Place
     versions: str
     is_measured: bool
     optimizer: str
-    num_operators: int
-    parameter_bytes: int
-    units: tuple[UnitProfile, ...]
+    num_operators: Place
+    parameter_bytes: Bytes
+    units: Annotated[tuple[UnitProfile, ...], MinLen(1)]
     engine: EngineCost | None = None
 
     @property

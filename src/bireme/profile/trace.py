@@ -47,7 +47,7 @@ class StorageTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.live_bytes = 0
         """Of all storages that are there now."""
         self.peak_bytes = 0
-        """The most there have been since the last `restart_peak`."""
+        """The most there have been."""
         self.storages: dict[int, Storage] = {}
         """What is known of each block: of those alive, and of all if events are kept."""
         self.phase: Phase | None = None
@@ -83,10 +83,6 @@ class StorageTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 if known.owner is Owner.WORKSPACE:
                     self.storages[block] = replace(known, owner=Owner(owner), name=name)
         self._lost_ns += perf_counter_ns() - began_ns
-
-    def restart_peak(self) -> None:
-        """Let `peak_bytes` begin again at what is there now."""
-        self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

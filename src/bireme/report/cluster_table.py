@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Mesh
+from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
-from bireme.report.units import bytes_text, rate_text, seconds_text
+from bireme.report.columns import columns
+from bireme.report.units import bytes_text, counted, rate_text, seconds_text
 
 __all__ = ["cluster_document", "print_cluster"]
 
@@ -55,7 +57,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     """Servers with their devices, then the links, equal ones together."""
     kinds = len(Symmetry(cluster).classes())
     console.print(
-        f"{_counted(cluster.num_devices, 'device')} in {_counted(len(cluster.servers), 'server')}; "
+        f"{counted(cluster.num_devices, 'device')} in {counted(len(cluster.servers), 'server')}; "
         + ("all are alike" if kinds == 1 else f"{kinds} kinds that differ in themselves or in their links"),
         highlight=False,
     )
@@ -81,14 +83,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table without the columns that nothing stands in."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     kept = [column for column in range(len(headings)) if any(row[column] for row in rows)]
-    for heading in (headings[column] for column in kept):
-        table.add_column(
-            heading,
-            justify="left" if heading in WORDS else "right",
-            no_wrap=heading not in ("model", "joins"),
-        )
+    table = columns([headings[column] for column in kept], words=WORDS, wrapped=("model", "joins"))
     for row in rows:
         table.add_row(*(escape(row[column]) for column in kept))
     return table
@@ -147,10 +143,6 @@ def _link_row(group: Bridge | Mesh | Card) -> list[str]:
     duplex = "each way" if link.full_duplex and not back else "" if back else "in all"
     rate = f"{rate_text(link.bytes_per_s)}{back} {duplex}".strip()
     return [rate, seconds_text(link.latency_s), shared]
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" + ("s" if number != 1 else "")
 
 
 def _plain_device(device: Device) -> dict[str, Any]:

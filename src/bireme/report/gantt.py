@@ -16,8 +16,7 @@ from bireme.profile.behaviour import Behaviour, Block
 from bireme.profile.events import Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
-from bireme.report.axis import round_step
-from bireme.report.memory_names import block_name
+from bireme.report.axes import round_step
 from bireme.report.packing import packed
 from bireme.report.palette import Colour
 from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, fitted, text_width
@@ -273,7 +272,7 @@ def _told(block: Block) -> str:
     ends = "stays" if block.death_s is None else f"freed {_seconds(block.death_s)}"
     by = f" by {block.birth_operator}" if block.birth_operator else ""
     return (
-        f"{block.owner} {block_name(block)} · {bytes_text(block.num_bytes)} · {born}{by} · {ends} · "
+        f"{block.owner} {block.title()} · {bytes_text(block.num_bytes)} · {born}{by} · {ends} · "
         f"{len(block.accesses)} uses"
     )
 

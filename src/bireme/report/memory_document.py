@@ -1,5 +1,6 @@
 """Memory behaviour as a JSON document, for programs that read what the command line found."""
 
+from dataclasses import asdict
 from typing import Any
 
 from bireme.profile.behaviour import Behaviour, Block
@@ -22,9 +23,7 @@ def memory_document(behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan) ->
         "device": behaviour.device,
         "duration_s": behaviour.duration_s,
         "traced_s": behaviour.traced_s,
-        "phases": [
-            {"phase": span.phase, "start_s": span.start_s, "end_s": span.end_s} for span in behaviour.spans
-        ],
+        "phases": [asdict(span) for span in behaviour.spans],
         "peak_bytes": peak.num_bytes,
         "peak_at_s": peak.at_s,
         "peak_phase": peak.phase,
@@ -37,7 +36,7 @@ def memory_document(behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan) ->
         "intervals": _intervals(intervals),
         **_swapping(alone),
         "swappable_bytes_in_turn": in_turn.saved_bytes,
-        "allocator": _allocator(behaviour),
+        "allocator": None if behaviour.allocator is None else asdict(behaviour.allocator),
         "blocks": _blocks(behaviour, intervals),
     }
 
@@ -77,17 +76,6 @@ def _swapping(plan: SwapPlan) -> dict[str, Any]:
     }
 
 
-def _allocator(behaviour: Behaviour) -> dict[str, int] | None:
-    found = behaviour.allocator
-    if found is None:
-        return None
-    return {
-        "peak_bytes": found.peak_bytes,
-        "reserved_bytes": found.reserved_bytes,
-        "num_allocations": found.num_allocations,
-    }
-
-
 def _blocks(behaviour: Behaviour, intervals: list[Idle]) -> list[dict[str, Any]]:
     longest_s: dict[int, float] = {}
     for idle in intervals:
@@ -113,15 +101,5 @@ def _block(block: Block, longest_idle_s: float, *, lives_at_peak: bool) -> dict[
         "lives_at_peak": lives_at_peak,
         "longest_idle_s": longest_idle_s,
         "num_accesses": len(block.accesses),
-        "accesses": [
-            {
-                "event": access.event,
-                "kind": access.kind,
-                "operator": access.operator,
-                "phase": access.phase,
-                "start_s": access.start_s,
-                "end_s": access.end_s,
-            }
-            for access in block.accesses
-        ],
+        "accesses": [asdict(access) for access in block.accesses],
     }

@@ -12,7 +12,7 @@ from bireme.profile.behaviour import Behaviour, Block
 from bireme.profile.events import Owner
 from bireme.profile.idleness import Idle, idle_intervals, percentile
 from bireme.profile.swapping import Bandwidth, SwapPlan
-from bireme.report.memory_names import block_name
+from bireme.report.columns import columns
 from bireme.report.units import bytes_text, seconds_text
 
 __all__ = ["print_memory"]
@@ -76,20 +76,12 @@ def _peak(behaviour: Behaviour) -> str:
 
 
 def _owners(behaviour: Behaviour) -> Table:
-    table = _table("owner", "at the peak", "share", "blocks")
+    table = columns(("owner", "at the peak", "share", "blocks"), words=("owner",))
     counts = Counter(block.owner for block in behaviour.at_peak())
     for owner, num_bytes in sorted(behaviour.by_owner().items(), key=lambda item: -item[1]):
         if counts[owner]:
             share = f"{num_bytes / behaviour.peak.num_bytes:.1%}"
             table.add_row(_coloured(owner, owner), bytes_text(num_bytes), share, str(counts[owner]))
-    return table
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
     return table
 
 
@@ -99,20 +91,17 @@ def _coloured(text: str, owner: Owner) -> Text:
 
 def _chart(behaviour: Behaviour, width: int) -> Table:
     """How much lives when, and below it a row for each of the largest blocks at the peak."""
-    columns = min(max(width - BESIDE_CHART, NARROWEST), WIDEST)
-    table = _table("owner")
-    table.columns[0].no_wrap = True
-    table.add_column("block", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column(Text(_phases(behaviour, columns)), no_wrap=True)
-    table.add_row("", "all", bytes_text(behaviour.peak.num_bytes), _footprint(behaviour, columns))
+    letters = min(max(width - BESIDE_CHART, NARROWEST), WIDEST)
+    table = columns(("owner", "block", "bytes"), words=("owner", "block"))
+    table.add_column(Text(_phases(behaviour, letters)), no_wrap=True)
+    table.add_row("", "all", bytes_text(behaviour.peak.num_bytes), _footprint(behaviour, letters))
     blocks = behaviour.at_peak()
     for block in blocks[:NUM_ROWS]:
         table.add_row(
             _coloured(block.owner, block.owner),
-            Text(block_name(block, LONGEST_NAME)),
+            Text(block.title(LONGEST_NAME)),
             bytes_text(block.num_bytes),
-            _coloured(_life(behaviour, block, columns), block.owner),
+            _coloured(_life(behaviour, block, letters), block.owner),
         )
     rest = blocks[NUM_ROWS:]
     if rest:
@@ -120,40 +109,40 @@ def _chart(behaviour: Behaviour, width: int) -> Table:
     return table
 
 
-def _phases(behaviour: Behaviour, columns: int) -> str:
+def _phases(behaviour: Behaviour, letters: int) -> str:
     """The names of the phases where they begin, as far as there is room."""
     line = ""
     for span in behaviour.spans:
-        begin, end = _columns(behaviour, span.start_s, span.end_s, columns)
+        begin, end = _columns(behaviour, span.start_s, span.end_s, letters)
         line = line[:begin].ljust(begin) + f"|{span.phase}"[: end - begin + 1]
-    return line.ljust(columns)
+    return line.ljust(letters)
 
 
-def _columns(behaviour: Behaviour, start_s: float, end_s: float, columns: int) -> tuple[int, int]:
+def _columns(behaviour: Behaviour, start_s: float, end_s: float, letters: int) -> tuple[int, int]:
     """The first and the last column of an interval."""
-    first, last = (min(int(s / behaviour.duration_s * columns), columns - 1) for s in (start_s, end_s))
+    first, last = (min(int(s / behaviour.duration_s * letters), letters - 1) for s in (start_s, end_s))
     return first, last
 
 
-def _footprint(behaviour: Behaviour, columns: int) -> str:
+def _footprint(behaviour: Behaviour, letters: int) -> str:
     """The most live bytes within each column, as a share of the peak."""
     bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
-    most = [0] * columns
+    most = [0] * letters
     for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behaviour.live_bytes(), strict=False):
-        first, last = _columns(behaviour, start_s, end_s, columns)
+        first, last = _columns(behaviour, start_s, end_s, letters)
         for column in range(first, last + 1):
             most[column] = max(most[column], live)
     whole = max(behaviour.peak.num_bytes, 1)
     return "".join(LEVELS[round(live / whole * (len(LEVELS) - 1))] for live in most)
 
 
-def _life(behaviour: Behaviour, block: Block, columns: int) -> str:
+def _life(behaviour: Behaviour, block: Block, letters: int) -> str:
     """Blank where a block is not there, a line where it is, a bar where it is used."""
     end_s = behaviour.duration_s if block.death_s is None else block.death_s
-    first, last = _columns(behaviour, block.birth_s, end_s, columns)
-    line = [ABSENT] * first + [IDLE] * (last + 1 - first) + [ABSENT] * (columns - last - 1)
+    first, last = _columns(behaviour, block.birth_s, end_s, letters)
+    line = [ABSENT] * first + [IDLE] * (last + 1 - first) + [ABSENT] * (letters - last - 1)
     for access in block.accesses:
-        first, last = _columns(behaviour, access.start_s, access.end_s, columns)
+        first, last = _columns(behaviour, access.start_s, access.end_s, letters)
         line[first : last + 1] = [ACCESSED] * (last + 1 - first)
     return "".join(line)
 
@@ -174,7 +163,8 @@ def _repetition(behaviour: Behaviour) -> str:
 
 def _idleness(intervals: Sequence[Idle], bandwidth: Bandwidth) -> Table:
     """The interval that so many do not exceed, and the largest block that it would let out and back in."""
-    table = _table(f"of {len(intervals)} intervals", "at most", "events", "lets out and in")
+    first = f"of {len(intervals)} intervals"
+    table = columns((first, "at most", "events", "lets out and in"), words=(first,))
     seconds = [idle.seconds for idle in intervals]
     events = [idle.num_events for idle in intervals]
     for percent in PERCENTS:

@@ -20,6 +20,7 @@ __all__ = [
     "Colour",
     "darker",
     "fill",
+    "hex_of",
     "on",
     "version_fill",
 ]
@@ -80,6 +81,11 @@ def version_fill(version: int) -> Colour:
 def on(colour: Colour) -> Colour:
     """The colour of text that is legible on a fill: white as long as it contrasts enough."""
     return WHITE if 1.05 / (_luminance(colour) + 0.05) >= ENOUGH_CONTRAST else BLACK
+
+
+def hex_of(colour: Colour) -> str:
+    """A colour as the web writes it."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
 def _mixed(colour: Colour, other: Colour, share: float) -> Colour:

@@ -1,15 +1,31 @@
-"""A timeline as a picture in a file: SVG with nothing installed, PNG with `bireme[viz]`."""
+"""A timeline as a picture: its lanes with a heading, round times, and what the colours mean.
 
+A file of it is SVG with nothing installed, PNG with `bireme[viz]`.
+"""
+
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
-from bireme.report.layout import laid_out
+from bireme.report import palette
+from bireme.report.axes import Quantity, Scale
+from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of, plain_seconds
+from bireme.report.legend import legend
 from bireme.report.png import png
+from bireme.report.shapes import Anchor, Line, Picture, Shape, Text, fitted, text_width
 from bireme.report.svg import svg
+from bireme.report.units import counted
+from bireme.schedule.grid import rank_name
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["write_picture"]
+__all__ = ["laid_out", "write_picture"]
+
+WIDTH = 1400
+MARGIN = 24
+TOP = 80
+RIGHT = WIDTH - MARGIN - 24
 
 
 def write_picture(timeline: Timeline, path: Path) -> None:
@@ -22,3 +38,56 @@ def write_picture(timeline: Timeline, path: Path) -> None:
         case suffix:
             kind = f"ends in {suffix}" if suffix else "has no ending"
             raise BiremeError(f"{path} {kind}, but a picture can only be .svg or .png. Name such a file.")
+
+
+def laid_out(timeline: Timeline) -> Picture:
+    """The picture of a timeline, 1400 pixels wide and as high as its ranks need."""
+    program = timeline.program
+    num_batches = drawn_batches(timeline)
+    widest = max(text_width(rank_name(program, rank), 13) for rank in range(program.num_ranks))
+    left = MARGIN + widest + 14
+    scale = Scale(0.0, end_of(timeline, num_batches) or 1.0, left, RIGHT, Quantity.SECONDS)
+    lanes = lanes_of(timeline, num_batches, scale, MARGIN, program.num_ranks)
+    bottom = TOP + lanes.height
+    key = legend(contents_of([lanes]), MARGIN, bottom + 50, WIDTH - 2 * MARGIN)
+    title = _title(timeline)
+    head = (
+        Text(MARGIN, 28, fitted(title, 20, WIDTH - 2 * MARGIN), 20, palette.INK, bold=True),
+        Text(MARGIN, 54, _figures(lanes), 13, palette.PALE_INK),
+    )
+    shapes = (*head, *_axis(scale, bottom), *lanes.beds(TOP), *lanes.work(TOP), *key)
+    lowest = max(shape.y for shape in key if isinstance(shape, Text))
+    return Picture(WIDTH, math.ceil(lowest) + MARGIN, title, shapes)
+
+
+def _title(timeline: Timeline) -> str:
+    program = timeline.program
+    ranks = "" if program.num_ranks == program.num_stages else f" on {program.num_ranks} ranks"
+    counts = (
+        counted(program.num_stages, "stage") + ranks,
+        counted(program.num_microbatches, "micro-batch"),
+        counted(program.num_batches, "batch"),
+    )
+    title = f"{program.name} · {' · '.join(counts)} · {timeline.source}"
+    return "".join(c if c.isprintable() else "?" for c in title)  # a name from a file may hold anything
+
+
+def _figures(lanes: Lanes) -> str:
+    timeline, num_batches = lanes.timeline, lanes.timeline.program.num_batches
+    text = f"window {plain_seconds(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.1%} of it"
+    if num_batches > 1:
+        steady = (
+            f"{plain_seconds(timeline.steady_batch_s)} a batch, bubble {timeline.steady_bubble_fraction:.1%}"
+        )
+        text += f" · steady state {steady}"
+    if lanes.num_batches < num_batches:
+        text += f" · drawn: the first {counted(lanes.num_batches, 'batch')} of {num_batches}"
+    return text
+
+
+def _axis(scale: Scale, bottom: float) -> Iterator[Shape]:
+    """Round times, and lines from them through all lanes."""
+    for moment_s in scale.marks(10):
+        x = scale.at(moment_s)
+        yield Line(x, TOP, x, bottom + 4, palette.AXIS)
+        yield Text(x, bottom + 14, plain_seconds(moment_s), 12, palette.PALE_INK, Anchor.MIDDLE)

@@ -42,23 +42,12 @@ def explanation_document(answer: Answer, helps: Sequence[Help]) -> dict[str, Any
 
 
 def _candidate(short: Summary) -> dict[str, Any]:
+    """A candidate in short, under the names that documents have for what is predicted and counted."""
+    plain = asdict(short)
+    names = {"batch_s": "predicted_batch_s", "num_microbatches": "num_micro_batches"}
     return {
-        "kind": short.kind,
-        "schedule": short.schedule,
-        "depth": short.depth,
-        "width": short.width,
-        "num_stages": short.num_stages,
+        **{names.get(name, name): value for name, value in plain.items()},
         "micro_batch_size": max(short.micro_batch_sizes),
-        "micro_batch_sizes": list(short.micro_batch_sizes),
-        "num_micro_batches": short.num_microbatches,
-        "num_recomputed": short.num_recomputed,
-        "batch_size": short.batch_size,
-        "predicted_batch_s": short.batch_s,
-        "samples_per_s": short.samples_per_s,
-        "penalty": short.penalty,
-        "cost_s_per_sample": short.cost_s_per_sample,
-        "busy_share": short.busy_share,
-        "bottleneck": short.bottleneck,
     }
 
 

@@ -1,6 +1,6 @@
 """A plan for people: its stages, what it promises, what limits it, and other kinds of plans beside it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,12 +12,10 @@ from bireme.plan.forecast import Answer, Candidate, StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.summary import Kind, Summary, best_of_kinds, headroom_bytes, summarize
 from bireme.profile.profile import Profile
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.columns import GAP, columns
+from bireme.report.units import bytes_text, counted, seconds_text
 
 __all__ = ["print_explanation", "print_plan"]
-
-GAP = 2
-"""Between two columns."""
 
 LEAST_UNITS = 12
 """Letters for the units of a stage, however narrow the terminal is."""
@@ -98,34 +96,27 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, highlight=False, style=style)
 
 
-def _table(headings: Iterable[str]) -> Table:
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
-    words = ("candidate", "limited by", "with", "then", "best of a kind", "units", "devices")
-    for heading in headings:
-        table.add_column(
-            heading,
-            justify="left" if heading in words else "right",
-            no_wrap=heading not in ("with", "devices"),
-        )
-    return table
+def _table(headings: Sequence[str]) -> Table:
+    words = ("candidate", "limited by", "with", "then", "best of a kind")
+    return columns(headings, words=words, wrapped=("with",))
 
 
 def _shape(plan: Plan, short: Summary) -> str:
     """The plan in a line."""
-    devices = _counted(plan.num_ranks, "device")
-    stages = _counted(plan.num_stages, "stage")
+    devices = counted(plan.num_ranks, "device")
+    stages = counted(plan.num_stages, "stage")
     replicas = f" in each of {plan.width} replicas" if plan.width > 1 else ""
     sizes = sorted(set(short.micro_batch_sizes))
-    samples = _counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
+    samples = counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
     more = "".join(
         (
-            f", {_counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
+            f", {counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
             f", {plan.num_sliced} micro-batches sliced" if plan.num_sliced else "",
         )
     )
     return (
         f"[bold]{escape(plan.schedule)}[/bold] on {devices}: {stages}{replicas}, "
-        f"{_counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} of {samples}{more}"
+        f"{counted(plan.num_microbatches, 'micro-batch')} of {samples}{more}"
     )
 
 
@@ -133,7 +124,7 @@ def _stages(best: Candidate, profile: Profile, width: int) -> Table:
     """A row for each stage. Names of units give way where there is no room, names of devices wrap."""
     stages = best.forecast.stages
     again = ["again" if stage.recompute else "" for stage in stages]
-    columns = {
+    cells = {
         "stage": [str(place) for place in range(len(stages))],
         "devices": [device_ranges(stage.devices) for stage in stages],
         "forward": again,
@@ -142,22 +133,17 @@ def _stages(best: Candidate, profile: Profile, width: int) -> Table:
         "memory": [f"{bytes_text(stage.peak_bytes)} of {bytes_text(stage.limit_bytes)}" for stage in stages],
     }
     if not any(again):
-        del columns["forward"]
-    wide = {heading: max(map(len, (heading, *texts))) for heading, texts in columns.items()}
+        del cells["forward"]
+    wide = {heading: max(map(len, (heading, *texts))) for heading, texts in cells.items()}
     wide["devices"] = min(wide["devices"], MOST_DEVICES)
     room = width - sum(GAP + letters for letters in wide.values())
     units = [_units(stage, profile, max(room, LEAST_UNITS)) for stage in stages]
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
-    for heading in columns:
-        table.add_column(
-            heading,
-            justify="left" if heading in ("devices", "forward") else "right",
-            no_wrap=heading != "devices",
-            min_width=wide[heading],
-        )
-        if heading == "stage":
-            table.add_column("units", no_wrap=True)
-    for name, (number, *others) in zip(units, zip(*columns.values(), strict=True), strict=True):
+    headings = list(cells)
+    headings.insert(1, "units")
+    table = columns(headings, words=("devices", "forward", "units"), wrapped=("devices",))
+    for column in table.columns:
+        column.min_width = wide.get(str(column.header))
+    for name, (number, *others) in zip(units, zip(*cells.values(), strict=True), strict=True):
         table.add_row(number, escape(name), *map(escape, others))
     return table
 
@@ -184,7 +170,7 @@ def _inner(name: str) -> str:
 def _promise(best: Candidate, short: Summary) -> str:
     busy = "it is" if best.plan.num_ranks == 1 else "its devices are"
     return (
-        f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {_counted(short.batch_size, 'sample')}, "
+        f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {counted(short.batch_size, 'sample')}, "
         f"[bold]{_rate(short)} samples/s[/bold]; {busy} busy {short.busy_share:.0%} of the time."
     )
 
@@ -238,7 +224,3 @@ def _sizes(short: Summary) -> str:
 def _rate(short: Summary) -> str:
     per_s = short.samples_per_s
     return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
-
-
-def _counted(number: int, word: str, words: str = "") -> str:
-    return f"{number} {word if number == 1 else words or f'{word}s'}"

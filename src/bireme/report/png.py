@@ -7,7 +7,7 @@ import io
 from typing import TYPE_CHECKING
 
 from bireme.errors import BiremeError
-from bireme.report.shapes import Anchor, Line, Picture, Rect, Text
+from bireme.report.shapes import Anchor, Flag, Line, Picture, Rect, Text
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -39,6 +39,9 @@ def png(picture: Picture) -> bytes:
         match shape:
             case Rect():
                 pen.rect(shape)
+            case Flag():
+                for rect in shape.rects():
+                    pen.rect(rect)
             case Line():
                 pen.line(shape)
             case Text():

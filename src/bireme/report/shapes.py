@@ -4,12 +4,13 @@ A layout makes them once; each writer turns them into a file format. So a layout
 comes out without asking a writer: `text_width` is a little more than any usual font needs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from bireme.report.palette import Colour
 
-__all__ = ["Anchor", "Line", "Picture", "Rect", "Shape", "Text", "fitted", "text_width"]
+__all__ = ["CLOTH", "Anchor", "Flag", "Line", "Picture", "Rect", "Shape", "Text", "fitted", "text_width"]
 
 
 class Anchor(StrEnum):
@@ -62,7 +63,34 @@ class Text:
     bold: bool = False
 
 
-Shape = Rect | Line | Text
+CLOTH = (6.0, 5.0)
+"""The width and the height of a flag's cloth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A pole from `y` down, its middle at `x`, with a small cloth on top to one side.
+
+    It stands for a moment, so it keeps its shape where a page stretches what is drawn.
+    """
+
+    x: float
+    y: float
+    height: float
+    colour: Colour
+    is_left: bool
+    title: str = ""
+
+    def rects(self) -> Iterator[Rect]:
+        """The same in rectangles."""
+        width, height = CLOTH
+        yield Rect(self.x - 1, self.y, 2, self.height, self.colour, role="mark")
+        yield Rect(
+            self.x - width if self.is_left else self.x, self.y, width, height, self.colour, role="flag"
+        )
+
+
+Shape = Rect | Line | Text | Flag
 
 
 @dataclass(frozen=True, slots=True)

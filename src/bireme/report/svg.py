@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
-from bireme.report.palette import Colour
-from bireme.report.shapes import Line, Picture, Rect, Shape, Text
+from bireme.report.palette import Colour, hex_of
+from bireme.report.shapes import Flag, Line, Picture, Rect, Shape, Text
 
 __all__ = ["svg"]
 
@@ -29,7 +29,7 @@ def _lines(picture: Picture) -> Iterator[str]:
     for colour in sorted(stripes):
         yield (
             f'<defs><pattern id="{_pattern(colour)}" width="6" height="6" patternUnits="userSpaceOnUse" '
-            f'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" stroke="{_hex(colour)}" '
+            f'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" stroke="{hex_of(colour)}" '
             'stroke-width="2"/></pattern></defs>'
         )
     yield f'<rect width="{picture.width}" height="{picture.height}" fill="#ffffff"/>'
@@ -42,34 +42,33 @@ def _element(shape: Shape) -> Iterator[str]:
     match shape:
         case Rect():
             yield from _rect(shape)
+        case Flag():
+            for rect in shape.rects():
+                yield from _rect(rect)
         case Line(x1, y1, x2, y2, colour, width):
             yield (
-                f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" stroke="{_hex(colour)}" '
+                f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" stroke="{hex_of(colour)}" '
                 f'stroke-width="{_n(width)}"/>'
             )
         case Text(x, y, text, size, colour, anchor, bold):
             weight = ' font-weight="bold"' if bold else ""
             yield (
                 f'<text x="{_n(x)}" y="{_n(y + BASELINE * size)}" font-size="{_n(size)}"{weight} '
-                f'text-anchor="{anchor}" fill="{_hex(colour)}">{escape(text)}</text>'
+                f'text-anchor="{anchor}" fill="{hex_of(colour)}">{escape(text)}</text>'
             )
 
 
 def _rect(shape: Rect) -> Iterator[str]:
     place = f'x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}"'
     role = f" class={quoteattr(shape.role)}" if shape.role else ""
-    start = f'<rect{role} {place} fill="{_hex(shape.fill)}"'
+    start = f'<rect{role} {place} fill="{hex_of(shape.fill)}"'
     yield f"{start}><title>{escape(shape.title)}</title></rect>" if shape.title else f"{start}/>"
     if shape.stripes is not None:
         yield f'<rect {place} fill="url(#{_pattern(shape.stripes)})"/>'
 
 
 def _pattern(colour: Colour) -> str:
-    return f"stripes-{_hex(colour)[1:]}"
-
-
-def _hex(colour: Colour) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*colour)
+    return f"stripes-{hex_of(colour)[1:]}"
 
 
 def _n(value: float) -> str:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.report.columns import columns
 from bireme.report.units import bytes_text, seconds_text
 from bireme.schedule.instruction import Kind
 from bireme.schedule.rule import Rule
@@ -67,7 +68,7 @@ def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | Non
 
 
 def _ranks(timeline: Timeline) -> Table:
-    table = _table("rank", "stages", "busy", "idle", "versions", "stashed", "buffers")
+    table = columns(("rank", "stages", "busy", "idle", "versions", "stashed", "buffers"))
     whole = timeline.makespan_s
     for rank, kept in zip(timeline.ranks, timeline.memory, strict=True):
         table.add_row(
@@ -88,17 +89,10 @@ def _memory(timeline: Timeline) -> Table | None:
     kinds = [what for what in memory[0].at_peak if any(kept.at_peak[what] for kept in memory)]
     if not kinds:
         return None
-    table = _table("rank", "peak", *kinds)
+    table = columns(("rank", "peak", *kinds))
     for kept in memory:
         parts = (bytes_text(kept.at_peak[what]) for what in kinds)
         table.add_row(str(kept.rank), bytes_text(kept.peak_bytes), *parts)
-    return table
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="right")
     return table
 
 
@@ -125,18 +119,8 @@ def print_comparison(contenders: Sequence[Contender], console: Console) -> None:
     """All schedules with the same work on the same devices, fastest first."""
     ran = [(c, c.timeline) for c in contenders if c.timeline is not None]
     ran.sort(key=lambda pair: pair[1].steady_batch_s)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in (
-        "schedule",
-        "a batch",
-        "vs best",
-        "idle",
-        "peak memory",
-        "versions",
-        "stashed",
-        "delay",
-    ):
-        table.add_column(heading, justify="left" if heading in ("schedule", "delay") else "right")
+    headings = ("schedule", "a batch", "vs best", "idle", "peak memory", "versions", "stashed", "delay")
+    table = columns(headings, words=("schedule", "delay"))
     for contender, timeline in ran:
         memory = timeline.memory
         table.add_row(

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bireme.files import write_chunks_atomically
-from bireme.report.names import rank_name
-from bireme.schedule.grid import NAMES, label, number
+from bireme.schedule.grid import NAMES, label, number, rank_name
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.timeline.timeline import BUSY, RankTimeline, Timeline, Transfers

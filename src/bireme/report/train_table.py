@@ -60,7 +60,7 @@ def print_prepared(
     replicas = f", {plan.width} replicas" if plan.width > 1 else ""
     say(
         f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{replicas}, "
-        f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}{recompute}",
+        f"{counted(plan.num_microbatches, 'micro-batch')}{recompute}",
         highlight=False,
     )
     if plan.source.rule is not Rule.SYNCHRONOUS:

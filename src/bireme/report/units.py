@@ -29,9 +29,10 @@ def rate_text(bytes_per_s: float) -> str:
     return f"{bytes_per_s:.4g} B/s"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """Such as `1 stage` or `4 stages`; `many` where it is not `one` with an s."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def counted(number: int, what: str) -> str:
+    """Such as `1 stage`, `4 stages` or `1,024 batches`."""
+    ending = "" if number == 1 else "es" if what.endswith("ch") else "s"
+    return f"{number:,} {what}{ending}"
 
 
 def _decimals(size: float, unit: str) -> int:

@@ -15,7 +15,19 @@ from bireme.schedule.instruction import COMPUTE, HALF_LETTERS, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.ticks import clock
 
-__all__ = ["Cell", "Drawing", "Grid", "Piece", "ascii_picture", "drawn", "grid", "label", "number", "opening"]
+__all__ = [
+    "Cell",
+    "Drawing",
+    "Grid",
+    "Piece",
+    "ascii_picture",
+    "drawn",
+    "grid",
+    "label",
+    "number",
+    "opening",
+    "rank_name",
+]
 
 MAKES_VERSION = frozenset({Kind.UPDATE, Kind.TRIAL})
 LETTERS = {
@@ -38,6 +50,9 @@ MARKS = {
     MAKES_VERSION: ("!", "update and trial step"),
 }
 """What is seen of the steps that make weight versions, in the place of the space before the next cell."""
+
+MOST_STAGES = 4
+"""Of a rank that are all named."""
 
 WIDTH = 110
 """Characters to a line of our source."""
@@ -142,6 +157,14 @@ def number(program: Program, step: Instruction) -> str:
     """The micro-batch of a compute instruction, counted on through batches, and its half."""
     half = "" if step.half is None else HALF_LETTERS[step.half]
     return f"{step.batch * program.num_microbatches + (step.microbatch or 0)}{half}"
+
+
+def rank_name(program: Program, rank: int) -> str:
+    """Such as `rank 0 · stages 0, 7`; of many stages the first two and the last."""
+    stages = [str(stage) for stage in program.stages_of(rank)]
+    if len(stages) > MOST_STAGES:
+        stages = [*stages[:2], "...", stages[-1]]
+    return f"rank {rank} · stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
 
 
 def ascii_picture(program: Program, width: int = WIDTH) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.discover import discover
 from bireme.cluster.links import MOST_BYTES_PER_S, Card, Link
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.profile.here import device_here

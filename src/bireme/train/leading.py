@@ -11,9 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
+from bireme.cluster.server import Server
 from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
+from bireme.cluster.server import Server
 from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
 from bireme.train.gathered import server_here

@@ -17,12 +17,12 @@ import numpy as np
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.blocks import blocks_of
 from bireme.placement.anywhere.kernel import Heat, Scratch, anneal
-from bireme.placement.anywhere.moves import Tables, overflow, state_of, tables_of
 from bireme.placement.baselines.local_search import random_start
 from bireme.placement.baselines.simple import greedy
 from bireme.placement.bounds import counted_bound
 from bireme.placement.found import Found, fits, loads_of, value_of
 from bireme.placement.items import Items
+from bireme.placement.moves import Tables, overflow, state_of, tables_of
 from bireme.placement.workload import Objective
 
 __all__ = ["improve"]

@@ -9,7 +9,9 @@ from math import log, sqrt
 from typing import NamedTuple
 
 from bireme.placement.anywhere.blocks import Blocks
-from bireme.placement.anywhere.moves import (
+from bireme.placement.compiled import compiled
+from bireme.placement.items import Floats, Integers
+from bireme.placement.moves import (
     State,
     Tables,
     draw,
@@ -20,8 +22,6 @@ from bireme.placement.anywhere.moves import (
     value_now,
     weigh,
 )
-from bireme.placement.compiled import compiled
-from bireme.placement.items import Floats, Integers
 
 __all__ = ["Heat", "Scratch", "anneal"]
 

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.anywhere.moves import (
+from bireme.placement.compiled import compiled
+from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.items import Items
+from bireme.placement.moves import (
     State,
     Tables,
     recount,
@@ -20,9 +23,6 @@ from bireme.placement.anywhere.moves import (
     value_now,
     weigh,
 )
-from bireme.placement.compiled import compiled
-from bireme.placement.found import Found, fits, loads_of, value_of
-from bireme.placement.items import Items
 from bireme.placement.workload import Objective
 
 __all__ = ["local_search", "random_start"]

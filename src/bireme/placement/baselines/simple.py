@@ -4,15 +4,13 @@
 proves a bound.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 
+import networkx
 import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.baselines.biconnected import biconnected_components
 from bireme.placement.baselines.local_search import local_search
 from bireme.placement.contiguous.chain import cut_chain, no_split_found
 from bireme.placement.contraction import items_of
@@ -143,16 +141,14 @@ def _ends(sums: Floats, level: float) -> Places:
 
 def _without_branches(workload: Workload, items: Items) -> Workload:
     """The workload with one colour for all that a chain cannot tell apart."""
-    find, join = _union(len(items))
-    for component in biconnected_components(items.after):
-        first = component[0][0]
-        for tail, _ in component[1:]:
-            join(first, tail)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for item in range(len(items)):
-        groups[find(item)].append(item)
+    edges = [(tail, head) for tail in range(len(items)) for head in items.after.row(tail)]
+    together = networkx.empty_graph(len(items))
+    for component in networkx.biconnected_component_edges(networkx.Graph(edges)):
+        # Items are in an order that all edges follow, so the tail is the lesser end.
+        networkx.add_path(together, sorted({min(edge) for edge in component}))
     nodes = list(workload.nodes)
-    for colour, group in groups.items():
+    for colour, found in enumerate(networkx.connected_components(together)):
+        group = sorted(found)
         if not workload.num_cpus:
             _check_room(items, group)
         for item in group:
@@ -169,19 +165,3 @@ def _check_room(items: Items, group: list[int]) -> None:
             f"accelerator has {items.accelerator_bytes:g}, and there is no CPU. Use a method that parts "
             "branches."
         )
-
-
-def _union(count: int) -> tuple[Callable[[int], int], Callable[[int, int], None]]:
-    """Disjoint sets of numbers: who stands for a number's set, and how to join two sets."""
-    parent = list(range(count))
-
-    def find(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
-    def join(one: int, other: int) -> None:
-        parent[find(other)] = find(one)
-
-    return find, join

@@ -78,7 +78,7 @@ def _blocks(steps: Steps) -> list[list[int]]:
         followers[family] |= {int(steps.family[user]) for user in steps.after.row(step)} - {family}
     block_of = {family: family for family in followers}
     for circle in circles(followers):
-        block_of.update(dict.fromkeys(circle, min(circle)))
+        block_of.update(dict.fromkeys(circle, circle[0]))
     of_blocks: dict[int, set[int]] = {block: set() for block in block_of.values()}
     members: dict[int, list[int]] = {block: [] for block in of_blocks}
     for step, family in enumerate(steps.family.tolist()):

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
@@ -16,14 +15,12 @@ from bireme.model.graph import Graph
 from bireme.placement.of_model.fleet import MS, Fleet, fleet_of
 from bireme.placement.of_model.pieces import Message, Pieces, operator_pieces, unit_pieces
 from bireme.placement.of_model.source import Source
+from bireme.placement.request import Granularity
 from bireme.placement.workload import Edge, Node, Workload
 from bireme.plan.hashes import check_profile_fits
 from bireme.profile.profile import Profile
 
-__all__ = ["Granularity", "ModelWorkload", "workload_of"]
-
-Granularity = Literal["operators", "units"]
-"""What is placed: every operator by itself, or the units that a plan may cut between."""
+__all__ = ["ModelWorkload", "workload_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ def workload_of(
     *,
     micro_batch: int,
     training: bool,
-    granularity: Granularity = "operators",
+    granularity: Granularity = Granularity.OPERATORS,
     devices: Sequence[str] = (),
     copy_tied: bool = False,
 ) -> ModelWorkload:
@@ -81,7 +78,9 @@ def workload_of(
     _check(graph, profile, micro_batch)
     fleet = fleet_of(cluster, devices)
     source = Source.of(graph, profile, micro_batch=micro_batch, training=training, copy_tied=copy_tied)
-    pieces = unit_pieces(source) if granularity == "units" else operator_pieces(source, fleet.typical)
+    pieces = (
+        unit_pieces(source) if granularity is Granularity.UNITS else operator_pieces(source, fleet.typical)
+    )
     writer = _Writer(pieces, fleet)
     writer.write_forward()
     if training:

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import networkx
+
 from bireme.model.graph import Graph, Value
 from bireme.model.units import Unit
 
@@ -181,16 +183,9 @@ def _tied(graph: Graph, unit_of: Mapping[int, int]) -> Iterable[Sequence[int]]:
 
 def _joined(places: Iterable[int], groups: Iterable[Sequence[int]]) -> dict[int, int]:
     """The first of the places that each is joined with, through any number of groups."""
-    parent = {place: place for place in places}
-
-    def root(place: int) -> int:
-        while parent[place] != place:
-            parent[place] = parent[parent[place]]
-            place = parent[place]
-        return place
-
+    graph = networkx.Graph()
+    graph.add_nodes_from(places)
     for group in groups:
-        for place in group[1:]:
-            one, other = sorted((root(group[0]), root(place)))
-            parent[other] = one
-    return {place: root(place) for place in parent}
+        networkx.add_path(graph, group)
+    first = {place: min(found) for found in networkx.connected_components(graph) for place in found}
+    return {place: first[place] for place in graph}

@@ -4,11 +4,10 @@ A graph of more cells than anyone could read is drawn coarser: what a device run
 becomes one cell.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bireme.placement.pages.layers import layers_of
 from bireme.placement.workload import Workload
 
 __all__ = ["Cell", "Cells", "Part", "cells_of"]
@@ -50,19 +49,15 @@ class Cells:
 def cells_of(workload: Workload, devices: Sequence[int]) -> Cells:
     """The cells of a placed graph, few enough to be drawn."""
     graph = _Graph(workload, devices)
-    coarser: list[Callable[[], None]] = [
-        graph.merge_weights,
-        graph.merge_runs,
-        graph.merge_beside,
-        graph.merge_runs,
-        graph.merge_regions,
-    ]
-    is_coarser = False
-    for merge in coarser:
-        if graph.is_legible():
-            break
-        merge()
-        is_coarser = True
+    is_coarser = not graph.is_legible()
+    if is_coarser:
+        graph.merge_weights()
+    rows = 1
+    while not graph.is_legible():
+        graph.merge_runs()
+        if not graph.is_legible():
+            graph.merge_rows(rows)
+            rows *= 2
     return graph.cells(is_coarser=is_coarser)
 
 
@@ -112,12 +107,10 @@ class _Graph:
 
     def is_legible(self) -> bool:
         """Whether there are few enough cells, in all and side by side."""
-        if len(self.followers) > MOST_CELLS:
-            return False
-        in_row: dict[int, int] = defaultdict(int)
-        for layer in layers_of(self.followers):
-            in_row[layer] += 1
-        return max(in_row.values()) <= MOST_IN_A_ROW
+        if len(self.followers) == len(set(self.device_of)):
+            return True
+        in_row = Counter(self._rows())
+        return len(self.followers) <= MOST_CELLS and max(in_row.values()) <= MOST_IN_A_ROW
 
     def merge_weights(self) -> None:
         """Cells that take no time and only feed one other on their device go into that."""
@@ -144,22 +137,32 @@ class _Graph:
                 into[one] = way[-1]
         self._merge([into[cell] for cell in self.cell_of])
 
-    def merge_beside(self) -> None:
-        """Cells of one device in one row of the picture become one."""
-        layers = layers_of(self.followers)
-        self._merge_by(lambda cell: (layers[cell], self.device_of[cell]))
-
-    def merge_regions(self) -> None:
-        """Cells of one device in neighbouring rows become one, as many rows as are needed."""
-        layers = layers_of(self.followers)
-        regions = max(1, MOST_CELLS // max(1, len(set(self.device_of))))
-        rows = max(layers) + 1
-        self._merge_by(lambda cell: (layers[cell] * regions // max(rows, regions), self.device_of[cell]))
-
-    def _merge_by(self, key: Callable[[int], Hashable]) -> None:
-        numbers: dict[Hashable, int] = {}
-        into = [numbers.setdefault(key(cell), len(numbers)) for cell in range(len(self.followers))]
+    def merge_rows(self, num_rows: int) -> None:
+        """Cells of one device in so many neighbouring rows of the picture become one."""
+        rows = self._rows()
+        keys = [(rows[cell] // num_rows, self.device_of[cell]) for cell in range(len(rows))]
+        first: dict[tuple[int, int], int] = {}
+        into = [first.setdefault(key, cell) for cell, key in enumerate(keys)]
         self._merge([into[cell] for cell in self.cell_of])
+
+    def _rows(self) -> list[int]:
+        """The row of each cell: below all before it, except where a circle makes that impossible."""
+        rows = [0] * len(self.followers)
+        waiting = list(self.num_before)
+        left = dict.fromkeys(range(len(rows)))
+        ready = [cell for cell in left if not waiting[cell]]
+        while left:
+            cell = ready.pop() if ready else next(iter(left))
+            if cell not in left:
+                continue
+            del left[cell]
+            for target in self.followers[cell]:
+                waiting[target] -= 1
+                if target in left:
+                    rows[target] = max(rows[target], rows[cell] + 1)
+                    if not waiting[target]:
+                        ready.append(target)
+        return rows
 
     def _merge(self, cell_of: list[int]) -> None:
         self.cell_of = cell_of

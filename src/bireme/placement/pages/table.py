@@ -9,6 +9,7 @@ from rich.table import Table
 from bireme.placement.check import Verdict, Work, work_of
 from bireme.placement.placement import Placement
 from bireme.placement.workload import Objective, Workload, device_names
+from bireme.report.columns import columns
 from bireme.report.units import bytes_text, seconds_text
 
 __all__ = ["advice_on", "is_proven", "number_text", "print_placement", "print_verdict"]
@@ -111,12 +112,9 @@ def _devices(
     pieces: Sequence[int],
     devices: Sequence[int],
 ) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     headings = ["device", "nodes", *(["pieces"] if pieces else []), "compute", "moved"]
     headings += ["done at" if pieces else "load", "", "memory", "of limit"]
-    for heading in headings:
-        is_text = heading in ("device", "")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    table = columns(headings, words=("device", ""))
     most = max(loads)
     for number, name in enumerate(device_names(workload)):
         work = works[number]

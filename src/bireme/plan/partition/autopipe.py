@@ -3,8 +3,7 @@
 A batch that drains does not take its pace alone: the best partition is not flat, its loads fall behind the
 master stage, so that the last micro-batch comes back without waiting. The search is that of the authors'
 released planner. Ours are: any number of micro-batches, devices of unequal speed, memory limits and links
-(through the tables it starts from), no stage is ever empty, any judge, and a last walk from neighbour to
-neighbour.
+(through the tables it starts from), no stage is ever empty, and a last walk from neighbour to neighbour.
 """
 
 from collections import deque
@@ -22,12 +21,9 @@ from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.partition.recurrence import iterate
 from bireme.plan.partition.times import Stopwatch
 
-__all__ = ["Cuts", "Found", "Judge", "autopipe"]
+__all__ = ["Cuts", "Found", "autopipe"]
 
 Cuts = tuple[int, ...]
-
-Judge = Callable[[Cuts], float]
-"""The seconds of a batch with a partition."""
 
 MOST_WORK = 80_000
 """Stages times micro-batches times partitions that the search goes on from. With few it ends by itself."""
@@ -44,9 +40,6 @@ MOST_NEIGHBOURS = 64
 MOST_AT_ONCE = 2_000
 """So few partitions are all gone through, which takes a few milliseconds."""
 
-MOST_JUDGED = 64
-"""Partitions shown to a judge that is not the recurrence."""
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -59,18 +52,11 @@ class Found:
     num_tried: int
 
 
-def autopipe(
-    loads: Loads,
-    judge: Judge | None = None,
-    *,
-    most_judged: int = MOST_JUDGED,
-    most_at_once: int = MOST_AT_ONCE,
-) -> Found | None:
+def autopipe(loads: Loads, *, most_at_once: int = MOST_AT_ONCE) -> Found | None:
     """Search from the partition with the least pace; None where no partition fits, and `exact` says why.
 
-    Without a judge it is the recurrence, which is 1F1B's. With one the search goes by the recurrence still,
-    and the judge chooses among the best of it and their neighbours. If there are at most `most_at_once`
-    partitions, the recurrence goes through them all.
+    The seconds are those of the recurrence, which is 1F1B's. If there are at most `most_at_once` partitions,
+    it goes through them all.
     """
     costs = [loads.cost_s(stage) for stage in range(loads.num_stages)]
     table = least_max(costs, loads.link_s)
@@ -84,17 +70,9 @@ def autopipe(
     num_units, num_cuts = loads.chain.num_units, loads.num_stages - 1
     if comb(num_units - 1, num_cuts) <= most_at_once:
         search.all_seconds(_fitting(loads, combinations(range(1, num_units), num_cuts)))
-    ranked = sorted(search.tried.values(), key=lambda trial: trial.batch_s)
-    if judge is None:
-        all_seconds, best = search.all_seconds, ranked[0].cuts
-    else:
-        court = _Court(judge, most_judged)
-        all_seconds = court.all_seconds
-        all_seconds([search.start.cuts])
-        all_seconds([trial.cuts for trial in ranked[: most_judged // 2]])
-        best = court.best
-    best = _walk(best, all_seconds, loads)
-    start_s, best_s = all_seconds([search.start.cuts, best])
+    fastest = min(search.tried.values(), key=lambda trial: trial.batch_s)
+    best = _walk(fastest.cuts, search.all_seconds, loads)
+    start_s, best_s = search.all_seconds([search.start.cuts, best])
     return Found(assess(loads, best), best_s, assess(loads, search.start.cuts), start_s, len(search.tried))
 
 
@@ -238,28 +216,6 @@ def _short_ways(costs: Sequence[Seconds], borders: Sequence[Seconds], pace_s: fl
         cuts = least_sum(costs, borders, factor * pace_s)
         if cuts is not None:
             yield cuts
-
-
-class _Court:
-    """A judge, what it has said, and how often it may still be asked."""
-
-    def __init__(self, judge: Judge, most: int) -> None:
-        self._judge = judge
-        self._left = most
-        self._said: dict[Cuts, float] = {}
-
-    @property
-    def best(self) -> Cuts:
-        """What it liked best."""
-        return min(self._said, key=lambda cuts: (self._said[cuts], cuts))
-
-    def all_seconds(self, all_cuts: Sequence[Cuts]) -> list[float]:
-        """What it says of each; of what it may no longer be asked that it takes forever."""
-        for cuts in all_cuts:
-            if cuts not in self._said and self._left > 0:
-                self._left -= 1
-                self._said[cuts] = self._judge(cuts)
-        return [self._said.get(cuts, np.inf) for cuts in all_cuts]
 
 
 def _walk(cuts: Cuts, all_seconds: Callable[[Sequence[Cuts]], list[float]], loads: Loads) -> Cuts:

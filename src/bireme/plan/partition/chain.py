@@ -1,6 +1,6 @@
 """The chain of units that partitioners cut: seconds of each unit, and the exact bytes of every range of them.
 
-It is made of a profile at one micro-batch size, or of numbers alone. A chain whose units are layers is a
+It is made of a profile at one micro-batch size. A chain whose units are layers is a
 chain of half-layers with fewer places to cut.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import BiremeError
-from bireme.plan.partition.range_bytes import Bytes, RangeBytes, additive_bytes, range_bytes
+from bireme.plan.partition.range_bytes import Bytes, RangeBytes, range_bytes
 from bireme.profile.profile import Profile
 
-__all__ = ["Chain", "Seconds", "chain_of", "chain_of_numbers", "layer_bounds"]
+__all__ = ["Chain", "Seconds", "chain_of", "layer_bounds"]
 
 Seconds = npt.NDArray[np.float64]
 """Seconds, of one thing each."""
@@ -106,65 +106,6 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
         trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
         bytes=range_bytes(profile, micro_batch),
-    )
-
-
-PerUnit = float | Sequence[float]
-"""One number for every unit, or one for all."""
-
-
-def chain_of_numbers(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    *,
-    recompute_backward_s: Sequence[float] | None = None,
-    update_s: PerUnit = 0.0,
-    parameter_bytes: PerUnit = 0,
-    gradient_bytes: PerUnit | None = None,
-    optimizer_bytes: PerUnit = 0,
-    kept_bytes: PerUnit = 0,
-    boundary_bytes: PerUnit = 0,
-    workspace_bytes: PerUnit = 0,
-    names: Sequence[str] = (),
-) -> Chain:
-    """A chain of units that share nothing, such as a published example.
-
-    What is left out is derived: running a forward again takes a forward, and gradients are as large as
-    parameters.
-    """
-    num_units = len(forward_s)
-    if num_units == 0 or len(backward_s) != num_units:
-        raise BiremeError(
-            f"A chain has one unit or more, and for each a forward and a backward, not {num_units} and "
-            f"{len(backward_s)}."
-        )
-
-    def whole(values: PerUnit) -> Bytes:
-        return np.broadcast_to(np.asarray(values, np.int64), num_units).copy()
-
-    forward, backward = np.array(forward_s, np.float64), np.array(backward_s, np.float64)
-    state, boundary = whole(parameter_bytes), whole(boundary_bytes)
-    return Chain(
-        names=tuple(names) or tuple(f"unit {place}" for place in range(num_units)),
-        micro_batch=1,
-        forward_s=forward,
-        backward_s=backward,
-        recompute_backward_s=(
-            forward + backward if recompute_backward_s is None else np.array(recompute_backward_s, np.float64)
-        ),
-        backward_input_s=None,
-        reduce_s=np.zeros(num_units),
-        update_s=np.broadcast_to(np.asarray(update_s, np.float64), num_units).copy(),
-        trial_s=np.broadcast_to(np.asarray(update_s, np.float64), num_units).copy(),
-        boundary_bytes=boundary,
-        bytes=additive_bytes(
-            state=state,
-            gradient=state if gradient_bytes is None else whole(gradient_bytes),
-            optimizer=whole(optimizer_bytes),
-            kept=whole(kept_bytes),
-            inputs=np.concatenate(([0], boundary[:-1])),
-            workspace=whole(workspace_bytes),
-        ),
     )
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bireme.profile.profile import Kept, Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
 
-__all__ = ["Bytes", "RangeBytes", "additive_bytes", "range_bytes"]
+__all__ = ["Bytes", "RangeBytes", "range_bytes"]
 
 Bytes = npt.NDArray[np.int64]
 """Bytes, of one thing each."""
@@ -49,27 +49,6 @@ class RangeBytes:
         """The tables of a chain whose units are those between the bounds."""
         index = np.ix_(bounds, bounds)
         return RangeBytes(*(getattr(self, field.name)[index] for field in fields(self)))
-
-
-def additive_bytes(
-    *,
-    state: Bytes,
-    gradient: Bytes,
-    optimizer: Bytes,
-    kept: Bytes,
-    inputs: Bytes,
-    workspace: Bytes,
-) -> RangeBytes:
-    """The tables of units that share nothing; `inputs` is what comes into each, workspace is the greatest."""
-    num_units = len(state)
-    worst = np.zeros((num_units + 1, num_units + 1), np.int64)
-    came = np.zeros_like(worst)
-    for begin in range(num_units):
-        worst[begin, begin + 1 :] = np.maximum.accumulate(workspace[begin:])
-        came[begin, begin + 1 :] = inputs[begin]
-    nothing = np.zeros_like(worst)
-    whole = _sums(kept)
-    return RangeBytes(_sums(state), _sums(gradient), _sums(optimizer), nothing, whole, whole, came, worst)
 
 
 def range_bytes(profile: Profile, micro_batch: int) -> RangeBytes:

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from bireme.plan.forecast import Forecast, StageForecast
-from bireme.plan.partition.judge import costs_between
+from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.ring import ring_share
 from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.crowding import cores_needed, processors_of
@@ -81,7 +81,6 @@ class Judge:
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
         self._works: dict[object, _Work] = {}
-        self.num_simulated = 0
         self.num_instructions = 0
 
     @cached_property
@@ -245,7 +244,6 @@ class Judge:
             rank_speed=tuple(ground.speeds[device] for device in devices),
             engine=ground.engine,
         )
-        self.num_simulated += 1
         self.num_instructions += program.num_instructions
         return simulate(
             program, costs, shared, agree=True, processors=processors_of(ground, draft.grid, replica)

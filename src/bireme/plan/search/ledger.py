@@ -60,14 +60,6 @@ class Ledger:
         """What was simulated and does not fit."""
         return [judged for judged in self._seen.values() if not judged.fits]
 
-    def best(self, kind: Kind) -> Judged | None:
-        """The best of a kind that fits."""
-        return self._of_kind.get(kind)
-
-    def best_of_shape(self, outline: Outline) -> Judged | None:
-        """The best with its schedule, width and depth that fits."""
-        return self._of_shape.get(_shape(outline))
-
     def all_best(self) -> list[Judged]:
         """The best of every kind, the best of all first."""
         return sorted(self._of_kind.values(), key=lambda judged: judged.cost_s)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bireme.report.page.axes import Quantity, Scale, value_text
+from bireme.report.axes import Quantity, Scale, value_text
 from bireme.report.page.markup import number, tag, titled, words
 
 __all__ = ["Along", "Chart", "Curve", "Look", "Tick", "chart_data", "drawn"]

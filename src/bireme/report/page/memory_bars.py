@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bireme.plan.device_ranges import device_ranges
-from bireme.report.page.axes import Scale, signed_percent
+from bireme.report.axes import Scale, signed_percent
 from bireme.report.page.figures import Part, StageFigures
 from bireme.report.page.markup import number, tag, titled, words
 from bireme.report.shapes import fitted, text_width

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from importlib.resources import files
 
-from bireme.report.page.axes import clock_text
+from bireme.report.axes import clock_text
 from bireme.report.page.charts import (
     MOST_RUNS,
     gradient_figure,

@@ -22,6 +22,9 @@ from bireme.timeline.timeline import RankTimeline, Timeline, Transfers
 
 __all__ = ["read_recorded", "recorded_document", "write_recorded"]
 
+COLUMNS = {"start_s": "d", "end_s": "d", "num_bytes": "d", "sent_by": "q", "received_by": "q"}
+"""What is known of each message, and how it is kept: as floats or as whole numbers."""
+
 
 def write_recorded(timeline: Timeline, path: Path) -> None:
     """Write a timeline so that `read_recorded` gives it back."""
@@ -37,15 +40,8 @@ def recorded_document(timeline: Timeline) -> dict[str, Any]:
         "source": timeline.source,
         "first_batch": timeline.program.first_batch,
         "transfers": [
-            {
-                "source": one.source,
-                "destination": one.destination,
-                "start_s": list(one.start_s),
-                "end_s": list(one.end_s),
-                "num_bytes": list(one.num_bytes),
-                "sent_by": list(one.sent_by),
-                "received_by": list(one.received_by),
-            }
+            {"source": one.source, "destination": one.destination}
+            | {name: list(getattr(one, name)) for name in COLUMNS}
             for one in timeline.transfers
         ],
     }
@@ -117,7 +113,7 @@ class _Transfers(_Table):
         if self.source not in ranks or self.destination not in ranks:
             return False
         count = len(self.start_s)
-        columns = (self.end_s, self.num_bytes, self.sent_by, self.received_by)
+        columns = [getattr(self, name) for name in COLUMNS]
         sent, received = len(program.tracks[self.source]), len(program.tracks[self.destination])
         return (
             all(len(column) == count for column in columns)
@@ -126,15 +122,8 @@ class _Transfers(_Table):
         )
 
     def transfers(self) -> Transfers:
-        return Transfers(
-            self.source,
-            self.destination,
-            array("d", self.start_s),
-            array("d", self.end_s),
-            array("d", self.num_bytes),
-            array("q", self.sent_by),
-            array("q", self.received_by),
-        )
+        columns = {name: array(kind, getattr(self, name)) for name, kind in COLUMNS.items()}
+        return Transfers(self.source, self.destination, **columns)
 
 
 class _Document(_Table):

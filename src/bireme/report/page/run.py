@@ -120,8 +120,8 @@ def read_run(folder: Path) -> Run:
         written_s=metrics.stat().st_mtime,
         metrics=read_metrics(metrics),
         settings=settings,
-        model=_text_at(table, "model", "source"),
-        planned_steps=_number_at(table, "training", "steps"),
+        model=_at(table, "model", "source", str, ""),
+        planned_steps=_at(table, "training", "steps", int, 0) or None,
         plan=saved,
         cluster=reading.part("cluster.toml", read_cluster),
         summary=reading.part("summary.json", lambda path: read_json(path, Summary)),
@@ -164,13 +164,8 @@ def _tables(text: str) -> dict[str, Any]:
         return {}
 
 
-def _text_at(tables: dict[str, Any], table: str, key: str) -> str:
-    found = tables.get(table)
-    value = found.get(key, "") if isinstance(found, dict) else ""
-    return value if isinstance(value, str) else ""
-
-
-def _number_at(tables: dict[str, Any], table: str, key: str) -> int | None:
+def _at(tables: dict[str, Any], table: str, key: str, kind: type[Read], default: Read) -> Read:
+    """The value of a key where it is there and of its kind."""
     found = tables.get(table)
     value = found.get(key) if isinstance(found, dict) else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, kind) else default

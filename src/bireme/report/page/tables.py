@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bireme.plan.device_ranges import device_ranges
-from bireme.report.page.axes import clock_text, number_text, signed_percent
+from bireme.report.axes import clock_text, number_text, signed_percent
 from bireme.report.page.figures import Headline, StageFigures, headline, state
 from bireme.report.page.markup import tag, words
 from bireme.report.page.run import Run
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import bytes_text, counted, seconds_text
 
 __all__ = ["comparison_table", "devices_text", "schedule_text", "stage_table", "tiles"]
 
@@ -62,7 +62,7 @@ def devices_text(run: Run) -> str:
     for name in names:
         kind = known.get(name, "")
         kinds[kind] = kinds.get(kind, 0) + 1
-    parts = [f"{count} × {kind}" if kind else _counted(count, "device") for kind, count in kinds.items()]
+    parts = [f"{count} × {kind}" if kind else counted(count, "device") for kind, count in kinds.items()]
     return " + ".join(parts)
 
 
@@ -72,13 +72,11 @@ def schedule_text(run: Run) -> str:
     if run.plan is None:
         if started is None or not started.schedule:
             return UNKNOWN
-        return f"{started.schedule}, {_counted(started.num_stages, 'stage')}"
+        return f"{started.schedule}, {counted(started.num_stages, 'stage')}"
     plan = run.plan.plan
     replicas = f" × {plan.width} replicas" if plan.width > 1 else ""
-    batches = "micro-batch" if plan.num_microbatches == 1 else "micro-batches"
-    return (
-        f"{plan.schedule}, {_counted(plan.num_stages, 'stage')}{replicas}, {plan.num_microbatches} {batches}"
-    )
+    batches = counted(plan.num_microbatches, "micro-batch")
+    return f"{plan.schedule}, {counted(plan.num_stages, 'stage')}{replicas}, {batches}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +229,3 @@ def _time(seconds: float | None) -> str:
 
 def _exact(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.10g}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from bireme.report import palette
 from bireme.report.page.markup import tag, titled, words
-from bireme.report.shapes import Line, Rect, Shape, Text
+from bireme.report.shapes import CLOTH, Flag, Line, Rect, Shape, Text
 from bireme.report.svg import BASELINE
 
 __all__ = ["themed"]
@@ -40,6 +40,15 @@ def _element(shape: Shape) -> str:
             fill = STEPS.get(shape.fill) or _fill(shape.fill)
             plain = tag("rect", *title, **place, fill=fill, class_=role)
             return plain if shape.stripes is None else plain + tag("rect", **place, fill="url(#idle)")
+        case Flag():
+            side, (width, height) = -1 if shape.is_left else 1, CLOTH
+            return tag(
+                "path",
+                titled(shape.title),
+                d=f"M{-side} {shape.height}V0H{side * width}V{height}H{side}V{shape.height}z",
+                transform=f"translate({shape.x:.2f} {shape.y:.2f})",
+                class_="flag trial" if shape.colour == palette.TRIAL else "flag",
+            )
         case Line():
             ends = {"x1": shape.x1, "y1": shape.y1, "x2": shape.x2, "y2": shape.y2}
             return tag("line", **ends, stroke=_fill(shape.colour), stroke_width=shape.width)
@@ -57,4 +66,4 @@ def _element(shape: Shape) -> str:
 
 def _fill(colour: palette.Colour) -> str:
     """A colour as a value of an attribute."""
-    return FROM_PAGE.get(colour) or "#{:02x}{:02x}{:02x}".format(*colour)
+    return FROM_PAGE.get(colour) or palette.hex_of(colour)

@@ -1,14 +1,13 @@
-"""Scales of charts: from values to pixels, with round marks and the words at them."""
+"""Scales of charts and pictures: from values to pixels, with round marks and the words at them."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bireme.report.axis import round_step
 from bireme.report.units import seconds_text
 
-__all__ = ["Quantity", "Scale", "clock_text", "number_text", "signed_percent", "value_text"]
+__all__ = ["Quantity", "Scale", "clock_text", "number_text", "round_step", "signed_percent", "value_text"]
 
 CLOCK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Round distances on a clock, in seconds; past them whole days."""
@@ -71,6 +70,14 @@ class Scale:
             if len(inside) >= 3:
                 break
         yield from inside if len(inside) >= 2 else (self.least, self.most)
+
+
+def round_step(least: float) -> float:
+    """The least of 1, 2, 5, 10, … and their tenths that is no less."""
+    if least <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def value_text(value: float, quantity: Quantity) -> str:

@@ -1,0 +1,275 @@
+"""The lanes of a timeline as shapes: one painter for the picture in a file and for the page of a run.
+
+One lane per rank, time to the right. A lane is striped where the rank is idle, so a bubble is seen before
+anything is read. Under it runs a strip of the weight versions the rank computes on, and a thin line for
+each rank it gets messages from. A long timeline is cut off after the batches that can be told apart.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bireme.report import palette
+from bireme.report.axes import Scale
+from bireme.report.legend import Contents
+from bireme.report.shapes import Anchor, Flag, Rect, Shape, Text, fitted, text_width
+from bireme.report.units import seconds_text
+from bireme.schedule.grid import NAMES, number, rank_name
+from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.timeline.timeline import BUSY, Interval, RankTimeline, Timeline, Transfers
+
+__all__ = ["Lanes", "contents_of", "drawn_batches", "end_of", "lanes_of", "plain_seconds"]
+
+FLAG = 8
+"""Room above a lane for the flags of updates."""
+STRIP = 12
+LINK = 7
+SPACE = 4
+"""Between a lane, its strip and its links."""
+GAP = 12
+"""Between ranks."""
+HEIGHTS = ((8, 40), (16, 30), (32, 22))
+"""Up to how many lanes in a picture a lane is how high."""
+LOWEST = 14
+MARK = 2
+"""An update no wider than this is its flag alone."""
+SIZES = (11, 9)
+"""Of numbers in rectangles; where neither fits there is none."""
+
+MOST_BATCHES = 12
+MOST_RECTANGLES = 20_000
+MOST_IN_A_LANE = 500
+"""More than that would each be less than three pixels wide."""
+
+
+def drawn_batches(timeline: Timeline) -> int:
+    """How many batches can be told apart."""
+    program = timeline.program
+    counts = [sum(rank.mask(BUSY)) for rank in timeline.ranks]
+    room = min(MOST_RECTANGLES / max(sum(counts), 1), MOST_IN_A_LANE / max(*counts, 1))
+    return max(min(math.floor(room * program.num_batches), MOST_BATCHES, program.num_batches), 1)
+
+
+def end_of(timeline: Timeline, num_batches: int) -> float:
+    """When the last batch that is drawn ends."""
+    is_cut = num_batches < timeline.program.num_batches
+    return timeline.batch_end_s()[num_batches - 1] if is_cut else timeline.makespan_s
+
+
+def plain_seconds(seconds: float) -> str:
+    """The usual text in letters that every font has."""
+    return seconds_text(max(seconds, 0.0)).replace("µ", "u")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All of one rank: the tops of its computations, of its strip of versions, and of each of its links."""
+
+    rank: RankTimeline
+    y: float
+    strip_y: float
+    links: tuple[tuple[Transfers, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What of a timeline is drawn, and how large. Make one with `lanes_of`."""
+
+    timeline: Timeline
+    num_batches: int
+    scale: Scale
+    margin: float
+    """Where the names begin."""
+    lane: float
+    """The height of a rank's computations."""
+    has_strips: bool
+    links: tuple[tuple[Transfers, ...], ...]
+    """For each rank what comes to it and takes time."""
+
+    def height_of(self, rank: int) -> float:
+        """Of all that belongs to a rank."""
+        strip = SPACE + STRIP if self.has_strips else 0
+        return FLAG + self.lane + strip + len(self.links[rank]) * (SPACE + LINK)
+
+    def rows(self, top: float) -> Iterator["Row"]:
+        """Where the parts of each rank are."""
+        for rank in self.timeline.ranks:
+            y = top + FLAG
+            strip_y = y + self.lane + SPACE
+            link_y = strip_y + STRIP + SPACE if self.has_strips else strip_y
+            places = (link_y + place * (LINK + SPACE) for place in itertools.count())
+            yield Row(rank, y, strip_y, tuple(zip(self.links[rank.rank], places, strict=False)))
+            top += self.height_of(rank.rank) + GAP
+
+    @property
+    def height(self) -> float:
+        """Of all ranks."""
+        return sum(self.height_of(rank) + GAP for rank in range(self.timeline.program.num_ranks))
+
+    def beds(self, top: float) -> Iterator[Shape]:
+        """The names, and the lanes as if all were idle."""
+        left, width = self.scale.start, self.scale.end - self.scale.start
+        for row in self.rows(top):
+            name = rank_name(self.timeline.program, row.rank.rank)
+            shown = fitted(name, 13, left - self.margin - 10)
+            yield Text(self.margin, row.y + self.lane / 2, shown, 13, palette.INK)
+            yield Rect(left, row.y, width, self.lane, palette.IDLE, palette.IDLE_STRIPES, role="lane")
+            if self.has_strips:
+                yield Text(left - 8, row.strip_y + STRIP / 2, "version", 9, palette.PALE_INK, Anchor.END)
+            for transfers, y in row.links:
+                what = "gradient sync" if transfers.is_sync else f"from rank {transfers.source}"
+                yield Text(left - 8, y + LINK / 2, what, 9, palette.PALE_INK, Anchor.END)
+                yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
+
+    def work(self, top: float) -> Iterator[Shape]:
+        """What each rank does and when, and what is on its way to it."""
+        for row in self.rows(top):
+            intervals = list(self.intervals(row.rank))
+            computed = [interval for interval in intervals if interval.instruction.kind in COMPUTE]
+            for interval in computed:
+                yield from self._computation(interval, row.y)
+            for interval in intervals:
+                if interval.instruction.kind not in COMPUTE:
+                    yield from self._step(interval, row.y)
+            if self.has_strips:
+                yield from self._strip(computed, row.strip_y)
+            for transfers, y in row.links:
+                yield from self._messages(transfers, y)
+
+    def intervals(self, rank: RankTimeline) -> Iterator[Interval]:
+        """What uses the device and can be seen."""
+        is_cut = self.num_batches < self.timeline.program.num_batches
+        end_s = self.scale.most
+        for interval in rank.intervals():
+            if interval.instruction.kind not in BUSY:
+                continue
+            if interval.start_s > end_s or (is_cut and interval.start_s >= end_s):
+                return
+            yield interval
+
+    def _span(self, start_s: float, end_s: float) -> tuple[float, float]:
+        """Where something begins, and how wide it is."""
+        left = self.scale.at(start_s)
+        return left, self.scale.at(end_s) - left
+
+    def _computation(self, interval: Interval, y: float) -> Iterator[Shape]:
+        step, program = interval.instruction, self.timeline.program
+        stages = program.stages_of(program.rank_of_stage[step.stage])
+        colour = palette.fill(step.batch, step.kind)
+        left, whole = self._span(interval.start_s, interval.end_s)
+        width = _apart(whole)
+        yield Rect(left, y, width, self.lane, colour, role="compute", title=self._told(interval))
+        # Two stages have the edges for their bars; the steps of more leave the lower half to the number.
+        height = self.lane if len(stages) < 3 else self.lane / 2
+        if len(stages) > 1:
+            bar = max(self.lane / 10, 2)
+            top = y + stages.index(step.stage) / (len(stages) - 1) * (height - bar)
+            yield Rect(left, top, width, bar, palette.darker(colour), role="stage")
+        text = number(program, step)
+        size = next((size for size in SIZES if size <= height and text_width(text, size) <= width), None)
+        if size is not None:
+            middle = y + self.lane - height / 2
+            yield Text(left + width / 2, middle, text, size, palette.on(colour), Anchor.MIDDLE)
+
+    def _told(self, interval: Interval) -> str:
+        """What a reader sees who points at a computation."""
+        step = interval.instruction
+        what = f"{NAMES[step.kind]} {number(self.timeline.program, step)}"
+        when = f"{plain_seconds(interval.start_s)} to {plain_seconds(interval.end_s)}"
+        return f"{what} · stage {step.stage} · batch {step.batch} · version {step.version} · {when}"
+
+    def _step(self, interval: Interval, y: float) -> Iterator[Shape]:
+        """An update or a trial step: as wide as it is long, with a flag so that it is seen at any length."""
+        is_update = interval.instruction.kind is Kind.UPDATE
+        colour = palette.UPDATE if is_update else palette.TRIAL
+        left, width = self._span(interval.start_s, interval.end_s)
+        if width > MARK:
+            yield Rect(left, y, width, self.lane, colour, role="step")
+        lasts = plain_seconds(interval.end_s - interval.start_s)
+        title = f"{'update' if is_update else 'trial step'} · batch {interval.instruction.batch} · {lasts}"
+        # Both often stand at the same moment, so their flags wave to different sides.
+        yield Flag(left, y - FLAG, self.lane + FLAG, colour, is_left=is_update, title=title)
+
+    def _strip(self, computed: Sequence[Interval], y: float) -> Iterator[Shape]:
+        """Which weight version is computed on, joined over computations that follow each other."""
+        for version, run in itertools.groupby(
+            computed, key=lambda interval: interval.instruction.version or 0
+        ):
+            joined = list(run)
+            left, width = self._span(joined[0].start_s, joined[-1].end_s)
+            colour = palette.version_fill(version)
+            yield Rect(left, y, _apart(width), STRIP, colour, role="version")
+            text = f"v{version}"
+            if text_width(text, 9) <= width:
+                yield Text(left + width / 2, y + STRIP / 2, text, 9, palette.on(colour), Anchor.MIDDLE)
+
+    def _messages(self, transfers: Transfers, y: float) -> Iterator[Shape]:
+        track = self.timeline.ranks[transfers.destination].track
+        for start_s, end_s, index, num_bytes in zip(
+            transfers.start_s, transfers.end_s, transfers.received_by, transfers.num_bytes, strict=True
+        ):
+            if start_s < self.scale.most and end_s > start_s:
+                left, width = self._span(start_s, end_s)
+                colour, what = _message(track[index], is_sync=transfers.is_sync)
+                title = f"{what} from rank {transfers.source}, {num_bytes:,.0f} bytes"
+                yield Rect(left, y, width, LINK, colour, role="message", title=title)
+
+
+def lanes_of(timeline: Timeline, num_batches: int, scale: Scale, margin: float, num_lanes: int) -> Lanes:
+    """The first batches of a timeline, in a picture that has so many lanes in all.
+
+    Names begin at the margin, and the lanes go from the start of the scale to its end.
+    """
+    program = timeline.program
+    steps = (step for track in program.tracks for step in track.written() if step.kind in COMPUTE)
+    return Lanes(
+        timeline=timeline,
+        num_batches=num_batches,
+        scale=scale,
+        margin=margin,
+        lane=next((height for most, height in HEIGHTS if num_lanes <= most), LOWEST),
+        has_strips=len({step.version for step in steps}) > 1,
+        links=tuple(
+            tuple(t for t in timeline.transfers if t.destination == rank and _takes_time(t))
+            for rank in range(program.num_ranks)
+        ),
+    )
+
+
+def contents_of(pictures: Sequence[Lanes]) -> Contents:
+    """What of all that the legend must explain."""
+    steps = {
+        interval.instruction
+        for lanes in pictures
+        for rank in lanes.timeline.ranks
+        for interval in lanes.intervals(rank)
+    }
+    syncs = {transfers.is_sync for lanes in pictures for into in lanes.links for transfers in into}
+    programs = [lanes.timeline.program for lanes in pictures]
+    return Contents(
+        batches=tuple(sorted({step.batch for step in steps if step.kind in COMPUTE})),
+        kinds=frozenset(step.kind for step in steps),
+        has_versions=any(lanes.has_strips for lanes in pictures),
+        has_links=False in syncs,
+        has_syncs=True in syncs,
+        most_stages=max(len(one.stages_of(rank)) for one in programs for rank in range(one.num_ranks)),
+    )
+
+
+def _takes_time(transfers: Transfers) -> bool:
+    return any(end > start for start, end in zip(transfers.start_s, transfers.end_s, strict=True))
+
+
+def _apart(width: float) -> float:
+    """The width of a rectangle that leaves a gap before the next, unless it is too narrow for that."""
+    return width - 1 if width > 4 else width
+
+
+def _message(step: Instruction, *, is_sync: bool) -> tuple[palette.Colour, str]:
+    """The colour of a message, and what it brings."""
+    if is_sync:
+        return palette.SYNC, "sums of gradients"
+    if step.kind in (Kind.FORWARD, Kind.RECV_FORWARD):
+        return palette.fill(step.batch, Kind.FORWARD), "activations"
+    return palette.fill(step.batch, Kind.BACKWARD), "gradients"
