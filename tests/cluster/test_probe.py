@@ -1,7 +1,6 @@
 """`bireme cluster probe`: real processes measured over gloo, and what is refused before any is started."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +48,6 @@ def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
         text=True,
         timeout=100,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -20,6 +20,7 @@ from bireme.profile.stages import stage_cost
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.residency import Sizes, resident
 from tests.profile.test_profile_bytes import GRAPHS, SIZES, profile_of
+from tests.support.extent import examples
 
 ONE_EACH = sorted(name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank == 1)
 
@@ -95,7 +96,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     return Profile("m", "g", "d", "cpu", 1, "", False, "adamw", 1, 1, tuple(units))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(profiles())
 def test_every_range_of_any_profile_has_its_bytes_exactly(found: Profile) -> None:
     check_every_range(found, 1)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.schedule import folding
@@ -21,6 +21,7 @@ from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.weave import weave
+from tests.support.extent import examples
 from tests.support.symbolic import expected, outcome
 
 DELAYED_ONCE = {Rule.DELAYED, Rule.FRESH}
@@ -108,7 +109,7 @@ def assert_follows_its_rule(program: Program) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(requests())
 def test_every_schedule_computes_what_its_rule_says(request: Request) -> None:
     assert_follows_its_rule(request.program())
@@ -173,7 +174,7 @@ def test_a_folded_program_is_the_written_out_one(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(requests(), st.integers(9, 14))
 def test_folding_changes_no_instruction(request: Request, num_batches: int) -> None:
     long = replace(request, num_batches=num_batches)

@@ -65,7 +65,7 @@ def torchrun_train(
         text=True,
         start_new_session=True,
         cwd=ROOT,
-        env={**os.environ, PACE: str(pace_s), "OMP_NUM_THREADS": "1", **(variables or {})},
+        env={**os.environ, PACE: str(pace_s), **(variables or {})},
     )
     started = Torchrun(Running(process, run, Path(said)))
     try:

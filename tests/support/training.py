@@ -185,7 +185,7 @@ def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
         text=True,
         start_new_session=True,
         cwd=run.parent if run.parent.is_dir() else ROOT,
-        env=os.environ | {PACE: str(pace_s), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {PACE: str(pace_s)},
     )
     try:
         yield Running(process, run, Path(said))

@@ -263,12 +263,10 @@ def test_a_disk_that_is_really_full_costs_that_checkpoint_only(tmp_path: Path) -
         "from tests.train.test_checkpoint_kills import fill_disk; "
         f"fill_disk({str(where / 'run' / 'checkpoints')!r})"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     told = subprocess.run(
         [*own, sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env=environment,
         timeout=100,
         check=False,
     )

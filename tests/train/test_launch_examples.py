@@ -50,7 +50,7 @@ def test_the_torchrun_script_trains(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=root,
-        env={**os.environ, "PORT": port, "PATH": path, "PYTHONPATH": root},
+        env={**os.environ, "PORT": port, "PATH": path},
     )
     try:
         said, _ = process.communicate(timeout=100)

@@ -65,8 +65,6 @@ def ray_train(run: Path, run_file: Path, *, pace_s: float = 0.0) -> Iterator[Run
     words = [str(run_file), run.name, str(run.parents[1]), "2"]
     variables = {
         PACE: str(pace_s),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
         "RAY_TMPDIR": scratch,
         "RAY_AUTH_MODE": "disabled",  # else Ray leaves a token in the home of who tests
         "RAY_USAGE_STATS_ENABLED": "0",

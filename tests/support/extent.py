@@ -1,0 +1,34 @@
+"""How much the suite tries: a sample of the cases by default, every case with `BIREME_TESTS=all`.
+
+Properties tried on thousands of random cases cost minutes and seldom find something new. The default run
+tries enough of them to catch a plain mistake; `make test-all` tries all.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from hypothesis import settings
+
+__all__ = ["TRY_ALL", "examples", "several"]
+
+Case = TypeVar("Case")
+
+TRY_ALL = os.environ.get("BIREME_TESTS") == "all"
+
+FEWEST = 15
+SHARE = 8
+"""The default run tries one in so many random cases, and at least `FEWEST` where there are as many."""
+
+
+def examples(most: int, quick: int | None = None, **more: Any) -> settings:
+    """Settings of a property test: `most` random cases, and by default `quick` or a share of them."""
+    fewer = max(FEWEST, most // SHARE) if quick is None else quick
+    return settings(max_examples=most if TRY_ALL else min(most, fewer), **more)
+
+
+def several(cases: Sequence[Case], quick: int) -> Sequence[Case]:
+    """All of these cases; by default `quick` of them, spread evenly, the first among them."""
+    if TRY_ALL or len(cases) <= quick:
+        return cases
+    return [cases[place * len(cases) // quick] for place in range(quick)]
