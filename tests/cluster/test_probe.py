@@ -11,6 +11,7 @@ from bireme.bench.probe import Setting, probe_here
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from tests.support.command import bireme, loads_torch
+from tests.support.patience import PATIENCE_S
 
 TINY = "gpt:layers=1,width=16,heads=2,vocab=32,context=8"
 Capture = pytest.CaptureFixture[str]
@@ -46,7 +47,7 @@ def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
         [sys.executable, *words, "-c", code, *asked, "--device", "cpu"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import pytest
 
 from bireme.profile.events import Owner
 from tests.support.command import bireme, loads_torch
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ def lossless():
 def document() -> dict[str, Any]:
     command = Path(sys.executable).with_name("bireme")
     words = ["memory", GPT, "--batch", "2", "--bandwidth", "12e9,10e9", "--json"]
-    done = subprocess.run([command, *words], capture_output=True, text=True, check=True, timeout=90)
+    done = subprocess.run([command, *words], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     found = json.loads(done.stdout)
     assert isinstance(found, dict)
     return found

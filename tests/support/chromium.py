@@ -11,10 +11,11 @@ from pathlib import Path
 from select import select
 from typing import Any, Self
 
+from tests.support.patience import PATIENCE_S
+
 __all__ = ["Chromium", "chromium", "find_chromium"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
-PATIENCE_S = 60.0
 
 
 def find_chromium() -> str | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bireme.errors import BiremeError
 from bireme.runtime.world import World
+from tests.support.patience import PATIENCE_S
 
 __all__ = [
     "add_ranks",
@@ -27,9 +28,6 @@ __all__ = [
     "until",
     "wait_until_gone",
 ]
-
-PATIENCE_S = 60.0
-"""Of a test with what must happen within seconds on a machine that has nothing else to do."""
 
 
 def sign_in(folder: Path, rank: int) -> None:

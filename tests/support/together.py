@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_processes", "run_threads"]
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 100.0
+__all__ = ["run_processes", "run_threads"]
 
 
 def run_threads(num_ranks: int, work: Callable[[int], Any]) -> list[Any]:
@@ -75,7 +75,7 @@ def _run(rank: int, num_ranks: int, work: Callable[..., Any], folder: Path, args
         init_method=f"file://{folder / 'join'}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     result = work(rank, *args)
     half = folder / f"half of {rank}"

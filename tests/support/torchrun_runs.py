@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.paced_samples import PACE
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import wait_until_gone
 from tests.support.training import GPT, Ended, Running, write_run
 
 __all__ = ["Torchrun", "paced_run", "torchrun_train"]
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)

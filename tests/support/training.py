@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paced_samples import PACE
+from tests.support.patience import PATIENCE_S
 
 __all__ = ["Running", "losses", "metrics", "running", "settings", "steps_of_checkpoints", "write_run"]
 
@@ -49,7 +50,7 @@ file = "{plan}"
 device = "cpu"
 workers = {ranks}
 threads_per_worker = 1
-timeout_s = 30
+timeout_s = 60
 
 [checkpoint]
 every_steps = 4
@@ -116,7 +117,7 @@ class Running:
     said: Path
     """Its standard error so far."""
 
-    def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Until the log has that step, in this start or one before."""
         end_s = time.monotonic() + timeout_s
         while not any(line["step"] >= step for line in metrics(self.run, "train")):
@@ -124,7 +125,7 @@ class Running:
             assert self.process.poll() is None, self.said.read_text()
             time.sleep(0.02)
 
-    def wait_for_words(self, words: str, timeout_s: float = 60.0) -> None:
+    def wait_for_words(self, words: str, timeout_s: float = PATIENCE_S) -> None:
         """Until it says them."""
         end_s = time.monotonic() + timeout_s
         while words not in self.said.read_text():
@@ -132,7 +133,7 @@ class Running:
             assert self.process.poll() is None, self.said.read_text()
             time.sleep(0.02)
 
-    def wait_for_ranks(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait_for_ranks(self, count: int, timeout_s: float = PATIENCE_S) -> None:
         """Until so many of them have been started."""
         end_s = time.monotonic() + timeout_s
         while len(self.ranks) < count:
@@ -145,7 +146,7 @@ class Running:
         """The processes of its ranks, in their order."""
         return sorted(pid for pid in _children(self.process.pid) if "spawn_main" in _command(pid))
 
-    def ended(self, timeout_s: float = 60.0) -> "Ended":
+    def ended(self, timeout_s: float = PATIENCE_S) -> "Ended":
         """What came of it; nobody of its group may be left."""
         out, _ = self.process.communicate(timeout=timeout_s)
         end_s = time.monotonic() + 5.0

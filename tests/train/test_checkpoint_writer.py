@@ -26,9 +26,8 @@ from tests.support.checkpoints import (
     snapshot_of,
     steps_in,
 )
+from tests.support.patience import PATIENCE_S
 from tests.support.together import run_threads
-
-PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import wait_until_gone
 from tests.support.torchrun_runs import paced_run
 from tests.support.training import losses
@@ -53,7 +54,7 @@ def test_the_torchrun_script_trains(tmp_path: Path) -> None:
         env={**os.environ, "PORT": port, "PATH": path},
     )
     try:
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
         process.communicate()
