@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.extent import TRY_ALL
+from tests.support.extent import TRY_ALL, several
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_EXAMPLES, ALL_EXAMPLES = 15, 100
@@ -52,7 +52,30 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_few(config, items)
+    _skip_without_gpus(items)
+
+
+def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `few(count)` leave so many of its cases, spread evenly; all that somebody names."""
+    if TRY_ALL or any("::" in word for word in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for own in cases.values():
+        mark = own[0].get_closest_marker("few")
+        assert mark is not None
+        dropped |= {*own} - {*several(own, mark.args[0])}
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _skip_without_gpus(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than there are."""
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
     if not marked:

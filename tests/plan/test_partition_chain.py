@@ -46,6 +46,7 @@ def check_every_range(found: Profile, micro_batch: int) -> None:
         assert made.recompute_backward_s[begin:end].sum() == pytest.approx(cost.recompute_backward_s)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(GRAPHS))
 def test_every_range_of_a_real_profile_has_its_bytes_exactly(name: str, size: int) -> None:
@@ -127,6 +128,7 @@ def test_cuts_that_leave_a_stage_empty_are_refused() -> None:
             made.bounds(cuts)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ONE_EACH)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_stage_holds_at_once_is_what_the_simulator_counts(name: str, recompute: bool) -> None:

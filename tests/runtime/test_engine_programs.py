@@ -188,6 +188,7 @@ def test_any_valid_program_computes_what_its_rule_says(case: Case, width: int) -
 # --- the sum over all ranks
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", ALL)
 def test_no_schedule_waits_in_a_circle_for_the_sum_over_all_ranks(schedule: str) -> None:
     depths = (2, 4, 6) if schedule in ("interleaved", "zbv") else (1, 2, 3, 4, 5)

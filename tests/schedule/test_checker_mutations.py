@@ -265,6 +265,7 @@ EXHAUSTED = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("request_", EXHAUSTED, ids=lambda request: request.name)
 def test_every_dropped_instruction_is_missed(request_: Request) -> None:
     program = request_.program()
@@ -275,6 +276,7 @@ def test_every_dropped_instruction_is_missed(request_: Request) -> None:
         assert not check(dropped).ok, described(program, place)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("request_", EXHAUSTED, ids=lambda request: request.name)
 def test_every_swap_of_neighbours_is_refused_exactly_if_it_does_harm(request_: Request) -> None:
     program = request_.program()
@@ -285,6 +287,7 @@ def test_every_swap_of_neighbours_is_refused_exactly_if_it_does_harm(request_: R
             assert check(swapped).ok == harmless, described(program, place)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_a_program_of_another_rule_or_with_other_banks_is_refused_if_it_does_harm(name: str) -> None:
     program = Request(name, 4, 4, 3, first_batch=1).program()

@@ -157,6 +157,7 @@ def test_2bw_delays_every_stage_and_so_differs_from_1f1b() -> None:
         assert late[1] != exact[1]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("first_batch", [0, 3])
 @pytest.mark.parametrize("recompute", [frozenset[int](), frozenset({0, 3})], ids=["kept", "recomputed"])
