@@ -18,7 +18,6 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(110)
 def test_processes_of_this_machine_are_probed() -> None:
     found = probe_here(2, Setting(model=TINY, seconds=0.3))
     told = found.measurements
@@ -37,7 +36,6 @@ def test_processes_of_this_machine_are_probed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(110)
 def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
     output = tmp_path / "cluster.toml"
     words = [*"-m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(), sys.executable]

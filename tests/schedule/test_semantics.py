@@ -21,7 +21,7 @@ from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.weave import weave
-from tests.support.extent import examples
+from tests.support.extent import examples, several
 from tests.support.symbolic import expected, outcome
 
 DELAYED_ONCE = {Rule.DELAYED, Rule.FRESH}
@@ -117,7 +117,7 @@ def test_every_schedule_computes_what_its_rule_says(request: Request) -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_every_small_shape_computes_what_its_rule_says(name: str) -> None:
-    for request in small_requests(name):
+    for request in several(list(small_requests(name)), 60):
         assert_follows_its_rule(request.program())
 
 
