@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hypothesis import settings
 
-__all__ = ["TRY_ALL", "examples", "several"]
+__all__ = ["TRY_ALL", "draws", "examples", "several"]
 
 Case = TypeVar("Case")
 
@@ -27,6 +27,11 @@ def examples(most: int, quick: int | None = None, **more: Any) -> settings:
     """Settings of a property test: `most` random cases, and by default `quick` or a share of them."""
     fewer = max(FEWEST, most // SHARE) if quick is None else quick
     return settings(max_examples=most if TRY_ALL else min(most, fewer), **more)
+
+
+def draws(most: int, quick: int) -> int:
+    """How many cases a test draws by itself: `most`, and by default `quick`."""
+    return most if TRY_ALL else quick
 
 
 def several(cases: Sequence[Case], quick: int) -> Sequence[Case]:
