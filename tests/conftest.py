@@ -1,8 +1,9 @@
 """What holds for all tests.
 
 Processes that tests start import the same tree as the tests, whatever is installed. All workers of a run of
-the suite share one folder of measured profiles, which goes away at its end: the user's own is never touched,
-and nothing is measured twice. Each process computes with one thread, for several share the processors.
+the suite share one folder of what was measured and captured, which goes away at its end: the user's own is
+never touched, and nothing is measured twice. Each process computes with one thread, for several share the
+processors.
 
 The fast core runs compiled loops as plain Python: its graphs are small, and compiling takes longer.
 Property tests look for new cases on a developer's machine, and try the same ones every time in CI; how long
@@ -32,14 +33,15 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
-CACHE = pytest.StashKey[str]()
+FOLDER = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist inherit what is set here by the process that starts them."""
     if not hasattr(config, "workerinput"):
-        config.stash[CACHE] = tempfile.mkdtemp(prefix="bireme-tests-")
-        os.environ["BIREME_CACHE"] = config.stash[CACHE]
+        config.stash[FOLDER] = tempfile.mkdtemp(prefix="bireme-tests-")
+        os.environ["BIREME_TESTS_FOLDER"] = config.stash[FOLDER]
+        os.environ["BIREME_CACHE"] = str(Path(config.stash[FOLDER], "cache"))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -48,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if CACHE in config.stash:
-        shutil.rmtree(config.stash[CACHE], ignore_errors=True)
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
