@@ -39,7 +39,7 @@ test-fast: setup
 	$(PYTEST) -m "not slow"
 
 test-all: setup
-	BIREME_TESTS=all $(PYTEST) --timeout 1200
+	BIREME_TESTS=all $(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check .

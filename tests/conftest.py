@@ -33,6 +33,9 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
+SLOW_LIMIT_S = 1200 if TRY_ALL else 600
+"""Of a test that starts processes, on a machine that does many other things too."""
+
 FOLDER = pytest.StashKey[str]()
 
 
@@ -57,6 +60,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _keep_few(config, items)
     _skip_without_gpus(items)
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
 
 
 def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from bireme.bench.document import Findings, Section, at_least, at_most, benchmark, exactly
 from bireme.bench.spread import Spread
 from bireme.errors import BiremeError
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 BENCHMARKS = sorted(FOLDER.glob("*.py"))
@@ -70,7 +70,7 @@ def test_a_smoke_run_prints_one_document_and_nothing_else(name: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=PATIENCE_S,
+        timeout=patience_s(),
         cwd=FOLDER.parent,
     )
     document = json.loads(done.stdout)

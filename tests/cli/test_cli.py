@@ -9,7 +9,7 @@ import pytest
 
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.command import bireme, loads_torch
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 
 Capture = pytest.CaptureFixture[str]
 
@@ -38,7 +38,7 @@ def test_help_and_import_load_no_torch() -> None:
 def test_the_installed_command_answers() -> None:
     command = Path(sys.executable).with_name("bireme")
     done = subprocess.run(
-        [command, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        [command, "--version"], capture_output=True, text=True, check=True, timeout=patience_s()
     )
     assert done.stdout.startswith("bireme 0.")
 
@@ -63,7 +63,7 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     command = Path(sys.executable).with_name("bireme")
     line = f"{command} schedule 2bw --stages 16 --microbatches 64 --batches 50 --json | head -c 10"
     done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        ["bash", "-c", line], capture_output=True, text=True, check=True, timeout=patience_s()
     )
     assert done.stderr == ""
 
@@ -160,7 +160,7 @@ def test_a_terminal_that_lacks_a_letter_still_gets_the_rest() -> None:
     command = Path(sys.executable).with_name("bireme")
     line = f"PYTHONIOENCODING=ascii {command} schedule 2bw --check"
     done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        ["bash", "-c", line], capture_output=True, text=True, check=True, timeout=patience_s()
     )
     assert "every message matched" in " ".join(done.stdout.split())
 

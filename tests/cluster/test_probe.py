@@ -11,7 +11,7 @@ from bireme.bench.probe import Setting, probe_here
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from tests.support.command import bireme, loads_torch
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 
 TINY = "gpt:layers=1,width=16,heads=2,vocab=32,context=8"
 Capture = pytest.CaptureFixture[str]
@@ -45,7 +45,7 @@ def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
         [sys.executable, *words, "-c", code, *asked, "--device", "cpu"],
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=patience_s(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ from bireme.profile.profile_file import save_profile
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.extent import examples
 from tests.support.hand_plans import answer_of, candidate_of, tiny_profile
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 from tests.support.tiny_profiles import gpt
 
 Change = Callable[[dict[str, Any]], object]
@@ -212,7 +212,7 @@ print(profile_hash(load_profile(Path({str(path)!r}))))
             capture_output=True,
             text=True,
             check=True,
-            timeout=PATIENCE_S,
+            timeout=patience_s(),
             env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert done.stdout.strip() == profile_hash(tiny_profile())

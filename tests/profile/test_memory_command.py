@@ -11,7 +11,7 @@ import pytest
 
 from bireme.profile.events import Owner
 from tests.support.command import bireme, loads_torch
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def lossless():
 def document() -> dict[str, Any]:
     command = Path(sys.executable).with_name("bireme")
     words = ["memory", GPT, "--batch", "2", "--bandwidth", "12e9,10e9", "--json"]
-    done = subprocess.run([command, *words], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    done = subprocess.run([command, *words], capture_output=True, text=True, check=True, timeout=patience_s())
     found = json.loads(done.stdout)
     assert isinstance(found, dict)
     return found

@@ -19,7 +19,7 @@ from bireme.profile.profile_file import load_profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Seconds
 from tests.support.command import bireme, loads_torch
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     env = {**os.environ, "BIREME_CACHE": str(cache)}
     words = ["profile", GPT, "--batch", "3", "-b", "1", "--halves", "--json"]
     done = subprocess.run(
-        [command, *words], capture_output=True, text=True, check=True, timeout=PATIENCE_S, env=env
+        [command, *words], capture_output=True, text=True, check=True, timeout=patience_s(), env=env
     )
     assert not done.stderr
     assert len(list(cache.rglob("*.json"))) == 1

@@ -41,7 +41,7 @@ from tests.support.small_models import (
     token_batches,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 PLAIN = "layers=3,tied=true"
 DROPPING = "layers=3,tied=true,dropout=0.3"

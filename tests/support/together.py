@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 
 __all__ = ["run_processes", "run_threads"]
 
@@ -30,7 +30,7 @@ def run_threads(num_ranks: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(patience_s())
         if thread.is_alive() and not errors:
             raise TimeoutError("a rank does not end")
         if errors:
@@ -51,7 +51,7 @@ def run_processes(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(PATIENCE_S)
+            process.join(patience_s())
     finally:
         for process in processes:
             process.kill()
@@ -75,7 +75,7 @@ def _run(rank: int, num_ranks: int, work: Callable[..., Any], folder: Path, args
         init_method=f"file://{folder / 'join'}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=PATIENCE_S),
+        timeout=timedelta(seconds=patience_s()),
     )
     result = work(rank, *args)
     half = folder / f"half of {rank}"

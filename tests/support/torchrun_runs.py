@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.paced_samples import PACE
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import patience_s
 from tests.support.ranks import wait_until_gone
 from tests.support.training import GPT, Ended, Running, write_run
 
@@ -39,7 +39,7 @@ class Torchrun:
     def ended(self) -> Ended:
         """Wait for its end."""
         process, ranks = self.running.process, self.ranks
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out, _ = process.communicate(timeout=patience_s())
         wait_until_gone(ranks)
         return Ended(process.returncode, out, self.running.said.read_text())
 

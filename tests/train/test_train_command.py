@@ -28,7 +28,7 @@ from tests.support.training import losses, metrics, settings, steps_of_checkpoin
 
 SAMPLES = "tests.support.paced_samples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PARTS = {"predicted_peak_bytes", "measured_peak_bytes", "busy_share"}
 

@@ -14,7 +14,7 @@ from tests.support.hosts import Host, hosts
 from tests.support.torchrun_runs import paced_run, torchrun_train
 from tests.support.training import Ended, losses, settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 PORT = "29400"
 """A host of these has all ports to itself."""

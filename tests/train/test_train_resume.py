@@ -24,7 +24,7 @@ from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, running, settings, steps_of_checkpoints, write_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PACED = "tests.support.paced_samples:paced"
 STEPS = 16

@@ -10,7 +10,7 @@ import pytest
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, running, settings, steps_of_checkpoints, write_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 SCHEDULE = "2bw-fresh"
 """It keeps the most that must survive: two versions, a trial and the clipping of the batch before."""
