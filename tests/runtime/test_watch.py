@@ -18,7 +18,7 @@ from bireme.runtime.watch import Watch, is_of_a_peer
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0
 LOST = PeerLost(1, "connection closed")
 
 
