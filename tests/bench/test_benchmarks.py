@@ -62,6 +62,7 @@ def test_all_of_them_are_in_the_makefile_and_in_the_documents() -> None:
         assert f"benchmarks/{path.name}" in (root / "Makefile").read_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_smoke_run_prints_one_document_and_nothing_else(name: str) -> None:
