@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup train test test-fast lint bench gpu clean
+.PHONY: help setup train test test-fast test-all lint bench gpu clean
 
 help:
 	@echo "make setup      create .venv and install Bireme with its development tools"
 	@echo "make train      train a small language model over a pipeline on this machine"
-	@echo "make test       all tests          make test-fast   the fast core (under 90 s)"
+	@echo "make test       all tests          make test-fast   the fast core (under 60 s)"
+	@echo "make test-all   all tests, property tests with all their cases (an hour; for the night)"
 	@echo "make lint       ruff, mypy --strict, import contracts"
 	@echo "make bench      the benchmarks of docs/benchmarks.md"
 	@echo "make gpu        tests, training and benchmarks on this machine's GPUs, into docs/gpu.md"
@@ -28,12 +29,17 @@ $(READY): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/bireme train
 
-# Three at a time on two cores: many of them wait for each other's processes.
+# A worker for each core; who has nothing left takes tests from the others.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: setup
-	$(BIN)/python -m pytest -n 3
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
+
+test-all: setup
+	BIREME_TESTS=all $(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check .

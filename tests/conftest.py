@@ -1,29 +1,89 @@
-"""What holds for all tests: profiles are cached in a folder that goes away, never in the user's own.
+"""What holds for all tests.
+
+Processes that tests start import the same tree as the tests, whatever is installed. All workers of a run of
+the suite share one folder of what was measured and captured, which goes away at its end: the user's own is
+never touched, and nothing is measured twice. Each process computes with one thread, for several share the
+processors.
 
 The fast core runs compiled loops as plain Python: its graphs are small, and compiling takes longer.
-Property tests look for new cases on a developer's machine, and try the same ones every time in CI, fewer
-where a test does not say how many; how long they take is not judged.
+Property tests look for new cases on a developer's machine, and try the same ones every time in CI; how long
+they take is not judged. `tests/support/extent.py` says how many cases they try.
 """
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-CI_EXAMPLES = 40
+from tests.support.extent import TRY_ALL, several
 
-settings.register_profile("developer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("developer"), derandomize=True, max_examples=CI_EXAMPLES)
+ROOT = Path(__file__).parents[1]
+DEFAULT_EXAMPLES, ALL_EXAMPLES = 15, 100
+"""Of a property test that does not say how many."""
+
+settings.register_profile(
+    "developer",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=ALL_EXAMPLES if TRY_ALL else DEFAULT_EXAMPLES,
+)
+settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
+
+SLOW_LIMIT_S = 1200 if TRY_ALL else 600
+"""Of a test that starts processes, on a machine that does many other things too."""
+
+FOLDER = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist inherit what is set here by the process that starts them."""
+    if not hasattr(config, "workerinput"):
+        config.stash[FOLDER] = tempfile.mkdtemp(prefix="bireme-tests-")
+        os.environ["BIREME_TESTS_FOLDER"] = config.stash[FOLDER]
+        os.environ["BIREME_CACHE"] = str(Path(config.stash[FOLDER], "cache"))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     if config.option.markexpr == "not slow":
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_few(config, items)
+    _skip_without_gpus(items)
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
+
+
+def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `few(count)` leave so many of its cases, spread evenly; all that somebody names."""
+    if TRY_ALL or any("::" in word for word in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for own in cases.values():
+        mark = own[0].get_closest_marker("few")
+        assert mark is not None
+        dropped |= {*own} - {*several(own, mark.args[0])}
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _skip_without_gpus(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than there are."""
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
     if not marked:
@@ -37,8 +97,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, and there are {there}: make gpu"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that only this test sees, empty at its start."""
     folder = tmp_path_factory.mktemp("cache") / "bireme"
     monkeypatch.setenv("BIREME_CACHE", str(folder))
     return folder

@@ -99,6 +99,7 @@ def test_a_small_run_measures_every_schedule_beside_torch_and_the_limits() -> No
     assert found.replicas is None
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(8, 16)], ids=str)
 def test_limits_are_what_the_simulator_reaches_when_nothing_else_takes_time(

@@ -14,6 +14,7 @@ from benchmarks.common.command import Findings, Section, benchmark
 from bireme.bench.document import at_least, at_most, exactly
 from bireme.bench.spread import Spread
 from bireme.errors import BiremeError
+from tests.support.patience import patience_s
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 BENCHMARKS = sorted(FOLDER.glob("*.py"))
@@ -59,6 +60,7 @@ def test_all_of_them_are_in_the_makefile_and_in_the_documents() -> None:
         assert f"benchmarks/{path.name}" in (root / "Makefile").read_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_smoke_run_prints_one_document_and_nothing_else(name: str) -> None:
@@ -67,7 +69,7 @@ def test_a_smoke_run_prints_one_document_and_nothing_else(name: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=patience_s(),
         cwd=FOLDER.parent,
     )
     document = json.loads(done.stdout)

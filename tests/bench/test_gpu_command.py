@@ -11,6 +11,7 @@ from benchmarks.on_gpu.machine import ROOT, NotReady, Python, python_for
 from benchmarks.on_gpu.steps import Outcome, Step, _rows, run_step, steps_for
 
 from bireme.devices import num_accelerators
+from tests.support.patience import patience_s
 
 HERE = Python(sys.executable, "2.13.0", 1, ())
 ROWS = '[{"rank": 0, "predicted_peak_bytes": 100, "measured_peak_bytes": 130}]'
@@ -23,7 +24,9 @@ def step(code: str, limit_s: float = 60.0) -> Step:
 @pytest.mark.skipif(num_accelerators() > 0, reason="there is a GPU, and make gpu would measure it")
 def test_without_a_gpu_it_says_so_in_a_sentence_and_touches_nothing() -> None:
     script = ROOT / "benchmarks" / "gpu.py"
-    told = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=100)
+    told = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=patience_s()
+    )
     assert told.returncode == 2
     assert not told.stdout
     assert told.stderr.count("\n") == 1

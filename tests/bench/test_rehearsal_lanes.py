@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks.rehearsal.lanes import Channel, Lanes, SharedLanes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.cluster.fairness import fair_rates
 from bireme.simulate.network import Network, Traffic, Wire
 from bireme.simulate.network import Path as Way
+from tests.support.extent import examples
 
 
 @st.composite
@@ -60,7 +61,7 @@ def in_small_steps(
     return through
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     paths_on_lanes(),
     st.lists(

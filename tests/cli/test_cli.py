@@ -9,6 +9,7 @@ import pytest
 
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.command import bireme, loads_torch
+from tests.support.patience import patience_s
 
 Capture = pytest.CaptureFixture[str]
 
@@ -36,7 +37,9 @@ def test_help_and_import_load_no_torch() -> None:
 
 def test_the_installed_command_answers() -> None:
     command = Path(sys.executable).with_name("bireme")
-    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [command, "--version"], capture_output=True, text=True, check=True, timeout=patience_s()
+    )
     assert done.stdout.startswith("bireme 0.")
 
 
@@ -59,7 +62,9 @@ def test_a_path_that_no_file_can_have_is_a_sentence(capsys: Capture) -> None:
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     command = Path(sys.executable).with_name("bireme")
     line = f"{command} schedule 2bw --stages 16 --microbatches 64 --batches 50 --json | head -c 10"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, check=True, timeout=patience_s()
+    )
     assert done.stderr == ""
 
 
@@ -154,7 +159,9 @@ def test_a_path_with_brackets_is_printed_as_it_is(capsys: Capture, tmp_path: Pat
 def test_a_terminal_that_lacks_a_letter_still_gets_the_rest() -> None:
     command = Path(sys.executable).with_name("bireme")
     line = f"PYTHONIOENCODING=ascii {command} schedule 2bw --check"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, check=True, timeout=patience_s()
+    )
     assert "every message matched" in " ".join(done.stdout.split())
 
 

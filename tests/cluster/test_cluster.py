@@ -5,7 +5,7 @@ import pickle
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.cluster.cluster import Cluster
@@ -20,9 +20,10 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Traffic
 from bireme.simulate.simulator import simulate
 from tests.support.clusters import clusters
+from tests.support.extent import examples
 
 PLAIN = Device("plain", "emulated", 2**30)
-BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BOUNDED = examples(60)
 
 
 def lanes(cluster: Cluster, source: str, destination: str) -> list[str]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from pydantic import BaseModel
 
 from bireme.cluster.cluster import Cluster
@@ -21,9 +21,10 @@ from bireme.cluster.cluster_file import (
 from bireme.cluster.cluster_text import cluster_text
 from bireme.errors import BiremeError
 from tests.support.clusters import clusters
+from tests.support.extent import examples
 
 ROOT = Path(__file__).parents[2]
-BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BOUNDED = examples(60)
 
 
 @BOUNDED

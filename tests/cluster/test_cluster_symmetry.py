@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import permutations, product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
@@ -14,9 +14,10 @@ from bireme.cluster.routes import Lane
 from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
 from tests.support.clusters import few
+from tests.support.extent import examples
 
 PLAIN = Device("plain", "emulated", 2**30)
-BOUNDED = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BOUNDED = examples(80)
 
 
 def leaves_all_as_it_was(cluster: Cluster, image: tuple[int, ...]) -> bool:

@@ -1,7 +1,6 @@
 """`bireme cluster probe`: real processes measured over gloo, and what is refused before any is started."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,13 @@ from bireme.bench.probe import Setting, probe_here
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from tests.support.command import bireme, loads_torch
+from tests.support.patience import patience_s
 
 TINY = "gpt:layers=1,width=16,heads=2,vocab=32,context=8"
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(110)
 def test_processes_of_this_machine_are_probed() -> None:
     found = probe_here(2, Setting(model=TINY, seconds=0.3))
     told = found.measurements
@@ -37,7 +36,6 @@ def test_processes_of_this_machine_are_probed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(110)
 def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
     output = tmp_path / "cluster.toml"
     words = [*"-m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(), sys.executable]
@@ -47,9 +45,8 @@ def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
         [sys.executable, *words, "-c", code, *asked, "--device", "cpu"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience_s(),
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -4,7 +4,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.cluster.cluster import Cluster
@@ -19,6 +19,7 @@ from bireme.errors import BiremeError
 from bireme.simulate.network import Network, Traffic, Wire
 from bireme.simulate.network import Path as Way
 from tests.support.clusters import parts_of
+from tests.support.extent import examples
 
 RATES = st.sampled_from([1e8, 3e8, 1e9, 2.5e9, 1e10, 3.7e10])
 LATENCIES = st.sampled_from([0.0, 5e-6, 1e-5, 1e-4, 7e-4])
@@ -123,7 +124,7 @@ def check_alike(found: Cluster, known: Cluster) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(joined("server0", most=5, on_cards=False))
 def test_a_server_is_found_with_its_bandwidths_sharing_and_asymmetry(server: Server) -> None:
     known = Cluster((server,))
@@ -133,7 +134,7 @@ def test_a_server_is_found_with_its_bandwidths_sharing_and_asymmetry(server: Ser
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(several())
 def test_servers_are_found_with_their_cards(known: Cluster) -> None:
     found = infer(measured_on(known), same=0.0)

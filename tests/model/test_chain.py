@@ -135,6 +135,7 @@ def run(functions: Sequence[StageFunction], parameters: Any, buffers: Any, input
     return outputs
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("build", MODELS)

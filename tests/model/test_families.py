@@ -8,6 +8,8 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +21,12 @@ from bireme.model.graph import Graph
 from bireme.model.stage import stage_function
 from bireme.model.torch_private import as_in_capture
 from bireme.model.units import Unit, units_of
+from tests.support.extent import TRY_ALL
 
-transformers = pytest.importorskip("transformers", reason="needs the extra: install bireme[hf]")
-
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra: install bireme[hf]"),
+]
 
 TEXT = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -41,6 +45,7 @@ class Family:
     dtype: torch.dtype = torch.float64
 
     def build(self) -> torch.nn.Module:
+        transformers: Any = import_module("transformers")  # it takes seconds: when a model is made
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**self.settings)
         model: torch.nn.Module = getattr(transformers, self.model)(config)
@@ -126,6 +131,10 @@ FAMILIES = {
 }
 
 
+QUICK = ("gpt2", "llama", "resnet", "t5")
+"""Those that are tried by default: tied weights, grouped queries, buffers, and two streams at a border."""
+
+
 def whole(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     torch.manual_seed(7)
@@ -146,7 +155,7 @@ def in_stages(
     return flowing["loss"]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(FAMILIES if TRY_ALL else QUICK))
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
@@ -162,7 +171,7 @@ def test_it_is_cut_into_its_natural_pieces(family: Family, captured: Graph) -> N
     assert captured.any_batch
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 5] if TRY_ALL else [1, 3])
 def test_stages_in_a_row_are_the_model_to_the_last_bit(family: Family, captured: Graph, count: int) -> None:
     """Loss, every gradient and every buffer, in training mode with its dropout.
 
@@ -219,7 +228,7 @@ def test_another_batch_size_needs_no_other_graph(family: Family, captured: Graph
 
 def test_equal_layers_are_equal_units() -> None:
     """A layer is two units, one tensor crosses between them, and the next layer is the same again."""
-    for name in ("llama", "qwen3", "mixtral"):
+    for name in ("llama", "qwen3", "mixtral") if TRY_ALL else ("llama",):
         settings = {**FAMILIES[name].settings, "num_hidden_layers": 5}
         family = Family(FAMILIES[name].config, FAMILIES[name].model, settings, language, 12, torch.float32)
         units = units_of(capture(family.build(), family.inputs()))

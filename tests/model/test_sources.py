@@ -255,6 +255,7 @@ def test_a_module_that_lacks_something_itself_is_not_called_missing(own_module: 
         load_source(f"python:{own_module}_broken:make")
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_any_transformers_model_is_captured_from_its_config_alone(tmp_path: Path, architecture: str) -> None:
@@ -267,6 +268,7 @@ def test_any_transformers_model_is_captured_from_its_config_alone(tmp_path: Path
     assert source.folder is None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_inputs_made_for_a_transformers_model_give_a_loss(tmp_path: Path, architecture: str) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)

@@ -22,6 +22,7 @@ from bireme.placement.contraction import Weightless, items_of
 from bireme.placement.found import fits, loads_of, value_of
 from bireme.placement.items import Items
 from bireme.placement.workload import Edge, Node, Objective, Workload
+from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, random_workload, value_by_hand
 
 BOTH = (Objective.TRAINING, Objective.FLUSH)
@@ -71,18 +72,19 @@ def agrees_with_force(
 
 
 def test_the_dynamic_program_is_as_good_as_all_splits() -> None:
-    agrees_with_force(0, 60, most_nodes=6)
+    agrees_with_force(0, draws(60, 25), most_nodes=6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_the_dynamic_program_is_as_good_as_all_splits_of_many_graphs(seed: int) -> None:
-    agrees_with_force(seed, 60, most_nodes=8)
+    agrees_with_force(seed, draws(60, 15), most_nodes=8)
 
 
 @pytest.mark.slow
 def test_several_cpus_stand_anywhere_in_the_line() -> None:
-    agrees_with_force(7, 40, most_nodes=6, most_accelerators=2, most_cpus=3)
+    agrees_with_force(7, draws(40, 12), most_nodes=6, most_accelerators=2, most_cpus=3)
 
 
 def test_a_cut_costs_each_side_once() -> None:
@@ -139,7 +141,7 @@ def test_a_line_is_cut_as_the_classic_recurrence_cuts_it() -> None:
 @pytest.mark.slow
 def test_more_devices_or_memory_never_hurt_and_time_has_no_unit() -> None:
     random = Random(11)
-    for _ in range(25):
+    for _ in range(draws(25, 8)):
         workload = random_workload(random, most_nodes=7)
         value = best(workload)
         more = dataclasses.replace(workload, num_accelerators=workload.num_accelerators + 1)
@@ -177,7 +179,7 @@ def test_names_of_nodes_do_not_matter() -> None:
 
 def test_the_lattice_holds_every_ideal_and_every_way_down() -> None:
     random = Random(5)
-    for _ in range(40):
+    for _ in range(draws(40, 15)):
         workload = random_workload(random, most_nodes=8, training=False)
         items = items_of(workload, contiguous=True, weightless=Weightless.STAY)
         count = len(items)
@@ -214,7 +216,7 @@ def test_too_many_ideals_are_no_lattice() -> None:
 @pytest.mark.slow
 def test_lines_are_never_better_than_the_optimum_and_bounds_never_above_it() -> None:
     random = Random(21)
-    for _ in range(60):
+    for _ in range(draws(60, 15)):
         workload = random_workload(random, most_nodes=7)
         for objective in BOTH:
             optimum = best(workload, objective)

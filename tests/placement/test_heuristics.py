@@ -23,6 +23,7 @@ from bireme.placement.contraction import Weightless, items_of
 from bireme.placement.found import Found, fits, loads_of, value_of
 from bireme.placement.items import Items
 from bireme.placement.workload import Edge, Node, Objective, Workload
+from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload
 
 NO_LIMIT_S = 1e9
@@ -91,12 +92,12 @@ def check_against_force(count: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_annealing_finds_the_best_of_all_small_workloads_drawn() -> None:
-    check_against_force(25, seed=1)
+    check_against_force(draws(25, 8), seed=1)
 
 
 @pytest.mark.slow
 def test_annealing_finds_the_best_of_many_small_workloads() -> None:
-    check_against_force(80, seed=2)
+    check_against_force(draws(80, 12), seed=2)
 
 
 @pytest.mark.parametrize("objective", [Objective.TRAINING, Objective.FLUSH])

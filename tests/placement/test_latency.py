@@ -24,9 +24,12 @@ from bireme.placement.latency.latency import (
 from bireme.placement.latency.search import search_latency
 from bireme.placement.latency.steps import steps_of
 from bireme.placement.workload import Edge, Node, Workload
+from tests.support.extent import draws
 from tests.support.placement_oracles import all_placements, random_workload
 
 CLOSE = 1e-6
+NO_LIMIT_S = 1e6
+"""The search ends by itself; where its loops must be compiled first, that takes longer than any limit."""
 
 
 def _workload(
@@ -189,7 +192,7 @@ def test_an_operator_stays_alone_where_its_output_costs_more_than_its_input() ->
 @pytest.mark.parametrize(("num_pieces", "most_nodes", "count"), [(1, 6, 15), (2, 4, 8)])
 def test_the_search_finds_the_best_of_small_workloads(num_pieces: int, most_nodes: int, count: int) -> None:
     random = Random(6 + num_pieces)
-    for _ in range(count):
+    for _ in range(draws(count, 4)):
         workload = random_workload(random, most_nodes=most_nodes)
         _check_search(workload, num_pieces)
 
@@ -200,7 +203,7 @@ def _check_search(workload: Workload, num_pieces: int) -> None:
         with pytest.raises(BiremeError, match="no placement that fits"):
             search_latency(workload, num_pieces=num_pieces, time_limit_s=0.2)
         return
-    found = search_latency(workload, num_pieces=num_pieces, time_limit_s=5)
+    found = search_latency(workload, num_pieces=num_pieces, time_limit_s=NO_LIMIT_S)
     assert found.value == pytest.approx(best)
     assert found.value == pytest.approx(_by_hand(workload, found.devices, found.pieces))
     assert found.lower_bound <= best + CLOSE
@@ -213,14 +216,14 @@ def test_the_search_gets_out_of_starts_that_cannot_run() -> None:
     workload = _workload(
         [1, 1, 1, 1], [(0, 1, 0), (2, 3, 0)], cpus=0, memory=2, sizes=[1, 1, 1, 1], colours=[0, 1, 1, 0]
     )
-    found = search_latency(workload, num_pieces=2, time_limit_s=60)
+    found = search_latency(workload, num_pieces=2, time_limit_s=NO_LIMIT_S)
     assert found.value == pytest.approx(_best_by_force(workload, 2))
 
 
 @pytest.mark.slow
 def test_the_search_is_the_same_for_the_same_seed() -> None:
     workload = recurrent_like(1, 2, Setting(num_accelerators=2))
-    one, other = (search_latency(workload, time_limit_s=600, seed=3) for _ in range(2))
+    one, other = (search_latency(workload, time_limit_s=NO_LIMIT_S, seed=3) for _ in range(2))
     assert one == other
 
 
@@ -248,6 +251,7 @@ def test_the_program_finds_the_best_of_small_workloads(num_pieces: int, most_nod
     _check_programs(Random(8 + num_pieces), num_pieces, most_nodes, count)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_pieces", "most_nodes", "count"), [(1, 7, 60), (1, 6, 60), (2, 5, 20), (3, 4, 8)]
@@ -258,7 +262,7 @@ def test_the_program_finds_the_best_of_many_workloads(num_pieces: int, most_node
 
 def _check_programs(random: Random, num_pieces: int, most_nodes: int, count: int) -> None:
     pytest.importorskip("highspy")
-    for _ in range(count):
+    for _ in range(draws(count, 6)):
         workload = random_workload(random, most_nodes=most_nodes)
         best = _best_by_force(workload, num_pieces)
         for start in (None, _far(workload)):

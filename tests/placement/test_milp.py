@@ -98,12 +98,14 @@ def check_against_force(solve: Solver, seed: int) -> None:
             assert answer.lower_bound == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.few(12)
 @both
 @pytest.mark.parametrize("seed", range(12))
 def test_the_optimum_is_that_of_all_placements(solve: Solver, seed: int) -> None:
     check_against_force(solve, seed)
 
 
+@pytest.mark.few(8)
 @both
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12, 44))

@@ -1,8 +1,9 @@
 """From captured models to workloads for the placement of operators, and from placements back to plans."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, permutations
 
 import pytest
@@ -112,6 +113,10 @@ def skipping(*, frozen: bool = False) -> Graph:
     return capture(Skipping(frozen=frozen), {"x": torch.randn(2, WIDTH), "wanted": torch.randn(2, 1)})
 
 
+GRAPHS: dict[str, Callable[[], Graph]] = {"untied": untied, "tied": partial(gpt, 2), "skipping": skipping}
+"""Captured when a test asks, and not whenever tests are collected."""
+
+
 def by_unit(model: ModelWorkload, *, is_backward: bool) -> list[float]:
     found = [0.0] * len(model.unit_names)
     for unit, node in zip(model.units, model.workload.nodes, strict=True):
@@ -142,10 +147,9 @@ def placed(model: ModelWorkload, devices: tuple[int, ...]) -> Placement:
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", BOTH)
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("graph", [untied(), gpt(2), skipping()], ids=["untied", "tied", "skipping"])
-def test_every_unit_takes_what_the_profile_says(
-    graph: Graph, granularity: Granularity, training: bool
-) -> None:
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_unit_takes_what_the_profile_says(name: str, granularity: Granularity, training: bool) -> None:
+    graph = GRAPHS[name]()
     model = model_of(graph, equal_devices(2, speed=0.5), granularity, training=training)
     costs = [unit.at(MICRO_BATCH) for unit in profile_of(graph).units]
     forward, backward = (by_unit(model, is_backward=column) for column in (False, True))
@@ -155,8 +159,9 @@ def test_every_unit_takes_what_the_profile_says(
 
 
 @pytest.mark.parametrize("granularity", BOTH)
-@pytest.mark.parametrize("graph", [untied(), gpt(2), skipping()], ids=["untied", "tied", "skipping"])
-def test_sizes_are_those_of_the_whole_model_in_one_place(graph: Graph, granularity: Granularity) -> None:
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sizes_are_those_of_the_whole_model_in_one_place(name: str, granularity: Granularity) -> None:
+    graph = GRAPHS[name]()
     profile = profile_of(graph)
     whole = stage_cost(profile, 0, len(profile.units), MICRO_BATCH)
     saved_bytes = sum(unit.at(MICRO_BATCH).saved_bytes for unit in profile.units)
@@ -178,13 +183,13 @@ def test_an_operator_has_the_parameters_that_it_uses() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("graph", [untied(), skipping()], ids=["gpt", "skipping"])
-def test_cuts_at_units_cost_the_same_at_both_granularities(graph: Graph, training: bool) -> None:
+@pytest.mark.parametrize("name", ["untied", "skipping"])
+def test_cuts_at_units_cost_the_same_at_both_granularities(name: str, training: bool) -> None:
     """Above all a value that both the next layer and the way around it use comes back as one gradient.
 
     Links are not late here: where two values cross at a border, each is by itself among operators.
     """
-    cluster = equal_devices(3, latency_s=0.0)
+    graph, cluster = GRAPHS[name](), equal_devices(3, latency_s=0.0)
     units, operators = (model_of(graph, cluster, granularity, training=training) for granularity in BOTH)
     for cuts in combinations(range(1, len(units.unit_names)), 2):
         found = loads_at(operators, at_cuts(operators, cuts))
@@ -239,8 +244,9 @@ def test_a_count_of_batches_goes_along_with_its_normalisation() -> None:
     assert colours[targets["add_"]] == colours[targets["batch_norm"]] != colours[targets["mul"]]
 
 
-@pytest.mark.parametrize("graph", [untied(), gpt(2), skipping()], ids=["untied", "tied", "skipping"])
-def test_what_is_placed_is_what_units_do_not_make_again(graph: Graph) -> None:
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_is_placed_is_what_units_do_not_make_again(name: str) -> None:
+    graph = GRAPHS[name]()
     units = units_of(graph)
     operators = Operators.of(graph, units)
     times = [sum(place in unit.operators for unit in units) for place in range(len(graph.operators))]

@@ -4,7 +4,7 @@ from itertools import pairwise, permutations
 
 import pytest
 from benchmarks.made_up.models import profile_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.cluster.cluster import Cluster
@@ -23,6 +23,7 @@ from bireme.plan.search.shapes import Outline
 from bireme.plan.wishes import Wishes
 from bireme.schedule.rule import Rule
 from tests.support.clusters import few
+from tests.support.extent import examples
 
 UNITS = profile_of(
     [1, 2, 1, 2, 1, 2],
@@ -66,7 +67,7 @@ def ways_of(ground: Ground, grid: Grid) -> frozenset[tuple[object, ...]]:
     return frozenset(replicas)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(few(), st.integers(1, 2), st.integers(1, 2))
 def test_every_mapping_is_there_once(cluster: Cluster, width: int, depth: int) -> None:
     if width * depth > cluster.num_devices:

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 from benchmarks.made_up.chains import chain_of_numbers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.plan.partition.autopipe import Cuts, autopipe
@@ -22,6 +22,7 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from bireme.timeline.timeline import Timeline
+from tests.support.extent import examples
 from tests.support.partitions import predict
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def simulated(times: list[tuple[int, int]], num_microbatches: int, hop_s: float 
 # --- the recurrence ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(TIMES, st.integers(1, 20), st.integers(0, 5), st.booleans())
 def test_the_recurrence_is_the_simulation_exactly(
     times: list[tuple[int, int]], num_microbatches: int, hop_s: int, as_published: bool
@@ -63,7 +64,7 @@ def test_a_stages_own_forwards_hold_its_first_backward_up() -> None:
     assert simulated([(3, 1), (1, 1)], 4).makespan_s == 17.0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(TIMES, st.integers(1, 20))
 def test_messages_that_overlap_never_take_longer_in_the_simulation_than_without(
     times: list[tuple[int, int]], num_microbatches: int
@@ -92,7 +93,7 @@ def master_of(timeline: Timeline) -> int | None:
     return None
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(TIMES, st.integers(0, 12))
 def test_the_master_is_the_last_stage_that_never_waits_once_it_alternates(
     times: list[tuple[int, int]], more: int
@@ -172,7 +173,7 @@ def least_batch_s(loads: Loads, cuts: list[Cuts]) -> float:
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150, derandomize=True)
 @given(problems(unequal=False))
 def test_on_equal_devices_the_search_finds_the_best_within_a_hundredth(loads: Loads) -> None:
     """Without going through them all."""
@@ -182,7 +183,7 @@ def test_on_equal_devices_the_search_finds_the_best_within_a_hundredth(loads: Lo
     assert found.batch_s <= 1.01 * least_batch_s(loads, all_cuts(loads))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150, derandomize=True)
 @given(problems())
 def test_on_any_devices_the_best_of_few_partitions_is_found(loads: Loads) -> None:
     """Speeds, memory, messages and what is run again included."""

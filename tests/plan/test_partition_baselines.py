@@ -9,7 +9,7 @@ from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES, pipedream_2bw, pipedream_2bw_s, piper, uniform
 from benchmarks.partitioners.dapple import dapple, dapple_latency_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -17,6 +17,7 @@ from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.line import Line, Link
 from bireme.plan.partition.loads import Loads, Setting, loads_of
 from bireme.plan.partition.partition import assess
+from tests.support.extent import examples
 
 NUMBERS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
 
@@ -63,7 +64,6 @@ def test_parameters_are_as_equal_as_they_can_be(weights: list[int], data: st.Dat
     assert heaviest(found) == min(map(heaviest, combinations(range(1, len(weights)), num_stages - 1)))
 
 
-@settings(deadline=None)
 @given(NUMBERS, st.data())
 def test_piper_adds_the_transfers_of_both_borders_to_the_slowest_stage(
     times: list[int], data: st.DataObject
@@ -121,7 +121,7 @@ def test_dapples_pivot_is_the_stage_that_the_batch_waits_for() -> None:
     assert dapple_latency_s(forward_s, backward_s, sync_s, 10)[0] == (1 + 5) + 9 * 15 + 100 - 12
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(NUMBERS)
 def test_with_two_devices_dapple_finds_the_least_latency(times: list[int]) -> None:
     num_units = len(times)

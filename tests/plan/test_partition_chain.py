@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from benchmarks.made_up.chains import chain_of_numbers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -20,6 +20,7 @@ from bireme.profile.stages import stage_cost
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.residency import Sizes, resident
 from tests.profile.test_profile_bytes import GRAPHS, SIZES, profile_of
+from tests.support.extent import examples
 from tests.support.partitions import predict
 
 ONE_EACH = sorted(name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank == 1)
@@ -46,6 +47,7 @@ def check_every_range(found: Profile, micro_batch: int) -> None:
         assert made.recompute_backward_s[begin:end].sum() == pytest.approx(cost.recompute_backward_s)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(GRAPHS))
 def test_every_range_of_a_real_profile_has_its_bytes_exactly(name: str, size: int) -> None:
@@ -96,7 +98,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     return Profile("m", "g", "d", "cpu", 1, "", False, "adamw", 1, 1, tuple(units))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(profiles())
 def test_every_range_of_any_profile_has_its_bytes_exactly(found: Profile) -> None:
     check_every_range(found, 1)
@@ -127,6 +129,7 @@ def test_cuts_that_leave_a_stage_empty_are_refused() -> None:
             made.bounds(cuts)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ONE_EACH)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_stage_holds_at_once_is_what_the_simulator_counts(name: str, recompute: bool) -> None:

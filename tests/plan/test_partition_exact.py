@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 from benchmarks.made_up.chains import chain_of_numbers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.plan.partition.chain import Chain
@@ -16,6 +16,7 @@ from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit, Partition, assess
 from bireme.simulate.costs import Costs
+from tests.support.extent import examples
 from tests.support.partitions import costs_of, predict
 
 
@@ -97,7 +98,7 @@ def by_hand(problem: Problem, loads: Loads) -> float:
     return least_s
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(problems())
 def test_the_exact_partition_is_that_of_brute_force(problem: Problem) -> None:
     loads = problem.loads()
@@ -117,7 +118,7 @@ def test_the_exact_partition_is_that_of_brute_force(problem: Problem) -> None:
         assert exact(loads) == found
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(problems(schedules=("1f1b", "2bw", "2bw-fresh")))
 def test_what_is_said_to_fit_fits_when_it_is_simulated(problem: Problem) -> None:
     """Where only some stages run their forward again the planner leaves room for a message on each side."""
@@ -175,7 +176,7 @@ def test_what_fits_nowhere_says_which_stage_misses_how_much_on_which_device() ->
     assert "stage 1 (units 3 to 3) takes 70 bytes on blue, which has 30: 40 are missing" in str(found)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(problems(), st.sampled_from([1.0, 1.1, 1.5, math.inf]))
 def test_the_shortest_way_through_is_that_of_brute_force(problem: Problem, factor: float) -> None:
     loads = problem.loads()

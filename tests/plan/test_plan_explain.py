@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.cluster.cluster import Cluster
@@ -22,6 +22,7 @@ from bireme.plan.what_if import changes
 from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from tests.support.clusters import clusters
+from tests.support.extent import examples
 from tests.support.hand_plans import tiny_profile
 
 
@@ -140,7 +141,7 @@ def test_progress_is_told_up_to_the_end() -> None:
 
 
 @given(cluster=clusters())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_each_change_is_of_one_thing_and_only_more_of_it(cluster: Cluster) -> None:
     wishes = Wishes(4)
     for change in changes(cluster, wishes):

@@ -26,7 +26,8 @@ from bireme.schedule.torch_csv import parse
 from tests.support.hand_plans import candidate_of
 from tests.support.tiny_profiles import gpt
 
-NAMES = tuple(unit.name for unit in units_of(gpt(4, tied="false")))
+HALVES = ("attention", "feed_forward")
+NAMES = ("positions", *(f"layers.{layer}.{half}" for layer in range(4) for half in HALVES), "head")
 """An embedding, four layers in halves, and the head."""
 
 BY_LAYERS = Plan((3, 5, 7), 8, "1f1b")
@@ -92,6 +93,7 @@ def test_each_stage_keeps_the_parameters_of_its_units(cuts: tuple[int, ...]) -> 
     plan = Plan(cuts, 8, "1f1b")
     graph = gpt(4, tied="false")
     units = units_of(graph)
+    assert tuple(unit.name for unit in units) == NAMES
     parts = module_parts(plan, graph)
     assert len(parts) == plan.num_stages
     for stage, names in enumerate(parts):

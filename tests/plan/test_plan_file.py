@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -24,7 +24,9 @@ from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.summary import Kind, summarize
 from bireme.profile.profile_file import save_profile
 from bireme.schedule.catalogue import SCHEDULES
+from tests.support.extent import examples
 from tests.support.hand_plans import answer_of, candidate_of, tiny_profile
+from tests.support.patience import patience_s
 from tests.support.tiny_profiles import gpt
 
 Change = Callable[[dict[str, Any]], object]
@@ -87,7 +89,7 @@ def answers(draw: st.DrawFn) -> Answer:
 
 
 @given(answer=answers())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFactory, answer: Answer) -> None:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     write_plan(path, answer)
@@ -100,7 +102,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFacto
 
 
 @given(plan=plans())
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_bare_plan_or_candidate_is_a_file_too(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     write_plan(path, plan)
@@ -184,6 +186,7 @@ def test_hashes_are_the_same_in_every_process(tmp_path: Path) -> None:
 from pathlib import Path
 from bireme.plan.hashes import profile_hash
 from bireme.profile.profile_file import load_profile
+from tests.support.extent import examples
 print(profile_hash(load_profile(Path({str(path)!r}))))
 """
     for seed in ("0", "1"):
@@ -192,7 +195,7 @@ print(profile_hash(load_profile(Path({str(path)!r}))))
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=patience_s(),
             env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert done.stdout.strip() == profile_hash(tiny_profile())

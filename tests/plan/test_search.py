@@ -6,7 +6,7 @@ from itertools import combinations, permutations, product
 
 import pytest
 from benchmarks.made_up.models import profile_of
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from bireme.cluster.cluster import Cluster
@@ -22,6 +22,7 @@ from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
+from tests.support.extent import examples
 from tests.support.planning import small_clusters, small_profiles
 
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
@@ -133,7 +134,7 @@ def check(profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
     assert costs == sorted(costs)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(80, suppress_health_check=list(HealthCheck))
 @given(
     small_profiles(most_units=4),
     small_clusters(most_devices=2),
@@ -148,7 +149,7 @@ def test_the_plan_is_that_of_brute_force(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(200, suppress_health_check=list(HealthCheck))
 @given(
     small_profiles(most_units=4),
     small_clusters(most_devices=3),
@@ -163,7 +164,7 @@ def test_so_it_is_with_three_devices(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(60, suppress_health_check=list(HealthCheck))
 @given(small_profiles(most_units=4), small_clusters(most_devices=2), st.sampled_from([2, 4]))
 def test_so_it_is_with_all_schedules_at_once(profile: Profile, cluster: Cluster, batch_size: int) -> None:
     check(profile, cluster, Wishes(batch_size))

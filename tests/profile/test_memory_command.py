@@ -1,7 +1,6 @@
 """`bireme memory` as a stranger meets it: one document, a readable report, a picture, or one sentence."""
 
 import json
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +11,7 @@ import pytest
 
 from bireme.profile.events import Owner
 from tests.support.command import bireme, loads_torch
+from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +42,7 @@ def lossless():
 def document() -> dict[str, Any]:
     command = Path(sys.executable).with_name("bireme")
     words = ["memory", GPT, "--batch", "2", "--bandwidth", "12e9,10e9", "--json"]
-    # Threads of two test processes that wait for each other's cores would take most of the time.
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([command, *words], capture_output=True, text=True, check=True, timeout=90, env=env)
+    done = subprocess.run([command, *words], capture_output=True, text=True, check=True, timeout=patience_s())
     found = json.loads(done.stdout)
     assert isinstance(found, dict)
     return found

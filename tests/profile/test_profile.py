@@ -160,6 +160,7 @@ def test_what_does_not_learn_takes_no_time_backward() -> None:
     assert profile(graph, CPU, [2], effort=LITTLE).units[0].at(2).saved_bytes == 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_keeps_the_bytes_foretold(name: str, dtype: torch.dtype) -> None:

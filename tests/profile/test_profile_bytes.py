@@ -26,6 +26,7 @@ from bireme.profile.profiler import profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.trace import StorageTrace
 from bireme.profile.workbench import Workbench
+from tests.model.test_families import FAMILIES
 
 SIZES = (2, 5)
 
@@ -126,6 +127,7 @@ def saved_bytes(graph: Graph, function: StageFunction, size: int) -> int:
     return counted_bytes(bench.forward, [*bench.parameters.values(), *bench.buffers.values()])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(GRAPHS))
 def test_any_stage_keeps_what_autograd_keeps_of_it_to_the_byte(name: str, size: int) -> None:
@@ -200,12 +202,13 @@ def test_the_peak_of_a_stage_is_foretold_within_a_tenth(name: str) -> None:
         check_peak(graph, function_of(name, *ends), profile_of(name), ends, 5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mixtral", "qwen3", "resnet", "t5", "vit"])
 def test_the_stages_of_transformers_models_keep_and_take_what_is_foretold(name: str) -> None:
     """Of every other length the stages at the begin, in the middle and at the end."""
-    families = pytest.importorskip("tests.model.test_families")
-    family = families.FAMILIES[name]
+    pytest.importorskip("transformers")
+    family = FAMILIES[name]
     graph = capture(family.build(), family.inputs())
     num_units = len(units_of(graph))
     stages = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.cluster.device import Device
@@ -18,11 +18,13 @@ from bireme.profile.cache import cache_folder
 from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
+from tests.support.extent import examples
 from tests.support.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> Bench:
+    """Made-up times, and nothing measured before."""
     found = Bench()
     monkeypatch.setattr(measuring, "time_benches", found)
     monkeypatch.setattr(measuring, "time_update", lambda *_: 0.5)
@@ -101,7 +103,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     return draw(whole)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(profiles())
 def test_what_is_read_from_a_file_is_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, found: Profile
@@ -206,6 +208,6 @@ def test_a_cache_that_cannot_be_used_is_as_good_as_none(
     assert bench.num_calls == 3
 
 
-def test_an_estimate_is_made_anew_each_time() -> None:
+def test_an_estimate_is_made_anew_each_time(own_cache: Path) -> None:
     profile(gpt(), LAPTOP, [2])
-    assert not cache_folder().exists()
+    assert not own_cache.exists()

@@ -152,6 +152,7 @@ def banks_for(
 SCHEDULES = ["sequential", "1f1b", "2bw", "2bw-fresh", "pipedream"]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("short", [False, True], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

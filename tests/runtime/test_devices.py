@@ -16,6 +16,7 @@ from bireme.runtime.world import World
 from bireme.train import machines
 from bireme.train.machines import machines_of
 from bireme.train.run_file import RunFile, load_run_file
+from tests.support.patience import patience_s
 
 T4 = KNOWN["t4"]
 
@@ -84,4 +85,4 @@ assert bireme.devices.default_generator(torch.device("cpu")) is torch.default_ge
 
 def test_an_accelerator_of_another_kind_is_left_alone() -> None:
     """On a Mac torch's accelerator is mps: nothing may ask it for anything when Bireme is imported."""
-    subprocess.run([sys.executable, "-c", OTHER], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", OTHER], check=True, timeout=patience_s())

@@ -98,6 +98,7 @@ def test_neighbouring_stages_on_a_rank_compute_what_the_one_does_of_which_they_a
             assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.few(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=["-".join(row) for row in ROWS])
 def test_all_that_can_be_set_goes_together(row: Row) -> None:

@@ -54,6 +54,7 @@ def squared_error(returned: Any, inputs: Any) -> Tensor:
 # --- weights that are shared or do not learn
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("schedule", "width"),
     [("gpipe", 1), ("1f1b-sliced", 2), ("interleaved", 1), ("zbv", 2), ("2bw", 1), ("2bw-fresh", 2)],
@@ -72,6 +73,7 @@ def test_copies_of_a_shared_weight_stay_equal_on_all_ranks(schedule: str, width:
     assert_equal(found, oracle(tied, setting, data), tolerance=1e-12)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("frozen", ["layers.0", "layers.2", "layers.3.", "layers.4", "bias", "weight"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "2bw-fresh"])
 def test_frozen_weights_stay_as_they_are(schedule: str, frozen: str) -> None:
@@ -110,6 +112,7 @@ class Layer(nn.Module):
 DROPPING = "layers=3,tied=false,dropout=0.3"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [
@@ -294,6 +297,7 @@ def choosing() -> Model:
     return captured(Choosing().double(), rows())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("schedule", "width"), [*zip(ALL, cycle([1, 2]), strict=False)])
 def test_several_tensors_and_whole_numbers_cross_a_border(schedule: str, width: int) -> None:
     model = choosing()
@@ -338,6 +342,7 @@ class Counted(nn.Module):
         return made
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("schedule", "recompute"), [*product(ALL, [()]), ("1f1b", (0, 1, 2)), ("2bw", (0, 1, 2)), ("zbv", (1, 2))]
 )
@@ -361,6 +366,7 @@ def test_python_that_looks_at_numbers_runs_as_a_chain(schedule: str, recompute: 
 # --- an encoder and a decoder
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "width", "recompute"),

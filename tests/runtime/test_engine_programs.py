@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -31,6 +31,7 @@ from tests.support.engine_parity import (
     oracle,
     train_on_threads,
 )
+from tests.support.extent import examples
 from tests.support.small_models import (
     Batch,
     Model,
@@ -173,7 +174,7 @@ def blocks() -> Model:
     return chained(made_of([Block() for _ in range(5)]), real_batches(2, 1, WIDTH)[0], picked)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(30)
 @given(cases(), st.integers(1, 2))
 def test_any_valid_program_computes_what_its_rule_says(case: Case, width: int) -> None:
     """Any number of stages on a rank in any order, half backwards and recomputation stage by stage."""
@@ -187,6 +188,7 @@ def test_any_valid_program_computes_what_its_rule_says(case: Case, width: int) -
 # --- the sum over all ranks
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", ALL)
 def test_no_schedule_waits_in_a_circle_for_the_sum_over_all_ranks(schedule: str) -> None:
     depths = (2, 4, 6) if schedule in ("interleaved", "zbv") else (1, 2, 3, 4, 5)

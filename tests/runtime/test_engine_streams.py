@@ -69,6 +69,7 @@ def test_several_calls_of_train_are_one_long_one(schedule: str, windows: tuple[i
             assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", ALL)
 def test_every_call_of_train_goes_on_where_the_last_one_ended(schedule: str) -> None:
     """Under 2bw-fresh a call begins on W itself, for no gradient is under way: the judge knows that."""
@@ -87,6 +88,7 @@ def test_no_batches_are_no_training() -> None:
 # --- evaluation
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("schedule", "width"),
     [("sequential", 2), ("interleaved", 1), ("zbv", 2), ("1f1b", 1), ("2bw", 2), ("2bw-fresh", 1)],
@@ -140,6 +142,7 @@ def test_an_evaluation_of_bfloat16_banks_runs_on_the_newest_of_them() -> None:
 # --- batches that do not count, or count in part
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("schedule", "width"), [*zip(ALL, cycle([1, 2]), strict=False)])
 def test_a_batch_without_a_finite_gradient_is_skipped_on_all_ranks(schedule: str, width: int) -> None:
     """Versions rotate all the same; and its numbers reach no trial step."""
@@ -153,6 +156,7 @@ def test_a_batch_without_a_finite_gradient_is_skipped_on_all_ranks(schedule: str
     assert_equal(found, oracle(model, setting, data), tolerance=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-sliced", "zb-h1", "2bw"])
 def test_a_micro_batch_in_which_nothing_counts_changes_nothing(schedule: str) -> None:
     """Its own loss is 0 / 0. For the judge it is not there."""
@@ -165,6 +169,7 @@ def test_a_micro_batch_in_which_nothing_counts_changes_nothing(schedule: str) ->
     assert_equal(found, oracle(model, setting, data), tolerance=1e-12)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("schedule", "width"), [*zip(ALL, cycle([2, 1]), strict=False)])
 def test_a_batch_in_which_nothing_counts_takes_no_step(schedule: str, width: int) -> None:
     """It once ended the run. One process leaves it out: no decay, no momentum, no count of steps, no NaN."""
@@ -195,6 +200,7 @@ def test_an_evaluation_leaves_out_batches_in_which_nothing_counts() -> None:
         assert math.isnan(nothing.loss)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("schedule", ALL)
 def test_micro_batches_may_be_of_unequal_sizes_from_batch_to_batch(schedule: str) -> None:
     """A shape that changes never meets what was meant for another one."""
@@ -228,6 +234,7 @@ def test_room_for_messages_does_not_grow_with_the_number_of_batch_sizes() -> Non
 # --- the module itself, in an ordinary loop
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("schedule", FLUSH)
 def test_a_flush_schedule_trains_as_an_ordinary_loop_over_the_module_does(schedule: str) -> None:
     """No stage, no micro-batch, no weight of a micro-batch: the module, backward, clip, step."""
@@ -279,6 +286,7 @@ def slow(seed: int) -> Callable[[Message], float]:
     return lambda _key: random.random() * 0.004
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("schedule", ALL)
 def test_random_sleeps_change_nothing(schedule: str) -> None:
     setting = Setting(regression_plan(schedule, width=2), clip_norm=0.5)
@@ -296,6 +304,7 @@ def test_random_sleeps_change_nothing(schedule: str) -> None:
             )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "num_microbatches", "lookahead", "rendezvous"),
     [

@@ -27,7 +27,8 @@ from tests.support.ranks import (
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 12.0
+"""A healthy rank may be silent for half of that, on a machine that does other things too."""
 TRACEBACK = "Traceback (most recent call last)"
 
 LAUNCHES = f"""
@@ -68,7 +69,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def failure(fault: str, folder: Path, num_processes: int = 3) -> BaseException:
+def failure(fault: str, folder: Path, num_processes: int = 2) -> BaseException:
     """What a launch ends with when its last rank fails so. No process is left after it."""
     with pytest.raises((RankFailed, BiremeError)) as caught:
         launch(fail_as_told, num_processes, fault, folder, timeout_s=TIMEOUT_S)
@@ -77,7 +78,7 @@ def failure(fault: str, folder: Path, num_processes: int = 3) -> BaseException:
 
 
 def test_a_rank_that_raises_ends_all_and_its_traceback_is_told_once(tmp_path: Path) -> None:
-    error = failure("raise", tmp_path)
+    error = failure("raise", tmp_path, 3)
 
     assert isinstance(error, RankFailed)
     assert (error.rank, error.instruction) == (2, "2F0 of batch 1 on version 0")
@@ -91,14 +92,14 @@ def test_a_rank_that_raises_ends_all_and_its_traceback_is_told_once(tmp_path: Pa
 
 
 def test_a_users_mistake_in_a_rank_is_one_where_it_was_launched(tmp_path: Path) -> None:
-    error = failure("mistake", tmp_path, 2)
+    error = failure("mistake", tmp_path)
 
     assert type(error) is BiremeError
     assert str(error) == '{"depth": 8}'
 
 
 def test_a_rank_that_leaves_by_exit_is_told_to_return(tmp_path: Path) -> None:
-    assert "sys.exit(3) on rank 1" in str(failure("exit", tmp_path, 2))
+    assert "sys.exit(3) on rank 1" in str(failure("exit", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_rank_that_says_nothing_more_is_named(fault: str, words: str, tmp_path
     error = failure(fault, tmp_path)
 
     assert isinstance(error, RankFailed)
-    assert error.rank == 2
+    assert error.rank == 1
     assert words in error.text
     assert TRACEBACK not in error.text
 
@@ -123,10 +124,10 @@ def test_a_rank_that_never_answers_is_shown_with_what_all_are_doing(tmp_path: Pa
     error = failure("hang", tmp_path)
 
     assert isinstance(error, RankFailed)
-    assert error.rank in (0, 1)  # one that waits in vain
+    assert error.rank == 0  # the one that waits in vain
     assert "Timed out" in error.text
     assert "All ranks live" in error.text
-    assert "rank 2 at 2F0 of batch 1 on version 0" in error.text
+    assert "rank 1 at 1F0 of batch 1 on version 0" in error.text
     assert "raise the timeout" in error.text
 
 
@@ -197,6 +198,7 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(start: Start, tmp_
     assert errors.count(TRACEBACK) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_the_ranks_end_with_the_launcher(end: signal.Signals, start: Start, tmp_path: Path) -> None:
     parent = start(LAUNCHES, "hang", str(tmp_path))

@@ -6,6 +6,7 @@ A launch runs many settings one after the other, for starting processes takes lo
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,6 @@ from bireme.schedule.program import Program
 from bireme.timeline.timeline import BUSY, Timeline
 from tests.support.engine_parity import (
     ALL,
-    DELAYED,
     Setting,
     Trained,
     assert_equal,
@@ -33,6 +33,7 @@ from tests.support.engine_parity import (
     tolerance_of,
     train_rank,
 )
+from tests.support.extent import several
 from tests.support.small_models import (
     Batch,
     Model,
@@ -110,21 +111,16 @@ def assert_all_equal(jobs: Sequence[Job], num_processes: int) -> None:
         assert [outcome.evaluation.loss for outcome in outcomes] == pytest.approx([loss] * len(outcomes))
 
 
-def test_two_processes_compute_what_one_does() -> None:
-    jobs = [job(schedule, 2, recompute="all" if place % 2 else "off") for place, schedule in enumerate(ALL)]
-    assert_all_equal([*jobs, job("2bw", 2, windows=(1, 2)), job("2bw-fresh", 2, windows=(2, 1))], 2)
-
-
-def test_three_processes_compute_what_one_does() -> None:
-    """Where messages go both ways from the same rank."""
-    jobs = [job(schedule, 3, recompute="all") for schedule in ("1f1b", "zb-h1", *DELAYED)]
-    assert_all_equal([*jobs, job("2bw", 3, recompute="some")], 3)
-
-
 def test_four_processes_compute_what_one_does() -> None:
-    """Two replicas of two stages under every schedule, and four stages."""
-    jobs = [job(schedule, 2, width=2) for schedule in ALL]
-    assert_all_equal([*jobs, *(job(schedule, 4) for schedule in ("1f1b", "zb-h1", *DELAYED))], 4)
+    """Two replicas of two stages under many schedules, in one call of train or several; then four stages.
+
+    A rank amid four stages has messages both ways from the same rank.
+    """
+    recompute = cycle(("off", "all"))
+    pairs = [job(schedule, 2, width=2, recompute=next(recompute)) for schedule in several(ALL, 5)]
+    windows = [job("2bw", 2, width=2, windows=(1, 2)), job("2bw-fresh", 2, width=2, windows=(2, 1))]
+    deep = [job("2bw", 4, recompute="some"), *(job(one, 4, recompute="all") for one in ("zb-h1", "1f1b"))]
+    assert_all_equal([*pairs, *several(windows, 1), *several(deep, 2)], 4)
 
 
 # --- the timeline
@@ -146,7 +142,8 @@ def record(
 def test_a_measured_timeline_has_each_instruction_and_can_be_shown(tmp_path: Path) -> None:
     """Of one replica, in the order of the program; what needs a message begins after what made it."""
     data = token_batches(16, 4) + token_batches(18, 10)
-    plans = [plan_for(schedule, 4 if schedule in TWO_TO_A_RANK else 2) for schedule in ALL]
+    schedules = ("gpipe", "1f1b-sliced", "interleaved", "zbv", "2bw-fresh")
+    plans = [plan_for(schedule, 4 if schedule in TWO_TO_A_RANK else 2) for schedule in schedules]
     settings = [Setting(plan_for("2bw", 1, width=2)), *map(Setting, plans)]
     ranks = launch(record, 2, gpt(PLAIN), settings, data, threads_per_process=1)
     for (timeline, program), other in zip(*ranks, strict=True):
@@ -171,8 +168,8 @@ def test_a_measured_timeline_has_each_instruction_and_can_be_shown(tmp_path: Pat
             for interval in steps
             if (needed := interval.instruction.needs(num_stages)) is not None and str(needed) in ended
         ]
-        # Two clocks agree to about what a message takes.
-        assert not late or min(late) > -0.005
+        # Two clocks agree to about what a message takes, which on a busy machine is not little.
+        assert not late or min(late) > -0.05
         shown = io.StringIO()
         print_timeline(timeline, Console(file=shown, width=120))
         assert program.name in shown.getvalue()

@@ -68,6 +68,7 @@ def all_weights(seen: Sequence[Seen]) -> dict[str, Tensor]:
     return {name: tensor for one in seen for name, tensor in one.weights.items()}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("schedule", ALL)
 @pytest.mark.parametrize("width", [1, 2])
 def test_going_on_from_a_snapshot_is_never_having_stopped(schedule: str, width: int) -> None:
@@ -81,6 +82,7 @@ def test_going_on_from_a_snapshot_is_never_having_stopped(schedule: str, width: 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("schedule", ["1f1b", *DELAYED])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon"])
 def test_so_it_is_with_bfloat16_banks_and_every_optimiser(schedule: str, optimizer: str) -> None:

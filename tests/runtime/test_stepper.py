@@ -116,6 +116,7 @@ def test_a_step_is_the_optimisers_own_whatever_tensors_it_is_made_on(factory: Op
     )
 
 
+@pytest.mark.few(10)
 @every_factory
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_a_trial_is_a_step_that_never_happened(factory: OptimizerFactory, num_steps: int) -> None:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 ASKED_AFTER = 5
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("schedule", "lookahead"), [*((name, 0) for name in ALL), ("2bw", 2)])
 def test_all_ranks_stop_after_the_same_batch_that_one_of_them_asks_at(schedule: str, lookahead: int) -> None:
     """Each ends its batches `read_ahead` after the result that brings the wish, and none has read more.

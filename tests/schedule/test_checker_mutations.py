@@ -13,7 +13,7 @@ from functools import cache
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.schedule.catalogue import SCHEDULES
@@ -22,6 +22,7 @@ from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Mess
 from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule
 from tests.schedule.test_semantics import Request
+from tests.support.extent import examples
 from tests.support.symbolic import expected, outcome
 
 Tracks = list[list[Instruction]]
@@ -207,21 +208,21 @@ def orders_agree(program: Program) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(1500)
 @given(mistakes())
 def test_every_harmful_mistake_is_found(mutant: Mutant) -> None:
     assert_found_if_harmful(mutant)
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(2000)
 @given(reorderings())
 def test_a_reordering_is_refused_exactly_if_it_does_harm(mutant: Mutant) -> None:
     assert check(mutant.program).ok == mutant.harmless()
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(1000)
 @given(reorderings())
 def test_a_deadlock_is_reported_exactly_if_ranks_wait_in_a_ring(mutant: Mutant) -> None:
     result = outcome(mutant.program)
@@ -234,7 +235,7 @@ def test_a_deadlock_is_reported_exactly_if_ranks_wait_in_a_ring(mutant: Mutant) 
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 @given(programs(), st.randoms(use_true_random=False))
 def test_many_harmless_reorderings_in_a_row_are_passed(program: Program, random: Random) -> None:
     """Sound programs that no generator would write."""
@@ -264,6 +265,7 @@ EXHAUSTED = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("request_", EXHAUSTED, ids=lambda request: request.name)
 def test_every_dropped_instruction_is_missed(request_: Request) -> None:
     program = request_.program()
@@ -274,6 +276,7 @@ def test_every_dropped_instruction_is_missed(request_: Request) -> None:
         assert not check(dropped).ok, described(program, place)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("request_", EXHAUSTED, ids=lambda request: request.name)
 def test_every_swap_of_neighbours_is_refused_exactly_if_it_does_harm(request_: Request) -> None:
     program = request_.program()
@@ -284,6 +287,7 @@ def test_every_swap_of_neighbours_is_refused_exactly_if_it_does_harm(request_: R
             assert check(swapped).ok == harmless, described(program, place)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_a_program_of_another_rule_or_with_other_banks_is_refused_if_it_does_harm(name: str) -> None:
     program = Request(name, 4, 4, 3, first_batch=1).program()

@@ -1,7 +1,7 @@
 """Running further ahead than a schedule must: the same numbers, more stashed, slow links hidden."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -12,12 +12,13 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
 from bireme.simulate.lookahead import solve_lookahead
 from bireme.simulate.simulator import simulate
+from tests.support.extent import examples
 from tests.support.symbolic import expected, outcome
 
 ABLE = sorted(schedule.name for schedule in SCHEDULES.values() if schedule.most_lookahead)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data(), name=st.sampled_from(ABLE), d=st.integers(2, 5), extra=st.integers(0, 6))
 def test_it_is_proved_right_and_keeps_its_update_rule(
     data: st.DataObject, name: str, d: int, extra: int
@@ -68,7 +69,7 @@ def test_where_messages_take_no_time_there_is_nothing_to_hide() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     name=st.sampled_from(["1f1b", "2bw"]),
     times=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 12)), min_size=2, max_size=5),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.schedule import folding
@@ -21,6 +21,7 @@ from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.weave import weave
+from tests.support.extent import examples, several
 from tests.support.symbolic import expected, outcome
 
 DELAYED_ONCE = {Rule.DELAYED, Rule.FRESH}
@@ -108,7 +109,7 @@ def assert_follows_its_rule(program: Program) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(requests())
 def test_every_schedule_computes_what_its_rule_says(request: Request) -> None:
     assert_follows_its_rule(request.program())
@@ -116,7 +117,7 @@ def test_every_schedule_computes_what_its_rule_says(request: Request) -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_every_small_shape_computes_what_its_rule_says(name: str) -> None:
-    for request in small_requests(name):
+    for request in several(list(small_requests(name)), 60):
         assert_follows_its_rule(request.program())
 
 
@@ -156,6 +157,7 @@ def test_2bw_delays_every_stage_and_so_differs_from_1f1b() -> None:
         assert late[1] != exact[1]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("first_batch", [0, 3])
 @pytest.mark.parametrize("recompute", [frozenset[int](), frozenset({0, 3})], ids=["kept", "recomputed"])
@@ -173,7 +175,7 @@ def test_a_folded_program_is_the_written_out_one(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(requests(), st.integers(9, 14))
 def test_folding_changes_no_instruction(request: Request, num_batches: int) -> None:
     long = replace(request, num_batches=num_batches)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.schedule.catalogue import SCHEDULES, generate
@@ -12,6 +12,7 @@ from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.stream import read_ahead, stream
+from tests.support.extent import examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def results(form: Form, rank: int, read: Read, first_batch: int) -> Iterator[int
                     yield batch
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(forms(), st.sampled_from([0, 1, 7]), st.integers(0, 20))
 def test_ranks_that_end_as_far_after_a_result_as_the_program_reads_ahead_all_end_there(
     form: Form, first_batch: int, asked_at: int

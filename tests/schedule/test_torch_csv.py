@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -17,6 +17,7 @@ from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule
 from bireme.schedule.torch_csv import load, parse, save, to_csv
+from tests.support.extent import examples
 
 EXPORTABLE = [
     schedule.name
@@ -40,14 +41,14 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(programs())
 def test_a_program_comes_back_from_its_file(program: Program) -> None:
     text = to_csv(program)
     assert parse(text, source=f"{program.name}.csv", num_batches=program.num_batches) == program
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(programs())
 def test_communication_comes_back_where_it_stood(program: Program) -> None:
     text = to_csv(program, comms=True)

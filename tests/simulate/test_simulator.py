@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -17,6 +17,7 @@ from bireme.simulate.network import Network, Path
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from bireme.simulate.slicing import solve_slices
 from bireme.timeline.timeline import Timeline
+from tests.support.extent import examples
 
 SHAPES = [(1, 1), (1, 3), (2, 2), (3, 5), (4, 4), (4, 9), (8, 8), (8, 16)]
 
@@ -67,7 +68,6 @@ def test_2bw_runs_at_the_pace_of_its_slowest_stage(times: list[tuple[int, int]],
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     times=st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=5),
@@ -229,7 +229,7 @@ def problems(draw: st.DrawFn) -> tuple[Program, Costs]:
     return program, costs
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(problem=problems(), seconds_per_byte=st.sampled_from([0, 1, 3]), latency_s=st.sampled_from([0, 2]))
 def test_every_start_is_the_longest_path_to_it(
     problem: tuple[Program, Costs], seconds_per_byte: int, latency_s: int
@@ -247,7 +247,7 @@ def test_every_start_is_the_longest_path_to_it(
             assert start_s == pytest.approx(oracle.start(rank.rank, index), abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problem=problems())
 def test_going_forward_in_the_order_of_time_changes_nothing_where_nobody_shares(
     problem: tuple[Program, Costs],
@@ -281,7 +281,7 @@ def test_slices_are_solved_to_the_published_rule_at_equal_stages(p: int, m: int,
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(2, 12), st.integers(2, 24)), min_size=2, max_size=6), st.integers(0, 6))
 def test_the_solved_number_of_slices_is_the_best_of_all(times: list[tuple[int, int]], extra: int) -> None:
     d, m = len(times), len(times) + extra

@@ -1,7 +1,7 @@
 """What a timeline says of a window: its critical path, its memory, its pace."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.schedule.catalogue import SCHEDULES, generate
@@ -13,9 +13,10 @@ from bireme.simulate.links import Links
 from bireme.simulate.simulator import simulate
 from bireme.timeline.critical import critical_path
 from bireme.timeline.pace import pace
+from tests.support.extent import examples
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     times=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=4, max_size=4),

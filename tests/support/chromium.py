@@ -11,10 +11,11 @@ from pathlib import Path
 from select import select
 from typing import Any, Self
 
+from tests.support.patience import patience_s
+
 __all__ = ["Chromium", "chromium", "find_chromium"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
-PATIENCE_S = 60.0
 
 
 def find_chromium() -> str | None:
@@ -48,10 +49,10 @@ def chromium(binary: str, folder: Path) -> "Iterator[Chromium]":
         page = Chromium.over(to_read[1], to_write[0])
         yield page
         page.call("Browser.close")
-        process.wait(timeout=PATIENCE_S)
+        process.wait(timeout=patience_s())
     finally:
         process.kill()
-        process.wait(timeout=PATIENCE_S)
+        process.wait(timeout=patience_s())
         os.close(to_read[1])
         os.close(to_write[0])
 
@@ -129,7 +130,7 @@ class Chromium:
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self.buffer:
-            ready, _, _ = select([self.back], [], [], PATIENCE_S)
+            ready, _, _ = select([self.back], [], [], patience_s())
             assert ready, "The browser says nothing."
             read = os.read(self.back, 1 << 20)
             assert read, "The browser has ended."

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bireme.cli.main import main
+from tests.support.patience import patience_s
 
 __all__ = ["Result", "bireme", "loads_torch"]
 
@@ -56,6 +57,6 @@ for words in {commands!r}:
 print("torch loaded:", "torch" in sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=patience_s()
     )
     return done.stdout.splitlines()[-1] != "torch loaded: False"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bireme.errors import BiremeError
 from bireme.runtime.world import World
+from tests.support.patience import patience_s
 
 __all__ = [
     "add_ranks",
@@ -27,9 +28,6 @@ __all__ = [
     "until",
     "wait_until_gone",
 ]
-
-PATIENCE_S = 60.0
-"""Of a test with what must happen within seconds on a machine that has nothing else to do."""
 
 
 def sign_in(folder: Path, rank: int) -> None:
@@ -53,7 +51,7 @@ def wait_until_gone(pids: Sequence[int]) -> None:
 def until(predicate: object) -> None:
     """Wait until that is so, or fail."""
     assert callable(predicate)
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s()
     while not predicate():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
@@ -85,7 +83,6 @@ def start_script(text: str, folder: Path, *words: str, launcher: Sequence[str] =
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         start_new_session=True,
     )
 
@@ -96,7 +93,7 @@ def run_script(
     """Run a Python script to its end."""
     process = start_script(text, folder, *words, launcher=launcher)
     try:
-        out, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=patience_s())
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -142,9 +139,9 @@ def fail_as_told(world: World, fault: str, folder: Path) -> None:
         case "exit":
             sys.exit(3)
         case "hang":
-            time.sleep(10 * PATIENCE_S)
+            time.sleep(10 * patience_s())
         case "crash":
             os._exit(7)
         case _:
             os.kill(os.getpid(), signal.Signals[fault])
-            time.sleep(10 * PATIENCE_S)
+            time.sleep(10 * patience_s())

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from bireme.model.units import Unit, units_of
 from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
+from tests.support.graphs import captured_once
 
 __all__ = [
     "CONTEXT",
@@ -95,15 +96,17 @@ def chained(modules: nn.Sequential, example: Mapping[str, Tensor], loss: Any) ->
 @cache
 def gpt(text: str, dtype: str = "float64") -> Model:
     """A GPT of width 16, made once in a process."""
-    source = load_source(f"gpt:{text},width=16,heads=2,vocab={VOCAB},context={CONTEXT}", batch=2, dtype=dtype)
-    graph = capture(source.model, source.example_inputs)
-    names = [state.name for state in (*graph.parameters, *graph.buffers)]
-    return Model(
-        graph,
-        materialise(source.model, names, seed=3),
-        capture(source.model, source.example_inputs, training=False),
-        count=num_tokens,
+    name = f"gpt:{text},width=16,heads=2,vocab={VOCAB},context={CONTEXT}"
+    source = load_source(name, batch=2, dtype=dtype)
+    graph, evaluation = (
+        captured_once(
+            f"{name} {dtype} {training}",
+            partial(capture, source.model, source.example_inputs, training=training),
+        )
+        for training in (True, False)
     )
+    names = [state.name for state in (*graph.parameters, *graph.buffers)]
+    return Model(graph, materialise(source.model, names, seed=3), evaluation, count=num_tokens)
 
 
 def token_batches(num_samples: int, count: int, first: int = 0) -> list[Batch]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_processes", "run_threads"]
+from tests.support.patience import patience_s
 
-PATIENCE_S = 100.0
+__all__ = ["run_processes", "run_threads"]
 
 
 def run_threads(num_ranks: int, work: Callable[[int], Any]) -> list[Any]:
@@ -30,7 +30,7 @@ def run_threads(num_ranks: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(patience_s())
         if thread.is_alive() and not errors:
             raise TimeoutError("a rank does not end")
         if errors:
@@ -51,7 +51,7 @@ def run_processes(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(PATIENCE_S)
+            process.join(patience_s())
     finally:
         for process in processes:
             process.kill()
@@ -75,7 +75,7 @@ def _run(rank: int, num_ranks: int, work: Callable[..., Any], folder: Path, args
         init_method=f"file://{folder / 'join'}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=patience_s()),
     )
     result = work(rank, *args)
     half = folder / f"half of {rank}"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.paced_samples import PACE
+from tests.support.patience import patience_s
 from tests.support.ranks import wait_until_gone
 from tests.support.training import GPT, Ended, Running, write_run
 
 __all__ = ["Torchrun", "paced_run", "torchrun_train"]
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Torchrun:
     def ended(self) -> Ended:
         """Wait for its end."""
         process, ranks = self.running.process, self.ranks
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out, _ = process.communicate(timeout=patience_s())
         wait_until_gone(ranks)
         return Ended(process.returncode, out, self.running.said.read_text())
 
@@ -65,7 +65,7 @@ def torchrun_train(
         text=True,
         start_new_session=True,
         cwd=ROOT,
-        env={**os.environ, PACE: str(pace_s), "OMP_NUM_THREADS": "1", **(variables or {})},
+        env={**os.environ, PACE: str(pace_s), **(variables or {})},
     )
     started = Torchrun(Running(process, run, Path(said)))
     try:

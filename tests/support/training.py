@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paced_samples import PACE
+from tests.support.patience import patience_s
 
 __all__ = ["Running", "losses", "metrics", "running", "settings", "steps_of_checkpoints", "write_run"]
 
@@ -49,7 +50,7 @@ file = "{plan}"
 device = "cpu"
 workers = {ranks}
 threads_per_worker = 1
-timeout_s = 30
+timeout_s = 60
 
 [checkpoint]
 every_steps = 4
@@ -116,25 +117,25 @@ class Running:
     said: Path
     """Its standard error so far."""
 
-    def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Until the log has that step, in this start or one before."""
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + patience_s()
         while not any(line["step"] >= step for line in metrics(self.run, "train")):
-            assert time.monotonic() < end_s, f"no step {step} within {timeout_s:g} s"
+            assert time.monotonic() < end_s, f"no step {step}: {self.said.read_text()}"
             assert self.process.poll() is None, self.said.read_text()
             time.sleep(0.02)
 
-    def wait_for_words(self, words: str, timeout_s: float = 60.0) -> None:
+    def wait_for_words(self, words: str) -> None:
         """Until it says them."""
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + patience_s()
         while words not in self.said.read_text():
             assert time.monotonic() < end_s, self.said.read_text()
             assert self.process.poll() is None, self.said.read_text()
             time.sleep(0.02)
 
-    def wait_for_ranks(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait_for_ranks(self, count: int) -> None:
         """Until so many of them have been started."""
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + patience_s()
         while len(self.ranks) < count:
             assert time.monotonic() < end_s
             assert self.process.poll() is None, self.said.read_text()
@@ -145,9 +146,9 @@ class Running:
         """The processes of its ranks, in their order."""
         return sorted(pid for pid in _children(self.process.pid) if "spawn_main" in _command(pid))
 
-    def ended(self, timeout_s: float = 60.0) -> "Ended":
+    def ended(self) -> "Ended":
         """What came of it; nobody of its group may be left."""
-        out, _ = self.process.communicate(timeout=timeout_s)
+        out, _ = self.process.communicate(timeout=patience_s())
         end_s = time.monotonic() + 5.0
         while (left := _group(self.process.pid)) and time.monotonic() < end_s:
             time.sleep(0.05)
@@ -185,7 +186,7 @@ def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
         text=True,
         start_new_session=True,
         cwd=run.parent if run.parent.is_dir() else ROOT,
-        env=os.environ | {PACE: str(pace_s), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {PACE: str(pace_s)},
     )
     try:
         yield Running(process, run, Path(said))

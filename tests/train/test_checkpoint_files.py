@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,7 @@ from bireme.train.checkpoint.checkpoint import find_checkpoints, newest_good, op
 from bireme.train.checkpoint.manifest import FileEntry, read_manifest
 from bireme.train.checkpoint.shard import SavedTensors, write_shard
 from tests.support.checkpoints import META, bits_equal, fill, is_step, open_files, random_tensor
+from tests.support.extent import examples
 
 IN_THE_FORMAT = tuple(shard.CODES)
 OTHERS = (
@@ -346,7 +347,7 @@ def test_damage_since_it_was_checked_is_an_error_in_words(
         SavedTensors(tmp_path, [entry])["a"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=300))
 def test_whatever_a_manifest_holds_there_is_a_sentence_and_no_crash(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir(exist_ok=True)

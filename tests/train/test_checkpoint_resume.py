@@ -29,6 +29,7 @@ def through_the_disk(folder: Path, seen: Sequence[Seen]) -> Snapshot:
     return found.snapshot()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("schedule", [FLUSH[2], *DELAYED])
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_same_plan_goes_on_to_the_last_bit(schedule: str, width: int, tmp_path: Path) -> None:

@@ -26,9 +26,8 @@ from tests.support.checkpoints import (
     snapshot_of,
     steps_in,
 )
+from tests.support.patience import patience_s
 from tests.support.together import run_threads
-
-PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
@@ -75,7 +74,7 @@ class Gate:
 
     def __call__(self, file: FileIO, data: memoryview) -> None:
         self.is_reached.set()
-        assert self.opened.wait(PATIENCE_S)
+        assert self.opened.wait(patience_s())
         self.write(file, data)
 
 
@@ -83,7 +82,7 @@ def test_saving_returns_before_a_byte_is_written(tmp_path: Path, monkeypatch: py
     with ranks(tmp_path, 1) as run:
         gate = Gate(monkeypatch)
         run.save(1, waits=False)
-        assert gate.is_reached.wait(PATIENCE_S)
+        assert gate.is_reached.wait(patience_s())
         assert run.events == [[]]
         assert not run.writers[0].wait(0.0)
         assert steps_in(tmp_path) == []
@@ -98,7 +97,7 @@ def test_the_next_one_waits_for_the_one_before_and_counts_that_as_stall(
     with ranks(tmp_path, 1) as run:
         gate = Gate(monkeypatch)
         run.save(1, waits=False)
-        assert gate.is_reached.wait(PATIENCE_S)
+        assert gate.is_reached.wait(patience_s())
         is_begun, is_over = threading.Event(), threading.Event()
 
         def next_one() -> None:
@@ -108,10 +107,10 @@ def test_the_next_one_waits_for_the_one_before_and_counts_that_as_stall(
 
         thread = threading.Thread(target=next_one)
         thread.start()
-        assert is_begun.wait(PATIENCE_S)
+        assert is_begun.wait(patience_s())
         assert not is_over.wait(0.6)
         gate.opened.set()
-        thread.join(PATIENCE_S)
+        thread.join(patience_s())
         assert run.saved()[:1] == [1]
         run.wait()
         first, second = (event for event in run.events[0] if isinstance(event, CheckpointSaved))
@@ -129,7 +128,7 @@ def test_the_snapshot_is_let_go_of_when_it_is_written(
             is_freed.set()
 
     def waiting(path: Path, *, from_disk: bool = False) -> disk.FileDigest:
-        assert is_freed.wait(PATIENCE_S)
+        assert is_freed.wait(patience_s())
         return digest_of(path, from_disk=from_disk)
 
     digest_of = disk.digest_of
@@ -208,7 +207,7 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: py
     with ranks(tmp_path) as run:
         gate = Gate(monkeypatch)
         run.save(1, waits=False)
-        assert gate.is_reached.wait(PATIENCE_S)
+        assert gate.is_reached.wait(patience_s())
         gate.opened.set()
     assert steps_in(tmp_path) == [1]
     with pytest.raises(BiremeError, match="closed already"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -13,6 +13,7 @@ from bireme.train.data import corpus
 from bireme.train.data.corpus import tokenised
 from bireme.train.data.text_files import TextFiles, one_file, text_folder
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
+from tests.support.extent import examples
 from tests.support.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ def folder_of(folder: Path, texts: list[str]) -> TextFiles:
     return text_folder(folder)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(st.characters(exclude_characters="\0\ufeff", codec="utf-8")), min_size=1))
 def test_tokens_are_the_documents_with_an_end_behind_each(
     texts: list[str], tmp_path_factory: pytest.TempPathFactory

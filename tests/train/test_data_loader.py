@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
@@ -17,6 +17,7 @@ from bireme.train.data.own import OwnSamples
 from bireme.train.data.rank_batches import RankBatches
 from bireme.train.data.samples import Batch, PackedSamples, Samples, packed
 from bireme.train.data.tokens import Tokens
+from tests.support.extent import examples
 
 SAMPLES = packed(Tokens("corpus", np.arange(84, dtype=np.uint16)), 4)
 
@@ -30,7 +31,7 @@ def batches(first: int = 0, count: int | None = 9, **ways: int) -> Batches:
     return Batches(SAMPLES, Order(len(SAMPLES), 3), 4, first, count, prefetch=ways.get("prefetch", 2))
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 9), st.integers(0, 4))
 def test_a_resumed_run_has_the_batches_of_an_uninterrupted_one(done: int, prefetch: int) -> None:
     whole = seen(batches(prefetch=0))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import patience_s
 from tests.support.ranks import wait_until_gone
 from tests.support.torchrun_runs import paced_run
 from tests.support.training import losses
@@ -50,10 +51,10 @@ def test_the_torchrun_script_trains(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=root,
-        env={**os.environ, "PORT": port, "PATH": path, "PYTHONPATH": root},
+        env={**os.environ, "PORT": port, "PATH": path},
     )
     try:
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=patience_s())
     finally:
         process.kill()
         process.communicate()

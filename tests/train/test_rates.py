@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.train.rates import rate_factor
@@ -37,14 +37,12 @@ def factors(training: Training) -> list[float]:
     return [factor(batch) for batch in range(training.steps)]
 
 
-@settings(deadline=None)
 @given(training=trainings())
 def test_warm_up_rises_in_equal_parts_until_it_reaches_one(training: Training) -> None:
     warmup = training.num_warmup_steps
     assert factors(training)[:warmup] == [(batch + 1) / warmup for batch in range(warmup)]
 
 
-@settings(deadline=None)
 @given(training=trainings())
 def test_the_factor_never_rises_after_warm_up_and_stays_between_its_end_and_one(training: Training) -> None:
     after = factors(training)[max(training.num_warmup_steps - 1, 0) :]
@@ -53,21 +51,18 @@ def test_the_factor_never_rises_after_warm_up_and_stays_between_its_end_and_one(
     assert min(after) >= training.final_fraction - TINY
 
 
-@settings(deadline=None)
 @given(training=trainings(FALLING))
 def test_the_last_batch_has_just_the_fraction_wherever_there_is_room_to_fall(training: Training) -> None:
     has_room = training.steps > max(training.num_warmup_steps, 1)
     assert factors(training)[-1] == (training.final_fraction if has_room else 1.0)
 
 
-@settings(deadline=None)
 @given(training=trainings(), beyond=st.integers(0, 1000))
 def test_behind_the_last_batch_nothing_changes_any_more(training: Training, beyond: int) -> None:
     factor = rate_factor(training)
     assert factor(training.steps + beyond) == factor(training.steps - 1)
 
 
-@settings(deadline=None)
 @given(training=trainings(), data=st.data())
 def test_a_run_that_goes_on_has_the_factors_of_one_that_was_not_interrupted(
     training: Training, data: st.DataObject
@@ -77,7 +72,6 @@ def test_a_run_that_goes_on_has_the_factors_of_one_that_was_not_interrupted(
     assert [resumed(batch) for batch in range(begin, training.steps)] == factors(training)[begin:]
 
 
-@settings(deadline=None)
 @given(training=trainings(("constant",)))
 def test_a_constant_rate_is_one_from_warm_up_on(training: Training) -> None:
     assert set(factors(training)[training.num_warmup_steps :]) <= {1.0}

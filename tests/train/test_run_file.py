@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from pydantic import ValidationError
 
 from bireme.errors import BiremeError
@@ -24,10 +24,11 @@ from bireme.train.run_file import (
 )
 from bireme.train.run_file.text import toml_value
 from tests.support.command import loads_torch
+from tests.support.extent import examples
 from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
 
 ROOT = Path(__file__).parents[2]
-BOUNDED = settings(max_examples=30, deadline=None)
+BOUNDED = examples(30)
 
 BESIDE = {
     "model.loss": ["model.source=hf:folder"],

@@ -3,14 +3,15 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.run_file.text import toml_value
+from tests.support.extent import examples
 from tests.support.run_files import KEYS, loaded, run_files, said, sentence, value_at
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(run=run_files())
 def test_settings_alone_make_any_run(run: RunFile) -> None:
     """Those keys that are not set give way to no other, so they need no setting."""

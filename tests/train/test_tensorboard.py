@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bireme.train.metrics import Metrics, read_metrics
+from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, settings, write_run
 
@@ -93,14 +94,14 @@ def test_a_run_without_the_package_is_refused_before_anything_is_done(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_and_its_continuation_are_one_curve(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "run"
     words = settings(log__tensorboard="true", training__steps=6, training__evaluate_every=3)
-    assert bireme(capsys, "train", str(write_run(tmp_path)), *words).status == 0
-    assert bireme(capsys, "resume", str(run), *settings(training__steps=8)).status == 0
+    with alone():
+        assert bireme(capsys, "train", str(write_run(tmp_path, "2bw", 1)), *words).status == 0
+        assert bireme(capsys, "resume", str(run), *settings(training__steps=8)).status == 0
 
     found = curve(run / "tensorboard", "train/loss")
     assert [step for step, _ in found] == list(range(1, 9))

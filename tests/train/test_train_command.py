@@ -1,4 +1,7 @@
-"""`bireme train` from a run file to a trained model, as people call it."""
+"""`bireme train` from a run file to a trained model, as people call it.
+
+Where ranks are not the point there is one, in the test's own process.
+"""
 
 import json
 import math
@@ -18,13 +21,14 @@ from bireme.train.data.order import Order
 from bireme.train.model import RunModel
 from bireme.train.prepare import data_of
 from bireme.train.run_file import RunFile, load_run_file
+from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.tiny_tokenizer import save_tokenizer
-from tests.support.training import GPT, losses, metrics, settings, steps_of_checkpoints, write_run
+from tests.support.training import losses, metrics, settings, steps_of_checkpoints, write_run
 
 SAMPLES = "tests.support.paced_samples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PARTS = {"predicted_peak_bytes", "measured_peak_bytes", "busy_share"}
 
@@ -33,6 +37,11 @@ def trained(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> dict
     result = bireme(capsys, "train", str(path), *words, "--json")
     assert result.status == 0, result.err
     return result.document
+
+
+def trained_alone(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> dict[str, Any]:
+    with alone():
+        return trained(capsys, path, *words)
 
 
 def test_a_run_tells_what_was_predicted_and_what_was_measured(
@@ -64,12 +73,9 @@ def test_a_run_tells_what_was_predicted_and_what_was_measured(
 
 
 def test_four_stages_learn_what_one_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    curves = []
-    for depth in (1, 4):
-        path = write_run(tmp_path / str(depth), "1f1b", depth)
-        trained(capsys, path)
-        curves.append(losses(tmp_path / str(depth) / "runs" / "run"))
-    one, four = curves
+    for depth, train in ((1, trained_alone), (4, trained)):
+        train(capsys, write_run(tmp_path / str(depth), "1f1b", depth))
+    one, four = (losses(tmp_path / depth / "runs" / "run") for depth in "14")
     assert list(one) == list(four) == list(range(1, 13))
     assert four == pytest.approx(one, rel=1e-5)
     assert one[12] < one[1] - 0.5
@@ -78,9 +84,9 @@ def test_four_stages_learn_what_one_learns(tmp_path: Path, capsys: pytest.Captur
 def test_delayed_updates_learn_what_a_plain_loop_with_the_same_delay_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_run(tmp_path)
+    path = write_run(tmp_path, "2bw", 1)
     sgd = settings(training__optimizer="sgd", training__momentum=0.0, training__clip_norm=0)
-    trained(capsys, path, *sgd, *settings(training__learning_rate=0.5))
+    trained_alone(capsys, path, *sgd, *settings(training__learning_rate=0.5))
     run = load_run_file(tmp_path / "runs" / "run" / "run.toml")
     found = losses(tmp_path / "runs" / "run")
     assert [found[step] for step in sorted(found)] == pytest.approx(list(_delayed(run)), rel=1e-4)
@@ -111,7 +117,7 @@ def test_a_run_in_bfloat16_learns_what_one_in_float32_does_but_for_rounding(
     """It was refused, for the model was captured in float32 and computed with in bfloat16."""
     curves = []
     for dtype in ("float32", "bfloat16"):
-        trained(capsys, write_run(tmp_path / dtype, "1f1b"), *settings(model__dtype=dtype))
+        trained_alone(capsys, write_run(tmp_path / dtype, "1f1b", 1), *settings(model__dtype=dtype))
         curves.append(losses(tmp_path / dtype / "runs" / "run"))
     assert curves[1] != curves[0]
     assert curves[1] == pytest.approx(curves[0], rel=0.02)
@@ -133,8 +139,8 @@ def test_a_llama_folder_goes_in_and_one_that_transformers_evaluates_alike_comes_
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    path, run = write_run(tmp_path, model=f"hf:{folder}"), tmp_path / "runs" / "run"
-    document = trained(capsys, path, *settings(data__tokenizer=tokenizer, training__steps=8))
+    path, run = write_run(tmp_path, "2bw", 1, model=f"hf:{folder}"), tmp_path / "runs" / "run"
+    document = trained_alone(capsys, path, *settings(data__tokenizer=tokenizer, training__steps=8))
     assert losses(run)[8] < losses(run)[1]
     to = tmp_path / "exported"
     assert bireme(capsys, "export", str(run), "--to", str(to)).status == 0
@@ -246,7 +252,7 @@ def test_a_loss_that_is_no_number_is_null_in_a_document_that_is_json(
         f"python:{SAMPLES}:regression",
         f"{SAMPLES}:broken_at_its_end",
     )
-    document = trained(capsys, write_run(tmp_path, model=model, data=data))
+    document = trained_alone(capsys, write_run(tmp_path, "2bw", 1, model=model, data=data))
     assert document["eval_loss"] is None
     assert math.isfinite(document["train_loss"])
     assert "the model has diverged" in document["warnings"][-1]
@@ -256,11 +262,7 @@ def test_a_loss_that_is_no_number_is_null_in_a_document_that_is_json(
 def test_a_step_with_a_loss_that_is_no_number_is_left_out_everywhere_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_run(
-        tmp_path,
-        model=f"python:{SAMPLES}:regression",
-        data=f"{SAMPLES}:broken",
-    )
+    path = write_run(tmp_path, model=f"python:{SAMPLES}:regression", data=f"{SAMPLES}:broken")
     document = trained(capsys, path, *settings(data__evaluation_fraction=0))
     run = tmp_path / "runs" / "run"
     lines = metrics(run, "train")
@@ -275,9 +277,10 @@ def test_too_many_of_them_in_a_row_end_the_run_with_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = f"{SAMPLES}:broken_for_ever"
-    path = write_run(tmp_path, model=f"python:{SAMPLES}:regression", data=data)
+    path = write_run(tmp_path, "2bw", 1, model=f"python:{SAMPLES}:regression", data=data)
     more = settings(data__evaluation_fraction=0, training__most_skipped_in_a_row=3)
-    result = bireme(capsys, "train", str(path), *more)
+    with alone():
+        result = bireme(capsys, "train", str(path), *more)
     assert result.status == 2
     assert "not finite in 4 steps in a row" in result.err
     assert "most_skipped_in_a_row = 3" in result.err
@@ -288,9 +291,9 @@ def test_a_run_over_data_in_which_nothing_counts_takes_no_step_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first such batch once ended the run. It is not one that has diverged, so none may be too many."""
-    path = write_run(tmp_path, data=f"{SAMPLES}:uncounted")
+    path = write_run(tmp_path, "2bw", 1, data=f"{SAMPLES}:uncounted")
     more = settings(training__steps=3, training__most_skipped_in_a_row=0)
-    document = trained(capsys, path, *more)
+    document = trained_alone(capsys, path, *more)
     assert (document["steps"], document["num_skipped"]) == (3, 3)
     assert document["train_loss"] is document["eval_loss"] is None
     run = tmp_path / "runs" / "run"
@@ -304,9 +307,9 @@ def test_a_run_over_data_in_which_nothing_counts_takes_no_step_and_says_so(
 def test_a_time_limit_ends_a_run_as_if_it_had_done_all_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, run = write_run(tmp_path, model=GPT), tmp_path / "runs" / "run"
+    path, run = write_run(tmp_path, "2bw", 1), tmp_path / "runs" / "run"
     more = settings(training__time_limit_s=0.001, training__steps=50)
-    document = trained(capsys, path, *more)
+    document = trained_alone(capsys, path, *more)
     assert document["reason"] == "time limit"
     assert document["steps"] < 50
     assert document["eval_loss"] is not None

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.paced_samples import PACE
+from tests.support.patience import patience_s
 from tests.support.ranks import wait_until_gone
 from tests.support.torchrun_runs import paced_run
 from tests.support.training import Ended, Running, losses, metrics, running, steps_of_checkpoints
 
 pytest.importorskip("ray.train", reason="ray[train] is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 200.0
-"""Ray alone takes half a minute for a start of its own and as long for one of workers on two slow cores."""
 
 
 def test_what_is_lost_is_started_again_and_the_curve_is_that_of_bireme_train(tmp_path: Path) -> None:
@@ -30,9 +29,9 @@ def test_what_is_lost_is_started_again_and_the_curve_is_that_of_bireme_train(tmp
     with running(alone, "train", str(run_file), "--json") as plain:
         assert plain.ended().document["steps"] == 12
     with ray_train(run, run_file, pace_s=0.05) as started:
-        started.wait_for_step(6, PATIENCE_S)
+        started.wait_for_step(6)
         os.kill(ranks_of(run_file)[-1], signal.SIGKILL)
-        started.wait_for_step(10, PATIENCE_S)
+        started.wait_for_step(10)
         os.kill(parent(ranks_of(run_file)[0]), signal.SIGKILL)
         told = ended(started)
 
@@ -65,8 +64,6 @@ def ray_train(run: Path, run_file: Path, *, pace_s: float = 0.0) -> Iterator[Run
     words = [str(run_file), run.name, str(run.parents[1]), "2"]
     variables = {
         PACE: str(pace_s),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
         "RAY_TMPDIR": scratch,
         "RAY_AUTH_MODE": "disabled",  # else Ray leaves a token in the home of who tests
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -98,7 +95,7 @@ def ray_train(run: Path, run_file: Path, *, pace_s: float = 0.0) -> Iterator[Run
 
 def ended(started: Running) -> Ended:
     """What came of it. Ray's own processes may take a while longer."""
-    out, _ = started.process.communicate(timeout=PATIENCE_S)
+    out, _ = started.process.communicate(timeout=patience_s())
     return Ended(started.process.returncode, out, started.said.read_text())
 
 

@@ -10,76 +10,58 @@ import pytest
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, running, settings, steps_of_checkpoints, write_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
+
+SCHEDULE = "2bw-fresh"
+"""It keeps the most that must survive: two versions, a trial and the clipping of the batch before."""
 
 PACED = "tests.support.paced_samples:paced"
 PACE_S = 0.03
 """Eight of them are a step."""
 
 MANY = settings(training__steps=400)
-LAST = 20
+LAST = 40
+"""So late that a machine which is busy with other things still stops a run before it."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stops")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """What a run learns that nobody stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    path, run = write_run(folder, SCHEDULE, data=PACED), folder / "runs" / "run"
+    with running(run, "train", str(path), *settings(training__steps=LAST), "--json") as train:
+        assert train.ended().document["steps"] == LAST
+    return losses(run)
 
 
-@pytest.fixture(scope="module")
-def never_stopped(folder: Path) -> dict[str, dict[int, float]]:
-    """What each schedule learns, filled in when a test first asks."""
-    return {}
-
-
-def curve(
-    schedule: str, folder: Path, known: dict[str, dict[int, float]], capsys: pytest.CaptureFixture[str]
-) -> dict[int, float]:
-    if schedule not in known:
-        path = write_run(folder / f"whole-{schedule}", schedule, data=PACED)
-        result = bireme(capsys, "train", str(path), *settings(training__steps=LAST), "--json")
-        assert result.status == 0, result.err
-        known[schedule] = losses(folder / f"whole-{schedule}" / "runs" / "run")
-    return known[schedule]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "number", "to", "workers"),
-    [
-        ("2bw", signal.SIGINT, "everyone", 2),
-        ("2bw-fresh", signal.SIGUSR1, "rank 1", 2),
-    ],
-)
+@pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "everyone"), (signal.SIGUSR1, "rank 1")])
 def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
-    schedule: str,
     number: signal.Signals,
     to: str,
-    workers: int,
-    folder: Path,
     tmp_path: Path,
-    never_stopped: dict[str, dict[int, float]],
+    never_stopped: dict[int, float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, run = write_run(tmp_path, schedule, data=PACED), tmp_path / "runs" / "run"
-    more = [*MANY, *settings(data__num_workers=workers, checkpoint__every_steps=0)]
+    path, run = write_run(tmp_path, SCHEDULE, data=PACED), tmp_path / "runs" / "run"
+    more = [*MANY, *settings(data__num_workers=2, checkpoint__every_steps=0)]
     with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as train:
         train.wait_for_step(3)
         if to == "everyone":
             os.killpg(train.process.pid, number)
         else:
             os.kill(train.ranks[int(to[-1])], number)
-        ended = train.ended(timeout_s=20.0)
+        ended = train.ended()
     document = ended.document
     assert document["reason"] == ("interrupted" if number == signal.SIGINT else "signal")
     assert f"bireme resume {run}" in ended.err
     (saved,) = {document["checkpoint"], *steps_of_checkpoints(run)[-1:]}
     assert 3 <= saved <= document["steps"] < LAST
-    whole = curve(schedule, folder, never_stopped, capsys)
     rest = settings(training__steps=LAST, data__num_workers=0)
     result = bireme(capsys, "resume", str(run), *rest, "--json")
     assert result.status == 0, result.err
     again = [line["step"] for line in metrics(run) if line["kind"] == "start"]
     assert again == [0, saved]
-    assert losses(run) == whole
+    assert losses(run) == never_stopped
 
 
 def test_whoever_is_told_to_stop_before_the_first_step_stops_in_good_order(tmp_path: Path) -> None:
@@ -97,22 +79,19 @@ def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
     with running(run, "train", str(path), *MANY, pace_s=0.5) as train:
         train.wait_for_step(1)
         os.killpg(train.process.pid, signal.SIGINT)
-        train.wait_for_words("stopping behind this step")
+        train.wait_for_words("stopping")
         os.killpg(train.process.pid, signal.SIGINT)
-        ended = train.ended(timeout_s=20.0)
+        ended = train.ended()
     assert ended.status == 130
     assert f"bireme resume {run}" in ended.err
     assert "Traceback" not in ended.err
 
 
 def test_after_kills_of_everything_the_curve_is_the_same_to_the_last_bit(
-    folder: Path,
-    tmp_path: Path,
-    never_stopped: dict[str, dict[int, float]],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, never_stopped: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw = random.Random(os.environ.get("BIREME_TEST_SEED", "0"))
-    path, run = write_run(tmp_path, "2bw-fresh", data=PACED), tmp_path / "runs" / "run"
+    path, run = write_run(tmp_path, SCHEDULE, data=PACED), tmp_path / "runs" / "run"
     verb = ["train", str(path), *MANY]
     for step in (draw.randint(5, 7), draw.randint(10, 13)):
         with running(run, *verb, *settings(checkpoint__every_steps=2), pace_s=PACE_S) as train:
@@ -125,7 +104,7 @@ def test_after_kills_of_everything_the_curve_is_the_same_to_the_last_bit(
     assert result.status == 0, result.err
     lines = [line for line in metrics(run)[before:] if line["kind"] == "train"]
     assert lines[0]["step"] == durable + 1
-    assert losses(run) == curve("2bw-fresh", folder, never_stopped, capsys)
+    assert losses(run) == never_stopped
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_a_sentence_and_the_way_on(tmp_path: Path) -> None:

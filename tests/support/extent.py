@@ -1,0 +1,45 @@
+"""How much the suite tries: a sample of the cases by default, every case with `BIREME_TESTS=all`.
+
+Properties tried on thousands of random cases cost minutes and seldom find something new. The default run
+tries enough of them to catch a plain mistake; `make test-all` tries all.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any, TypeVar
+
+from hypothesis import settings
+
+__all__ = ["TRY_ALL", "draws", "examples", "several"]
+
+Case = TypeVar("Case")
+
+TRY_ALL = os.environ.get("BIREME_TESTS") == "all"
+
+FEWEST = 15
+SHARE = 8
+"""The default run tries one in so many random cases, and at least `FEWEST` where there are as many."""
+
+
+def examples(most: int, quick: int | None = None, **more: Any) -> settings:
+    """Settings of a property test: `most` random cases, and by default `quick` or a share of them."""
+    fewer = max(FEWEST, most // SHARE) if quick is None else quick
+    return settings(max_examples=most if TRY_ALL else min(most, fewer), **more)
+
+
+def draws(most: int, quick: int) -> int:
+    """How many cases a test draws by itself: `most`, and by default `quick`."""
+    return most if TRY_ALL else quick
+
+
+def several(cases: Sequence[Case], quick: int) -> Sequence[Case]:
+    """All of these cases; by default `quick` of them, one drawn from each of as many equal parts.
+
+    Every so-manieth would leave out whole values of a parameter that comes round with the same period.
+    """
+    if TRY_ALL or len(cases) <= quick:
+        return cases
+    random, bounds = Random(0), [part * len(cases) // quick for part in range(quick + 1)]
+    return [cases[random.randrange(begin, end)] for begin, end in pairwise(bounds)]
