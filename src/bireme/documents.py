@@ -7,6 +7,7 @@ that names the file, the place, the value and the remedy.
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -15,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from bireme.errors import BiremeError, closest
 
-__all__ = ["read_json", "read_json_object", "read_toml", "validated"]
+__all__ = ["JsonLines", "read_json", "read_json_lines", "read_json_object", "read_toml", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -51,6 +52,50 @@ def read_toml(path: Path, model: type[Model]) -> Model:
     except (ValueError, RecursionError) as error:
         raise BiremeError(f"{path} is not TOML: {str(error).rstrip('.')}.") from None
     return validated(data, model, source=str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """The objects of a log by the numbers of their lines, and the lines that nobody can read."""
+
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    damaged: list[int] = field(default_factory=list)
+    """Without those that a crash leaves: a last line without an end, blocks that did not reach the disk."""
+
+
+def read_json_lines(path: Path, *, start: str) -> JsonLines:
+    """The log at `path`, an object a line, whatever a crash made of it.
+
+    Lines end with a line feed and with nothing else. A line without one, at the end or right before a record
+    of the kind `start`, is what a process left that was killed; it is in neither part of the result.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    found, unsure = JsonLines(), list[int]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = _record(line)
+        if record is None:
+            if b"\0" not in line:
+                unsure.append(number)
+            continue
+        killed = unsure[-1:] if record.get("kind") == start else []
+        found.damaged.extend(one for one in unsure if one not in killed)
+        unsure.clear()
+        found.records[number] = record
+    found.damaged.extend(unsure[:-1])
+    return found
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _text(path: Path) -> str:
