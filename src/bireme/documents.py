@@ -8,7 +8,7 @@ not fit becomes one `BiremeError` that names the file, the place, the value and 
 import json
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -19,9 +19,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from bireme.errors import BiremeError, closest
 
 __all__ = [
+    "JsonLines",
     "as_dataclass",
     "read_dataclass",
     "read_json",
+    "read_json_lines",
     "read_json_object",
     "read_toml",
     "shown",
@@ -95,6 +97,50 @@ def read_toml(path: Path, model: type[Model]) -> Model:
     except (ValueError, RecursionError) as error:
         raise BiremeError(f"{path} is not TOML: {str(error).rstrip('.')}.") from None
     return validated(data, model, source=str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """The objects of a log by the numbers of their lines, and the lines that nobody can read."""
+
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    damaged: list[int] = field(default_factory=list)
+    """Without those that a crash leaves: a last line without an end, blocks that did not reach the disk."""
+
+
+def read_json_lines(path: Path, *, start: str) -> JsonLines:
+    """The log at `path`, an object a line, whatever a crash made of it.
+
+    Lines end with a line feed and with nothing else. A line without one, at the end or right before a record
+    of the kind `start`, is what a process left that was killed; it is in neither part of the result.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    found, unsure = JsonLines(), list[int]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = _record(line)
+        if record is None:
+            if b"\0" not in line:
+                unsure.append(number)
+            continue
+        killed = unsure[-1:] if record.get("kind") == start else []
+        found.damaged.extend(one for one in unsure if one not in killed)
+        unsure.clear()
+        found.records[number] = record
+    found.damaged.extend(unsure[:-1])
+    return found
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _text(path: Path) -> str:

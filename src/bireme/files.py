@@ -1,14 +1,16 @@
 """Writing files so that nobody ever sees half of one."""
 
 import contextlib
+import ctypes
 import os
 import secrets
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bireme.errors import BiremeError
 
-__all__ = ["write_bytes_atomically", "write_chunks_atomically", "write_text_atomically"]
+__all__ = ["new_folder", "write_bytes_atomically", "write_chunks_atomically", "write_text_atomically"]
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -51,6 +53,76 @@ def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to fill, which takes the place of `path` at the end: whole, or not at all.
+
+    All of it is on the disk before. Where the system can swap two folders in one step, there is at every
+    moment either the old one or the new one; elsewhere, after a power cut between two steps, the old one may
+    be found beside it as `.NAME.before-…`, and the next call puts it back. An error leaves the old one.
+    """
+    path = path.resolve()
+    beginning, mark = f".{path.name}", secrets.token_hex(8)
+    draft, before = (path.with_name(f"{beginning}.{what}-{mark}") for what in ("draft", "before"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _tidy_up(path)
+        draft.mkdir()
+        yield draft
+        _sync_tree(draft)
+        if not path.exists():
+            draft.replace(path)
+        elif not _swapped(draft, path):
+            path.replace(before)
+            draft.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise BiremeError(
+            f"{path} cannot be written: {error.strerror or error}. What was there before is untouched."
+        ) from error
+    finally:
+        if before.exists() and not path.exists():
+            before.replace(path)
+        for leftover in (draft, before):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _tidy_up(path: Path) -> None:
+    """Put back or remove what a call that was killed has left beside a folder."""
+    for before in path.parent.glob(f".{path.name}.before-*"):
+        if path.exists():
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            before.replace(path)
+    for draft in path.parent.glob(f".{path.name}.draft-*"):
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+EXCHANGE = 2
+"""RENAME_EXCHANGE of Linux: two names change places in one step."""
+
+
+def _swapped(one: Path, other: Path) -> bool:
+    """Let two folders change their names in one step. Returns whether the system can."""
+    try:
+        call = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here = -100  # AT_FDCWD, though the paths are absolute
+    return int(call(here, os.fsencode(one), here, os.fsencode(other), EXCHANGE)) == 0
+
+
+def _sync_tree(folder: Path) -> None:
+    """Return when all files of a folder, and their names, are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
 
 
 def _sync_folder(folder: Path) -> None:

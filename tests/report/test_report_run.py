@@ -17,6 +17,7 @@ from bireme.report.page.metrics import read_metrics
 from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
+from bireme.train.metrics import Metrics
 from tests.support.run_folders import (
     DEVICES,
     WRITTEN_S,
@@ -156,6 +157,49 @@ def test_an_unreadable_line_in_the_middle_is_named_by_its_number(tmp_path: Path)
         path.write_text("\n".join([*text[:4], broken, *text[4:]]))
         with pytest.raises(BiremeError, match=r"Line 5 of .*metrics\.jsonl is not a JSON object"):
             read_metrics(path)
+
+
+WARNED = {"kind": "warning", "step": 20, "text": "One\u2028line\u2029of\x85text, é", "time_s": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("left", "last_s"),
+    [
+        (b"", 9.0),
+        (json.dumps(WARNED, ensure_ascii=False).encode()[:-1], 9.0),
+        (b'{"kind":"warning","step":20,"time_s":99.0,"text":"caf\xc3', 9.0),
+        (b"\0" * 512, 9.0),
+        (b'{"kind":"tra' + b"\0" * 100 + b"\n" + b"\0" * 64, 9.0),
+        (None, 0.0),
+    ],
+)
+def test_every_log_that_a_crash_can_leave_is_read_and_gone_on_with(
+    left: bytes | None, last_s: float, tmp_path: Path
+) -> None:
+    """A warning with U+2028, or a character cut in two, once kept a run from being resumed."""
+    path = tmp_path / "metrics.jsonl"
+    whole = [json.dumps(line, ensure_ascii=False) for line in (*lines_of(20, killed=True), WARNED)]
+    path.write_bytes(b"" if left is None else "".join(f"{line}\n" for line in whole).encode() + left)
+    log = Metrics(path)
+    assert last_s <= log.time_s < last_s + 5
+    log.note("start", 10)
+    log.note("warning", 10, text=WARNED["text"])
+    log.close()
+    found = read_metrics(path)
+    warned = [one.text for one in found.warnings if one.text == WARNED["text"]]
+    assert len(warned) == (1 if left is None else 2)
+    assert [one.step for one in found.starts] == ([10] if left is None else [0, 10])
+    last = path.read_text(encoding="utf-8").splitlines()[-1]  # for readers who split there too
+    assert json.loads(last)["text"] == WARNED["text"]
+
+
+def test_a_log_that_somebody_has_damaged_keeps_no_run_from_going_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = [json.dumps(line) for line in lines_of(20)]
+    path.write_text("\n".join([*text[:4], "{half", *text[4:], ""]))
+    log = Metrics(path)
+    log.close()
+    assert log.time_s > 0
 
 
 @pytest.mark.parametrize(

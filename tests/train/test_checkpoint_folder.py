@@ -54,6 +54,29 @@ def test_a_resumed_run_goes_on_and_deletes_only_behind_what_it_knows_is_good(tmp
         assert steps_in(tmp_path) == [3, 4, 5]
 
 
+def test_a_start_deletes_what_killed_runs_have_left_once_enough_were_read_back(tmp_path: Path) -> None:
+    """Each start of a run that is killed before `keep` saves once left one more for ever."""
+    fill(tmp_path, [1, 2, 3, 4, 5])
+    with ranks(tmp_path, keep=3, resumed_from=newest_good(tmp_path)) as run:
+        run.wait()
+        assert steps_in(tmp_path) == [3, 4, 5]
+        run.save(6)
+        assert steps_in(tmp_path) == [4, 5, 6]
+
+
+def test_a_start_deletes_nothing_older_than_damaged_ones_that_it_would_need(tmp_path: Path) -> None:
+    fill(tmp_path, [1, 2, 3, 4, 5, 6])
+    for step in (3, 5):
+        damage(tmp_path, step)
+    with ranks(tmp_path, keep=3, resumed_from=newest_good(tmp_path)) as run:
+        run.wait()
+        assert steps_in(tmp_path) == [2, 3, 4, 5, 6]
+    damage(tmp_path, 2)
+    with ranks(tmp_path, keep=3, resumed_from=newest_good(tmp_path)) as run:
+        run.wait()
+        assert steps_in(tmp_path) == [2, 3, 4, 5, 6]
+
+
 def test_a_damaged_newer_one_gives_way_and_never_stands_for_a_good_one(tmp_path: Path) -> None:
     fill(tmp_path, [1, 2, 3, 4])
     damage(tmp_path, 3)

@@ -1,12 +1,16 @@
 """Learning-rate schedules: they rise to one, fall to their end, and depend on the batch alone."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bireme.errors import BiremeError
+from bireme.train.folder import RunFolder
+from bireme.train.going_on import check_rate
 from bireme.train.rates import rate_factor
 from bireme.train.run_file import RunFile, Training
 from tests.support.command import loads_torch
@@ -105,3 +109,53 @@ def test_the_demonstration_warms_up_over_a_tenth_of_its_steps() -> None:
 
 def test_rates_load_no_torch() -> None:
     assert not loads_torch("--version", modules="bireme.train.rates")
+
+
+# --- a run that is made longer
+
+LONGER = Training(steps=60, warmup_steps=5, schedule_steps=20)
+
+
+def test_after_its_schedule_a_run_holds_the_last_rate_or_begins_the_schedule_again() -> None:
+    first = factors(Training(steps=20, warmup_steps=5))
+    held = factors(LONGER)
+    assert held[:20] == first
+    assert held[20:] == [first[-1]] * 40
+    again = factors(LONGER.model_copy(update={"after_schedule": "restart"}))
+    assert again == first + factors(Training(steps=40, warmup_steps=5))
+
+
+def test_a_warm_up_that_does_not_fit_into_the_steps_left_is_refused() -> None:
+    table = {"steps": 22, "warmup_steps": 5, "schedule_steps": 20, "after_schedule": "restart"}
+    with pytest.raises(BiremeError, match="there are 2 steps left, fewer than"):
+        RunFile.model_validate({"training": table})
+
+
+def told(tmp_path: Path, step: int, schedule: str, *sets: str) -> str:
+    """What is said when a run of 20 steps goes on after `step`."""
+    folder, said = RunFolder(tmp_path), list[str]()
+    folder.write_run(RunFile.model_validate({"training": {"steps": 20, "schedule": schedule}}))
+    check_rate(folder.load_run([f"training.{text}" for text in sets]), folder, step, said.append)
+    return " ".join(said)
+
+
+def test_a_finished_run_is_not_made_longer_with_a_rate_that_jumps_unless_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    for schedule in ("cosine", "linear", "wsd"):
+        with pytest.raises(BiremeError, match=r"has come to its end, 0\.0003, with step 20") as refused:
+            told(tmp_path, 20, schedule, "steps=40")
+        assert "--set training.schedule_steps=20 goes on at 0.0003" in str(refused.value)
+        assert "--set training.after_schedule=restart" in str(refused.value)
+        assert not told(tmp_path, 20, schedule, "steps=40", "schedule_steps=20")
+        restarted = told(tmp_path, 20, schedule, "steps=60", "schedule_steps=20", "after_schedule=restart")
+        assert restarted.endswith("the learning rate of the next step is 0.00075 and not 0.0003.")
+        assert "and not 0.0003." in told(tmp_path, 20, schedule, "steps=40", "schedule_steps=40")
+    assert not told(tmp_path, 20, "constant", "steps=40")
+
+
+def test_a_run_on_its_way_is_told_of_another_rate_where_there_is_one(tmp_path: Path) -> None:
+    assert "the learning rate of the next step is" in told(tmp_path, 10, "cosine", "steps=40")
+    assert not told(tmp_path, 10, "wsd", "steps=40")
+    assert not told(tmp_path, 10, "cosine", "clip_norm=2")
+    assert not told(tmp_path, 0, "cosine", "steps=40")

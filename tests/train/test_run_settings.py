@@ -58,7 +58,7 @@ def test_a_setting_is_read_as_toml_or_else_as_a_string(
         ("seed=5", "Did you mean 'model.seed' or 'data.seed' or 'training.seed'?"),
         ("trainin.stps=5", "Did you mean 'training'?"),
         ("plan.penalties.frsh=2", "Did you mean 'plan.penalties.fresh'?"),
-        ("lr=5", "Known are: checkpoint, cluster, data, format, log, model, plan, training."),
+        ("lr=5", "Known are: checkpoint, cluster, data, export, format, log, model, plan, training."),
         ("training=5", "is for a whole table. Set a key of it, such as training.steps=…."),
         ("training.steps", "is not of the form table.key=value, such as model.source=…."),
         ("=5", "is not of the form table.key=value"),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bireme.train.metrics import Metrics, read_metrics
+from bireme.documents import read_json_lines
+from bireme.train.metrics import Metrics
 from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, settings, write_run
@@ -78,7 +79,8 @@ def test_a_disk_that_is_full_ends_the_curves_and_not_the_run(
     log.close()
 
     assert log.board_failure == "No space left on device"
-    assert [line["step"] for line in read_metrics(folder.parent / "metrics.jsonl")] == [1, 2, 3]
+    lines = read_json_lines(folder.parent / "metrics.jsonl", start="start")
+    assert [line["step"] for line in lines.records.values()] == [1, 2, 3]
 
 
 def test_a_run_without_the_package_is_refused_before_anything_is_done(

@@ -24,12 +24,11 @@ def export(
     from bireme.train.checkpoint.checkpoint import newest_good
     from bireme.train.export import export_checkpoint
     from bireme.train.folder import RunFolder
-    from bireme.train.run_file import load_run_file
 
     folder = RunFolder.of(run_dir)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise BiremeError(f"{to} is there already and not empty. Name a new folder.")
-    run = load_run_file(folder.run_file)
+    run = folder.load_run()
     checkpoint = newest_good(
         folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
     )

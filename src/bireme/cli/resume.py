@@ -1,12 +1,15 @@
 """`bireme resume`: go on with a run as if it had never stopped."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bireme.cli.options import Json
 from bireme.errors import BiremeError
+
+if TYPE_CHECKING:
+    from bireme.train.run_file import RunFile
 
 __all__ = ["resume"]
 
@@ -40,24 +43,23 @@ def resume(
     from bireme.report.progress import progress_bar
     from bireme.train.brake import NoProgressError, check_progress, note_start
     from bireme.train.checkpoint.checkpoint import newest_good
-    from bireme.train.export import exported_step
+    from bireme.train.export import has_ended
     from bireme.train.folder import RunFolder
-    from bireme.train.going_on import check_finds_checkpoints
+    from bireme.train.going_on import check_finds_checkpoints, check_rate
     from bireme.train.prepare import prepared_again
-    from bireme.train.run_file import load_run_file
 
     folder = RunFolder.of(run_dir)
-    run = load_run_file(folder.run_file, set_ or ())
+    run = folder.load_run(set_ or ())
     check_finds_checkpoints(run, folder)
-    checkpoint = newest_good(
-        folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
-    )
+    checkpoint = newest_good(folder.checkpoints(run), on_bad=_tell)
     at = 0 if checkpoint is None else checkpoint.manifest.step
     # One that was killed amid its very end has still to export its model.
-    if at >= run.training.steps and exported_step(folder.model) == at:
+    if has_ended(run, folder, at):
         raise BiremeError(
-            f"{run_dir} has done its {at} steps. To train on, ask for more: --set training.steps={2 * at}."
+            f"{run_dir} has done its {at} steps. To train on, ask for more: --set training.steps={2 * at}"
+            f"{_rate_of(run, at)}."
         )
+    check_rate(run, folder, at, _tell)
     try:
         if not anyway:
             check_progress(folder, at)
@@ -65,8 +67,22 @@ def resume(
         typer.echo(f"bireme: {error}", err=True)
         raise typer.Exit(NO_PROGRESS_STATUS) from None
     with progress_bar("preparing") as progress:
-        prepared = prepared_again(run, folder, progress, checkpoint)
+        prepared = prepared_again(run, folder, progress, checkpoint, _tell)
     note_start(folder, at)
     begins = "" if checkpoint else ", as there is no checkpoint to go on from"
     typer.echo(f"bireme: going on behind step {at} of {run.training.steps}{begins}.", err=True)
     run_to_end(prepared, folder, checkpoint, as_json=as_json)
+
+
+def _rate_of(run: "RunFile", steps: int) -> str:
+    """What to say of the learning rate as well, where it has come to its end."""
+    if run.training.schedule == "constant" or run.training.schedule_steps is not None:
+        return ""
+    return (
+        f" --set training.schedule_steps={steps}, which goes on at the last learning rate; with --set "
+        "training.after_schedule=restart as well it warms up and falls once more"
+    )
+
+
+def _tell(sentence: str) -> None:
+    typer.echo(f"bireme: {sentence}", err=True)

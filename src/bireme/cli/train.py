@@ -45,11 +45,10 @@ def train(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _train_with_others(run_file, set_ or (), as_json=as_json)
         return
-    from bireme.train.run_file import load_run_file
+    from bireme.train.folder import RunFolder, load_asked
 
-    run = load_run_file(run_file, set_ or ())
+    run = load_asked(run_file, set_ or ())
     from bireme.report.progress import progress_bar
-    from bireme.train.folder import RunFolder
     from bireme.train.prepare import prepare, write_prepared
 
     RunFolder.check_new(run)  # now too, for what comes next may take long

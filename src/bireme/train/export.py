@@ -1,43 +1,67 @@
-"""The trained model for others: safetensors by the model's own names, or a folder that transformers loads."""
+"""The trained model for others: safetensors by the model's own names, or a folder that transformers loads.
 
-import importlib
+A model may be larger than the memory here, so it goes from a checkpoint to its files tensor by tensor. Its
+folder is there whole or not at all.
+"""
+
 import json
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from bireme.errors import BiremeError
+from bireme.files import new_folder
 from bireme.model.graph import Graph
-from bireme.model.sources import load_source
 from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.checkpoint.manifest import TensorEntry
+from bireme.train.checkpoint.shard import element_bytes, write_tensors
+from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
 
-__all__ = ["export_checkpoint", "exported_step", "newest_weights"]
+__all__ = ["NewestWeights", "export_checkpoint", "exported_step", "has_ended"]
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ABOUT = "bireme.json"
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "*.jinja")
 
+class NewestWeights(Mapping[str, Tensor]):
+    """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once.
 
-def newest_weights(graph: Graph, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once."""
-    saved = checkpoint.snapshot().tensors
-    found = {}
-    for section, states in (("weights", graph.parameters), ("buffers", graph.buffers)):
-        for state in states:
-            key = f"{section}/{state.name}"
-            if state.persistent and key in saved:
-                found[state.name] = saved[key].to(getattr(torch, state.dtype)).contiguous()
-    return found
+    Each is read whenever it is asked for, and is new then.
+    """
+
+    def __init__(self, graph: Graph, checkpoint: Checkpoint) -> None:
+        self._saved = checkpoint.snapshot().tensors
+        self._keys: dict[str, str] = {}
+        self._entries: dict[str, TensorEntry] = {}
+        for section, states in (("weights", graph.parameters), ("buffers", graph.buffers)):
+            for state in states:
+                key = f"{section}/{state.name}"
+                if state.persistent and key in self._saved:
+                    self._keys[state.name] = key
+                    self._entries[state.name] = TensorEntry(
+                        name=state.name, dtype=state.dtype, shape=list(state.shape)
+                    )
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """What each is, without reading it."""
+        return self._entries
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        return sum(map(element_bytes, self._entries.values()))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._saved[self._keys[name]].to(getattr(torch, self._entries[name].dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def exported_step(folder: Path) -> int | None:
@@ -48,74 +72,54 @@ def exported_step(folder: Path) -> int | None:
         return None
 
 
+def has_ended(run: RunFile, folder: RunFolder, step: int) -> bool:
+    """Whether a run with a checkpoint of this step has done all: its steps, and what comes after them."""
+    if step < run.training.steps:
+        return False
+    return exported_step(folder.model) == step if run.export.at_end else folder.summary.is_file()
+
+
 def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path) -> None:
     """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all."""
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(mkdtemp(prefix=f".{to.name}-", dir=to.parent))
-    except OSError as error:
-        raise BiremeError(f"The model cannot be written to {to}: {error.strerror or error}.") from error
-    try:
-        weights = newest_weights(graph, checkpoint)
+    weights = NewestWeights(graph, checkpoint)
+    with new_folder(to) as draft:
         if run.model.source.startswith("hf:"):
-            _as_transformers(run, graph, weights, draft)
+            from bireme.train.export_transformers import in_form_of_transformers
+
+            entries, tensors = in_form_of_transformers(run, graph, weights, draft)
         else:
-            save_file(weights, str(draft / WEIGHTS), metadata={"format": "pt"})
+            entries, tensors = list(weights.entries.values()), weights
+        _write_weights(entries, tensors, run.export.shard_bytes, draft)
         about = {"format": 1, "model": run.model.source, "step": checkpoint.manifest.step}
         (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
-        draft.chmod(0o755)
-        if to.exists():
-            shutil.rmtree(to)
-        draft.replace(to)
-    except OSError as error:
-        raise BiremeError(f"The model cannot be written to {to}: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
-def _as_transformers(run: RunFile, graph: Graph, weights: Mapping[str, Tensor], to: Path) -> None:
-    """The way transformers writes the model itself, with its configuration and tokenizer."""
-    if find_spec("transformers") is None:
-        raise BiremeError('To export a transformers model, install it with pip install "bireme[hf]".')
-    folder = Path(run.model.source.partition(":")[2])
-    model: Any = load_source(run.model.source, dtype="float32").model
-    named = dict(weights)
-    for state in (*graph.parameters, *graph.buffers):
-        if state.name in weights:
-            named |= dict.fromkeys(state.aliases, weights[state.name])
-    model.load_state_dict(named, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise BiremeError(
-            f"The checkpoint lacks {missing[0]} and {len(missing) - 1} more, so nothing is written."
-        )
-    with _without_bar():
-        model.save_pretrained(to)
-    source = _tokenizer_folder(run.data.tokenizer, folder if folder.is_dir() else folder.parent)
-    if source is None:
+def _write_weights(
+    entries: Sequence[TensorEntry], tensors: Mapping[str, Tensor], shard_bytes: int, to: Path
+) -> None:
+    """Write one file, or several with an index, each no larger than asked unless one tensor alone is."""
+    files = _in_files(entries, shard_bytes)
+    if len(files) == 1:
+        write_tensors(to / WEIGHTS, files[0], tensors, {"format": "pt"})
         return
-    for pattern in TOKENIZER_FILES:
-        for path in source.glob(pattern):
-            if path.is_file() and not (to / path.name).exists():
-                shutil.copy2(path, to / path.name)
+    places: dict[str, str] = {}
+    for number, own in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_tensors(to / name, own, tensors, {"format": "pt"})
+        places |= dict.fromkeys((entry.name for entry in own), name)
+    index = {"metadata": {"total_size": sum(map(element_bytes, entries))}, "weight_map": places}
+    (to / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _tokenizer_folder(asked: str, of_model: Path) -> Path | None:
-    """Where the tokenizer is that the model has learned with; bytes need none."""
-    if asked == "bytes":
-        return None
-    return of_model if asked == "auto" else Path(asked)
-
-
-@contextmanager
-def _without_bar() -> Iterator[None]:
-    """Transformers draws a bar for what takes a moment, on a terminal or not."""
-    logging: Any = importlib.import_module("transformers.utils.logging")
-    was_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_shown:
-            logging.enable_progress_bar()
+def _in_files(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[TensorEntry]]:
+    """The tensors of each file, in their order; in a file wide elements come first, as readers like it."""
+    files: list[list[TensorEntry]] = [[]]
+    free = shard_bytes
+    for entry in entries:
+        size = element_bytes(entry)
+        if size > free and files[-1]:
+            files.append([])
+            free = shard_bytes
+        files[-1].append(entry)
+        free -= size
+    return [sorted(own, key=lambda entry: -getattr(torch, entry.dtype).itemsize) for own in files]

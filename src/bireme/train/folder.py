@@ -3,14 +3,23 @@
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from bireme.errors import BiremeError
-from bireme.train.run_file import RunFile
+from bireme.files import write_text_atomically
+from bireme.train.run_file import (
+    RunFile,
+    load_run_file,
+    settings_within,
+    to_toml,
+    with_absolute_paths,
+    with_paths_within,
+)
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "load_asked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,23 @@ class RunFolder:
         return folder
 
     @property
+    def is_begun(self) -> bool:
+        """Whether a run has begun here."""
+        return all(one.is_file() for one in (self.run_file, self.plan, self.graph))
+
+    def load_run(self, sets: Sequence[str] = ()) -> RunFile:
+        """The run file of this run, with each `table.key=value` of `sets` in its place; paths are absolute.
+
+        Those in the file that begin with `./` are of this folder, wherever it is now.
+        """
+        own = settings_within(load_run_file(self.run_file), self.path)
+        return with_absolute_paths(load_run_file(self.run_file, [*own, *sets]), Path.cwd())
+
+    def write_run(self, run: RunFile) -> None:
+        """Write the run file, all keys and their values; it can be read when the folder has been moved."""
+        write_text_atomically(self.run_file, to_toml(with_paths_within(run, self.path)))
+
+    @property
     def run_file(self) -> Path:
         """The run file with all that was set and all defaults."""
         return self.path / "run.toml"
@@ -100,6 +126,11 @@ class RunFolder:
     def evaluation_graph(self) -> Path:
         """The model as it is evaluated."""
         return self.path / "evaluation-graph.json"
+
+    @property
+    def data(self) -> Path:
+        """Which data it is trained on."""
+        return self.path / "data.json"
 
     @property
     def metrics(self) -> Path:
@@ -134,3 +165,13 @@ class RunFolder:
     def checkpoints(self, run: RunFile) -> Path:
         """Where its checkpoints are."""
         return self.path / run.checkpoint.folder
+
+
+def load_asked(path: Path | None, sets: Sequence[str]) -> RunFile:
+    """The run that somebody asks for by a run file, or by none; its paths are absolute.
+
+    They are relative to where the command is called. The run file of a run that was begun is one too.
+    """
+    if path is not None and (folder := RunFolder(path.parent)).is_begun and path.name == folder.run_file.name:
+        return folder.load_run(sets)
+    return with_absolute_paths(load_run_file(path, sets), Path.cwd())

@@ -3,6 +3,8 @@
 A checkpoint says which batch comes next. That is the right one only if batches are what they were.
 """
 
+from collections.abc import Callable
+
 from pydantic import JsonValue
 
 from bireme.errors import BiremeError
@@ -11,27 +13,49 @@ from bireme.model.graph_file import graph_hash
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
-from bireme.train.run_file import RunFile, load_run_file
+from bireme.train.model import RunModel
+from bireme.train.rates import rate_factor
+from bireme.train.run_data import data_of
+from bireme.train.run_file import RunFile
+from bireme.train.same_data import (
+    DataIdentity,
+    check_same_data,
+    data_identity,
+    identity_from,
+    load_identity,
+)
 
-__all__ = ["check_finds_checkpoints", "check_goes_on", "circumstances"]
+__all__ = ["check_data_here", "check_finds_checkpoints", "check_goes_on", "check_rate", "circumstances"]
 
-BATCH_SIZE, NUM_SAMPLES, OPTIMIZER = "batch_size", "num_samples", "optimizer"
+SAME_RATE = 0.01
+"""Rates that differ by no more than this part of the higher one are not worth a word."""
+
+BATCH_SIZE, NUM_SAMPLES, OPTIMIZER, DATA = "batch_size", "num_samples", "optimizer", "data"
 
 
-def circumstances(run: RunFile, data: RunData) -> dict[str, JsonValue]:
+def circumstances(run: RunFile, identity: DataIdentity) -> dict[str, JsonValue]:
     """What a checkpoint keeps, beside the seed and the batch's number, of what it was made under."""
     return {
         BATCH_SIZE: run.training.batch_size,
-        NUM_SAMPLES: len(data.training),
+        NUM_SAMPLES: identity.num_samples,
         OPTIMIZER: run.training.optimizer,
+        DATA: identity.plain(),
     }
+
+
+def check_data_here(folder: RunFolder) -> None:
+    """Make the data of a run ready on this machine, and refuse others than rank 0 has found on its own."""
+    run = folder.load_run()
+    data, identity = data_of(run, RunModel.of(run, 1)), load_identity(folder.data)
+    if identity is not None:
+        check_same_data(identity, data_identity(run, data), data, f"{folder.path} on rank 0's machine")
 
 
 def check_finds_checkpoints(run: RunFile, folder: RunFolder) -> None:
     """Refuse a run that would look for its checkpoints elsewhere than they were written, and find none."""
     if not folder.run_file.is_file():
         return
-    before, now = folder.checkpoints(load_run_file(folder.run_file)), folder.checkpoints(run)
+    before, now = folder.checkpoints(folder.load_run()), folder.checkpoints(run)
     if now != before:
         raise BiremeError(
             f"The checkpoints of {folder.path} are in {before}, and checkpoint.folder is {now.name}: the run "
@@ -39,8 +63,49 @@ def check_finds_checkpoints(run: RunFile, folder: RunFolder) -> None:
         )
 
 
-def check_goes_on(checkpoint: Checkpoint, run: RunFile, graph: Graph, data: RunData) -> None:
-    """Refuse a checkpoint of another model, or of other data in another order."""
+def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Callable[[str], None]) -> None:
+    """Refuse to change the learning rate of a run that has done its steps, where only more are asked for.
+
+    `tell` gets a sentence where a run on its way goes on with another rate than it would have had.
+    """
+    if not folder.run_file.is_file() or not step:
+        return
+    old, new = folder.load_run().training, run.training
+    if (old.steps, old.schedule_steps) == (new.steps, new.schedule_steps) or new.steps <= step:
+        return
+    before, after = rate_factor(old)(min(step, old.steps - 1)), rate_factor(new)(step)
+    if abs(after - before) <= SAME_RATE * max(before, after):
+        return
+    had, has = (f"{factor * new.learning_rate:.3g}" for factor in (before, after))
+    asks = new.schedule_steps is not None
+    if step < old.steps or asks:
+        tell(
+            f"With training.steps = {new.steps} in the place of {old.steps}, the learning rate of the next "
+            f"step is {has} and not {had}."
+        )
+        return
+    raise BiremeError(
+        f"The learning rate of this run has come to its end, {had}, with step {old.steps}. With "
+        f"training.steps = {new.steps} alone its schedule would be stretched, and the rate go to {has} at "
+        f"once. Say what you want: --set training.schedule_steps={old.num_schedule_steps} goes on at {had}; "
+        "with --set training.after_schedule=restart beside it the rate warms up and falls once more; "
+        f"--set training.schedule_steps={new.steps} stretches the schedule."
+    )
+
+
+def check_goes_on(
+    checkpoint: Checkpoint,
+    folder: RunFolder,
+    run: RunFile,
+    graph: Graph,
+    data: RunData,
+    identity: DataIdentity,
+    tell: Callable[[str], None],
+) -> None:
+    """Refuse a checkpoint of another model, of other data, or of the same in another order.
+
+    `tell` gets a sentence where something cannot be known.
+    """
     manifest, where = checkpoint.manifest, checkpoint.folder
     # That of a graph for one size of micro-batches is another one for every size.
     if graph.any_batch and manifest.graph_hash != graph_hash(graph):
@@ -54,7 +119,7 @@ def check_goes_on(checkpoint: Checkpoint, run: RunFile, graph: Graph, data: RunD
             f"{where} has the state of {optimizer}, and training.optimizer is {run.training.optimizer}. Set "
             "it to what it was, or begin a new run."
         )
-    now = {"data.seed": run.data.seed, **_named(circumstances(run, data))}
+    now = {"data.seed": run.data.seed, **_named(circumstances(run, identity))}
     before = {"data.seed": manifest.seed, **_named(manifest.extra)}
     for name, value in now.items():
         if name in before and before[name] != value:
@@ -62,6 +127,17 @@ def check_goes_on(checkpoint: Checkpoint, run: RunFile, graph: Graph, data: RunD
                 f"{where} was written with {name} = {before[name]}, and now it is {value}, so samples would "
                 "be missed or come twice. Set it to what it was, or begin a new run."
             )
+    kept = manifest.extra.get(DATA)
+    known = load_identity(folder.data) if kept is None else identity_from(kept, str(where))
+    if known is None:
+        doubt = (
+            f"{folder.path} was begun by a Bireme that kept no digest of the data: see to it that "
+            f"{run.data.source} is what it was trained on."
+        )
+    else:
+        doubt = check_same_data(known, identity, data, str(where))
+    if doubt:
+        tell(doubt)
 
 
 def _named(position: dict[str, JsonValue]) -> dict[str, JsonValue]:

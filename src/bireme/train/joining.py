@@ -25,16 +25,15 @@ from bireme.runtime.failures import RankFailed
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import Backend, World
 from bireme.train.brake import NoProgressError
-from bireme.train.folder import RunFolder
+from bireme.train.folder import RunFolder, load_asked
 from bireme.train.gathered import Member, nodes_of, server_here
+from bireme.train.going_on import check_data_here
 from bireme.train.launching import DONE, Finished, finish
 from bireme.train.leading import Led, lead
-from bireme.train.model import RunModel
 from bireme.train.muster import Environment, Talk, muster, until
 from bireme.train.network_card import let_gloo_use_the_way_to
 from bireme.train.outcome import Outcome, RankOutcome
-from bireme.train.prepare import Prepared, data_of
-from bireme.train.run_file import load_run_file
+from bireme.train.prepare import Prepared
 from bireme.train.worker import Start, train_rank
 
 __all__ = ["join"]
@@ -143,7 +142,7 @@ class _Joined:
         """Rank 0's part of preparing. A mistake of anybody is said here, once, and then to the others."""
         talk, led, status = self._talk, None, 0
         try:
-            asked = load_run_file(run_file, sets)
+            asked = load_asked(run_file, sets)
             led = lead(self._environment, asked, nodes, self._servers(nodes), _tell)
             if led is not None:
                 orders = _orders(led)
@@ -222,8 +221,7 @@ class _Joined:
         firsts = [members[0].rank for members in nodes.values()]
         if self._environment.rank in firsts[1:]:
             # Rank 0 has made the data ready on its own machine; here the first one does.
-            run = load_run_file(folder.run_file)
-            data_of(run, RunModel.of(run, 1))
+            check_data_here(folder)
 
     def _train(self, orders: _Orders, num_local: int) -> None:
         """Train in the place that this process has, or wait until the others have."""

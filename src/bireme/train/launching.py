@@ -17,7 +17,7 @@ from typing import Any
 
 from bireme.runtime.launch import launch
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
-from bireme.train.export import export_checkpoint
+from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
 from bireme.train.loop import RECORDED
 from bireme.train.outcome import Outcome
@@ -80,8 +80,10 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
     sample = ""
     newest = newest_good(folder.checkpoints(prepared.run))
     if own.reason in DONE and newest is not None:
-        export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
-        sample = written(prepared.run, folder.model, prepared.data.tokenizer)
+        if prepared.run.export.at_end:
+            export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
+        weights = NewestWeights(prepared.graph, newest)
+        sample = written(prepared.run, weights, prepared.data.tokenizer)
     summary = summary_of(prepared, folder, outcomes, sample)
     summary.write(folder.summary)
     return Finished(summary, own.reason)

@@ -21,10 +21,10 @@ from bireme.files import write_text_atomically
 from bireme.report.progress import progress_bar
 from bireme.train.brake import NoProgressError, check_progress, note_start
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
-from bireme.train.export import exported_step
+from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.gathered import Member, cluster_of, places_in, ranks_on
-from bireme.train.going_on import check_finds_checkpoints, check_goes_on
+from bireme.train.going_on import check_finds_checkpoints, check_goes_on, check_rate
 from bireme.train.launching import first_words
 from bireme.train.loop import RECORDED
 from bireme.train.muster import Environment
@@ -71,9 +71,10 @@ def lead(
     checkpoint = None if begun is None else newest_good(begun.checkpoints(named), on_bad=tell)
     if begun is not None:
         at = 0 if checkpoint is None else checkpoint.manifest.step
-        if at >= named.training.steps and exported_step(begun.model) == at:
+        if has_ended(named, begun, at):
             tell(f"{begun.path} has done its {named.training.steps} steps. To train on, ask for more.")
             return None
+        check_rate(named, begun, at, tell)
         _check_progress(begun, at)
         tell(f"{begun.path} goes on behind step {at} of {named.training.steps}.")
     device = _device(named, nodes)
@@ -83,9 +84,9 @@ def lead(
         folder = begun
         with progress_bar("preparing") as progress:
             again = _with_source(settled, cluster, begun.cluster)
-            prepared = prepared_again(again, begun, progress, checkpoint)
+            prepared = prepared_again(again, begun, progress, checkpoint, tell)
     else:
-        prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint)
+        prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint, tell)
     if begun is not None:
         note_start(begun, at)
     ranks = ranks_on(prepared.machines.cluster, nodes)
@@ -190,7 +191,11 @@ def _begun(run: RunFile, environment: Environment) -> RunFolder | None:
 
 
 def _prepared_anew(
-    run: RunFile, cluster: Cluster | None, begun: RunFolder | None, checkpoint: Checkpoint | None
+    run: RunFile,
+    cluster: Cluster | None,
+    begun: RunFolder | None,
+    checkpoint: Checkpoint | None,
+    tell: Callable[[str], None],
 ) -> tuple[Prepared, RunFolder]:
     """The run with a new plan, and its folder with all that the other processes read."""
     with progress_bar("preparing") as progress, TemporaryDirectory() as scratch:
@@ -198,8 +203,8 @@ def _prepared_anew(
         if cluster is not None:
             save_cluster(cluster, path)
         prepared = prepare(_with_source(run, cluster, path), progress)
-    if checkpoint is not None:
-        check_goes_on(checkpoint, run, prepared.graph, prepared.data)
+    if checkpoint is not None and begun is not None:
+        check_goes_on(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
     prepared = replace(prepared, run=_with_source(run, cluster, folder.cluster))
     write_prepared(prepared, folder)

@@ -178,12 +178,15 @@ class Loop:
         return self._record_from + RECORDED
 
     @property
+    def _has_room(self) -> bool:
+        """Whether batches follow those that are recorded, or they are recorded however few there are."""
+        return self._recorded_end < self.run.training.steps or self.run.log.trace
+
+    @property
     def _records(self) -> bool:
-        """Whether the next window is recorded: an early one of the schedule that stays, if it is not the
-        last.
-        """
-        is_early = self._record_from <= self.step < self._recorded_end < self.run.training.steps
-        return self._to_record and self._later is None and is_early
+        """Whether the next window is recorded: an early one of the schedule that stays."""
+        is_early = self._record_from <= self.step < self._recorded_end
+        return self._to_record and self._later is None and is_early and self._has_room
 
     def _train_until(self, end: int) -> None:
         records = self._records

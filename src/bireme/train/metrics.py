@@ -13,18 +13,20 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
-from bireme.errors import BiremeError
+from bireme.documents import read_json_lines
 from bireme.train.tensorboard import TensorBoard
 
-__all__ = ["Metrics", "read_metrics"]
+__all__ = ["Metrics"]
+
+LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
+"""What some readers take for the end of a line. JSON leaves these as they are, but for others it escapes."""
 
 
 class Metrics:
     """Appends to the log of a run, whose clock goes on where it stopped before; from any thread."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
-        before = read_metrics(path) if path.exists() else []
-        self._offset_s = max((one["time_s"] for one in before), default=0.0)
+        self._offset_s = _last_time_s(path) if path.exists() else 0.0
         self._begin_s = perf_counter()
         self._lock = Lock()
         self._file = FileIO(path, "ab")
@@ -50,7 +52,7 @@ class Metrics:
         line = {"kind": kind, "step": step, "time_s": round(self.time_s, 4), **values}
         text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n"
         with self._lock:
-            self._waiting += text.encode()
+            self._waiting += text.translate(LINE_ENDS).encode()
             self._write()
         if self._board is not None:
             self._board.note(kind, step, values)
@@ -71,17 +73,10 @@ class Metrics:
             self.failure = str(error.strerror or error)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log. A last one that is not whole is what a killed run leaves, and left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise BiremeError(f"{path} cannot be read: line {number} is no JSON.") from None
-    return found
+def _last_time_s(path: Path) -> float:
+    """When the last line was written, as far as the log can be read: no log keeps a run from going on."""
+    times = (one.get("time_s") for one in read_json_lines(path, start="start").records.values())
+    return max((float(one) for one in times if isinstance(one, int | float)), default=0.0)
 
 
 def _cut_half_line(path: Path) -> None:

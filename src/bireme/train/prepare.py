@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
-from bireme.cluster.cluster_file import save_cluster
+from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
-from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
-from bireme.model.graph_file import load_graph, save_graph
+from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
@@ -35,7 +34,8 @@ from bireme.train.going_on import check_goes_on
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
-from bireme.train.run_file import RunFile, load_run_file, to_toml
+from bireme.train.run_file import RunFile
+from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.tensorboard import check_tensorboard
 
 __all__ = ["Prepared", "data_of", "prepare", "prepared_again", "wishes_of", "write_prepared"]
@@ -58,13 +58,14 @@ class Prepared:
     answer: Answer | None
     profile: Profile | None
     data: RunData
+    identity: DataIdentity
 
 
 def prepare(run: RunFile, progress: Progress) -> Prepared:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`."""
     check_tensorboard(is_asked=run.log.tensorboard)
     progress(0.0, "loading the model")
-    machines = machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
+    machines = _machines(run)
     _check_devices(run, machines)
     sizes = _micro_batches(run)
     model = RunModel.of(run, max(sizes))
@@ -82,45 +83,100 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
         measured = _measured(run, model, machines, sizes, progress)
         answer = _planned(run, measured, machines, progress)
         plan = saved_plan(answer, planned_units(measured))
-    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data)
+    identity = data_identity(run, data)
+    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, identity)
 
 
 def prepared_again(
-    run: RunFile, folder: RunFolder, progress: Progress, checkpoint: Checkpoint | None = None
+    run: RunFile,
+    folder: RunFolder,
+    progress: Progress,
+    checkpoint: Checkpoint | None,
+    tell: Callable[[str], None],
 ) -> Prepared:
     """A run that was begun, ready to go on from a checkpoint: with its own plan, unless what that rests on
-    was changed.
+    was changed. `tell` is for sentences to people.
     """
     check_tensorboard(is_asked=run.log.tensorboard)
-    before = load_run_file(folder.run_file)
-    if run == before or _rests_on(run) == _rests_on(before):
-        progress(0.0, "reading the run")
-        machines = machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
+    progress(0.0, "reading the run")
+    if _keeps_plan(run, folder):
+        machines = _machines(run)
         measured = load_profile(folder.profile) if folder.profile.is_file() else None
         graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
-        data = data_of(run, RunModel.of(run, 1), progress)
+        data, plan = data_of(run, RunModel.of(run, 1), progress), load_plan(folder.plan)
         _check_samples(data, graph)
-        found = Prepared(run, machines, graph, evaluation, load_plan(folder.plan), None, measured, data)
+        identity = data_identity(run, data)
+        found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity)
     else:
+        tell("What the plan rests on was changed, so a new one is made.")
         found = prepare(run, progress)
     if checkpoint is not None:
-        check_goes_on(checkpoint, run, found.graph, found.data)
+        check_goes_on(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder)
     return found
 
 
-def _rests_on(run: RunFile) -> tuple[object, ...]:
-    """What a plan is made from."""
-    return run.model, run.data.length, run.training.batch_size, run.training.optimizer, run.plan, run.cluster
+def _keeps_plan(run: RunFile, folder: RunFolder) -> bool:
+    """Whether the plan in a run's folder is still one for the run: nothing that it was made from changed."""
+    before = folder.load_run()
+    if run == before:
+        return True
+    return (
+        _planned_from(run) == _planned_from(before)
+        and _has_same_devices(run, before, folder)
+        and _has_same_model(run, before, folder)
+    )
+
+
+def _planned_from(run: RunFile) -> tuple[object, ...]:
+    """What a plan is made from, but for the model and the devices."""
+    return (
+        run.plan,
+        run.model.dtype,
+        run.model.loss,
+        run.data.length,
+        run.training.batch_size,
+        run.training.optimizer,
+    )
+
+
+def _has_same_devices(run: RunFile, before: RunFile, folder: RunFolder) -> bool:
+    """Whether a run has the devices that it had, however they are written."""
+    timeless = {"timeout_s": before.cluster.timeout_s}
+    if run.cluster.model_copy(update=timeless) == before.cluster:
+        return True
+    found, known = _machines(run), read_cluster(folder.cluster)
+    try:
+        old = _machines(before)
+    except BiremeError:
+        return False  # what it had is not there any more
+    is_same = found.cluster == known
+    if run.cluster.source is None and before.cluster.source is None:
+        is_same = found.cluster.num_devices == known.num_devices
+    return is_same and (found.device, found.backend, found.threads) == (old.device, old.backend, old.threads)
+
+
+def _has_same_model(run: RunFile, before: RunFile, folder: RunFolder) -> bool:
+    """Whether a model that is named otherwise, as after it was moved, is the one that was planned for."""
+    if run.model.source == before.model.source:
+        return True
+    known = load_graph(folder.graph)
+    found = RunModel.of(run, known.batch).training.graph(known.batch)
+    return graph_hash(found) == graph_hash(known)
+
+
+def _machines(run: RunFile) -> Machines:
+    return machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
 
 
 def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
     """Write what the processes of a run read, and what people may want to look up."""
-    write_text_atomically(folder.run_file, to_toml(prepared.run))
+    folder.write_run(prepared.run)
     write_plan(folder.plan, prepared.plan)
     save_graph(prepared.graph, folder.graph)
     save_graph(prepared.evaluation, folder.evaluation_graph)
     save_cluster(prepared.machines.cluster, folder.cluster)
+    write_identity(folder.data, prepared.identity)
     if prepared.profile is not None:
         save_profile(prepared.profile, folder.profile)
 

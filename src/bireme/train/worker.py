@@ -30,7 +30,8 @@ from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import data_of
 from bireme.train.rates import rate_factor
-from bireme.train.run_file import RunFile, load_run_file
+from bireme.train.run_file import RunFile
+from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.screen import Screen
 from bireme.train.stops import Stops
 from bireme.train.warmup import delayed_from, flush_twin
@@ -64,7 +65,7 @@ def train_rank(world: World, start: Start) -> Outcome:
     if start.threads is not None:
         torch.set_num_threads(start.threads)
     folder = RunFolder.of(start.folder)
-    run = load_run_file(folder.run_file)
+    run = folder.load_run()
     # From here on, so that who is told to stop while it makes its model does not just die.
     with (stops := _stops(run, world)).listening():
         model = RunModel.of(run, run.plan.micro_batch or 1)
@@ -204,8 +205,13 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),
-        extra=circumstances(part.run, part.data),
+        extra=circumstances(part.run, _identity(part)),
     )
+
+
+def _identity(part: _Part) -> DataIdentity:
+    """What the folder says, which was written before any process started: nobody reads the data twice."""
+    return load_identity(part.folder.data) or data_identity(part.run, part.data)
 
 
 def _silent(_kind: str, _step: int, **_values: Any) -> None:

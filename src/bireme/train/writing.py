@@ -1,15 +1,13 @@
 """A sample of what a trained language model writes."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from bireme.model.sources import load_source
 from bireme.train.data.tokenizer import Tokenizer
-from bireme.train.export import WEIGHTS
+from bireme.train.export import NewestWeights
 from bireme.train.run_file import RunFile
 
 __all__ = ["written"]
@@ -20,15 +18,15 @@ LARGEST_BYTES = 8 * 2**30
 """Of a model that is loaded whole only to write a sample."""
 
 
-def written(run: RunFile, folder: Path, tokenizer: Tokenizer | None) -> str:
-    """What the model in a folder writes behind the run's prompt; nothing where it does not write text."""
-    path = folder / WEIGHTS
-    if tokenizer is None or not run.log.sample_tokens or not path.is_file():
-        return ""
-    if path.stat().st_size > LARGEST_BYTES:
+@torch.no_grad()
+def written(run: RunFile, weights: NewestWeights, tokenizer: Tokenizer | None) -> str:
+    """What the model writes behind the run's prompt; nothing where it does not write text, or is large."""
+    if tokenizer is None or not run.log.sample_tokens or weights.num_bytes > LARGEST_BYTES:
         return ""
     model: Any = load_source(run.model.source, length=run.data.length, device="cpu", training=False).model
-    model.load_state_dict(load_file(str(path)), strict=False)
+    own = model.state_dict()
+    for name in weights.keys() & own.keys():
+        own[name].copy_(weights[name])
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
@@ -36,7 +34,6 @@ def written(run: RunFile, folder: Path, tokenizer: Tokenizer | None) -> str:
     return tokenizer.decode(ids)
 
 
-@torch.no_grad()
 def _continued(model: Any, first: list[int], count: int, context: int, tokenizer: Tokenizer) -> list[int]:
     """Token by token, each drawn from what the model expects behind the last `context` of them."""
     generator = torch.Generator().manual_seed(0)

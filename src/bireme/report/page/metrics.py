@@ -4,7 +4,6 @@ A run that was killed may have left half a line, at the end or just before it wa
 passed over. What a resumed run trained again replaces what was known of these steps.
 """
 
-import json
 import math
 from array import array
 from bisect import bisect_right
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 
 __all__ = [
@@ -158,40 +158,16 @@ class Metrics:
 
 def read_metrics(path: Path) -> Metrics:
     """The file of a run that is going on, has ended, or was killed."""
-    try:
-        with path.open("rb") as file:
-            lines = file.read().split(b"\n")
-    except OSError as error:
-        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    log = read_json_lines(path, start="start")
+    if log.damaged:
+        raise BiremeError(
+            f"Line {log.damaged[0]} of {path} is not a JSON object, and more lines follow it. Take it out of "
+            "the file."
+        )
     reading = _Reading(path)
-    broken: BiremeError | None = None
-    for place, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = _record(line, path, place)
-        except BiremeError as error:
-            if broken is not None:
-                raise broken from None
-            broken = error
-            continue
-        if broken is not None and record.get("kind") != "start":
-            raise broken
-        broken = None
+    for place, record in log.records.items():
         reading.take(record, place)
     return reading.metrics()
-
-
-def _record(line: bytes, path: Path, place: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise BiremeError(
-            f"Line {place} of {path} is not a JSON object, and more lines follow it. Take it out of the file."
-        )
-    return record
 
 
 class _Reading:

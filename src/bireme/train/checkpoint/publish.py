@@ -3,7 +3,7 @@
 The name `step-…` is given last, when all of the draft is on the disk and was read back.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import bireme
 from bireme.errors import BiremeError
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.agreement import Report
-from bireme.train.checkpoint.checkpoint import find_checkpoints, step_folder, step_of
+from bireme.train.checkpoint.checkpoint import find_checkpoints, open_checkpoint, step_folder, step_of
 from bireme.train.checkpoint.folder import retire
 from bireme.train.checkpoint.manifest import (
     CheckpointMeta,
@@ -23,7 +23,7 @@ from bireme.train.checkpoint.manifest import (
     write_manifest,
 )
 
-__all__ = ["Draft", "delete_old", "publish", "refuse_foreign"]
+__all__ = ["Draft", "delete_old", "keepable", "publish", "refuse_foreign"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,33 @@ def publish(draft: Draft, reports: Sequence[Report], folder: Path, damaged: Coll
         retire(target)
         raise
     return manifest
+
+
+def keepable(
+    folder: Path, newest: int, keep: int, damaged: Collection[Path], is_over: Callable[[], bool]
+) -> list[int]:
+    """Steps of the `keep` most recent whole checkpoints up to `newest`, which is known to be whole, rising.
+
+    Each of the others is read back. There are fewer than `keep` steps in the result if no more than `keep`
+    checkpoints are there (then none is read), if too few of them are whole, or if `is_over` says so.
+    """
+    found = [path for path in find_checkpoints(folder) if path not in damaged]
+    good = [newest]
+    if len(found) <= keep:
+        return good
+    for path in reversed(found):
+        if len(good) == keep or is_over():
+            break
+        if step_of(path) < newest and _is_whole(path):
+            good.insert(0, step_of(path))
+    return good
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return not open_checkpoint(path).damage()
+    except BiremeError:
+        return False
 
 
 def delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path]) -> None:

@@ -21,7 +21,7 @@ from bireme.errors import BiremeError
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import FileEntry, TensorEntry
 
-__all__ = ["SavedTensors", "write_shard"]
+__all__ = ["SavedTensors", "element_bytes", "tensor_entry", "write_shard", "write_tensors"]
 
 CODES = {
     torch.float64: "F64",
@@ -54,36 +54,71 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """
     # The widest elements come first, so that each tensor lies at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header = _header(names, tensors)
-    digest = hashlib.sha256(header)
-    num_bytes = len(header)
+    entries = [tensor_entry(name, tensors[name]) for name in names]
+    digest = write_tensors(path, entries, tensors)
+    return FileEntry(name=path.name, num_bytes=digest.num_bytes, sha256=digest.sha256, tensors=entries)
+
+
+def write_tensors(
+    path: Path,
+    entries: Sequence[TensorEntry],
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, str] | None = None,
+) -> disk.FileDigest:
+    """Write a new file of these tensors in this order, and return when it is on the disk.
+
+    Each is asked for when it is to be written, and is let go of before the next one: a mapping that reads
+    them only then never has more than one in memory.
+    """
+    header = _header(entries, about or {})
+    digest, num_bytes = hashlib.sha256(header), len(header)
     with disk.create(path) as file:
         disk.write(file, memoryview(header))
-        for name in names:
-            data = _bytes_of(tensors[name])
+        for entry in entries:
+            data = _checked_bytes(entry, tensors[entry.name])
             num_bytes += len(data)
             for begin in range(0, len(data), disk.CHUNK_BYTES):
-                chunk = data[begin : begin + disk.CHUNK_BYTES]
-                digest.update(chunk)
-                disk.write(file, chunk)
+                digest.update(data[begin : begin + disk.CHUNK_BYTES])
+                disk.write(file, data[begin : begin + disk.CHUNK_BYTES])
+            del data
         disk.sync(file)
-    entries = [_entry(name, tensors[name]) for name in names]
-    return FileEntry(name=path.name, num_bytes=num_bytes, sha256=digest.hexdigest(), tensors=entries)
+    return disk.FileDigest(num_bytes, digest.hexdigest())
 
 
-def _header(names: Sequence[str], tensors: Mapping[str, Tensor]) -> bytes:
-    places: dict[str, object] = {}
+def _checked_bytes(entry: TensorEntry, tensor: Tensor) -> memoryview:
+    """The bytes of a tensor that must be what the header says."""
+    found = tensor_entry(entry.name, tensor)
+    if found != entry:
+        raise BiremeError(
+            f"{entry.name} was to be {entry.dtype} {entry.shape}, and is {found.dtype} {found.shape}."
+        )
+    return _bytes_of(tensor)
+
+
+def _header(entries: Sequence[TensorEntry], about: Mapping[str, str]) -> bytes:
+    places: dict[str, object] = {"__metadata__": dict(about)} if about else {}
     begin = 0
-    for name in names:
-        tensor = tensors[name]
-        end = begin + tensor.numel() * tensor.element_size()
-        code = CODES.get(tensor.dtype)
-        shape = [end - begin] if code is None else list(tensor.shape)
-        places[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [begin, end]}
+    for entry in entries:
+        end = begin + element_bytes(entry)
+        code = CODES.get(_type_of(entry))
+        shape = [end - begin] if code is None else entry.shape
+        places[entry.name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(places, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEAD_BYTES)
     return len(text).to_bytes(HEAD_BYTES, "little") + text
+
+
+def element_bytes(entry: TensorEntry) -> int:
+    """The bytes of a tensor's elements."""
+    return prod(entry.shape) * _type_of(entry).itemsize
+
+
+def _type_of(entry: TensorEntry) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BiremeError(f"torch {torch.__version__} has no type {entry.dtype}, which {entry.name} is of.")
+    return dtype
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -91,7 +126,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return plain.view(torch.uint8).numpy().data
 
 
-def _entry(name: str, tensor: Tensor) -> TensorEntry:
+def tensor_entry(name: str, tensor: Tensor) -> TensorEntry:
+    """What a file says of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorEntry(name=name, dtype=dtype, shape=list(tensor.shape))
 

@@ -25,7 +25,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, step_folder
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved, CheckpointWarning
 from bireme.train.checkpoint.folder import Hold, draft_folder, remove_leftovers, wait_for_token
 from bireme.train.checkpoint.manifest import CheckpointMeta, FileEntry, plain_extra
-from bireme.train.checkpoint.publish import Draft, delete_old, publish, refuse_foreign
+from bireme.train.checkpoint.publish import Draft, delete_old, keepable, publish, refuse_foreign
 from bireme.train.checkpoint.shard import write_shard
 
 __all__ = ["CheckpointWriter"]
@@ -45,7 +45,8 @@ class CheckpointWriter:
 
     `on_event` is called in the writer's thread; an exception of it comes out of the next call of a method.
     At least the newest `keep` good checkpoints stay; older ones are deleted once that many newer ones were
-    verified by this run. `timeout_s` is how long a rank waits for another's part.
+    verified by this run, which begins with those that it finds. `timeout_s` is how long a rank waits for
+    another's part.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class CheckpointWriter:
         self._hold: Hold | None = None
         self._is_closed = False
         self._token = self._open(resumed_from) if rank == 0 else self._follow()
+        if self._good and rank == 0:
+            self._start(self._clean_up, "clean-up")
 
     def __enter__(self) -> Self:
         return self
@@ -122,10 +125,7 @@ class CheckpointWriter:
         draft = Draft(step, snapshot.clip_scale, name, path, meta)
         self._tensors = snapshot.tensors
         stall_s = copied_s + time.monotonic() - called_s
-        self._thread = threading.Thread(
-            target=self._work, args=(draft, stall_s), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._start(lambda: self._work(draft, stall_s), "checkpoint")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being written any more; whether that is so."""
@@ -190,6 +190,26 @@ class CheckpointWriter:
         self._on_event(CheckpointWarning(self.newest_step or 0, text))
 
     # In the writer's thread.
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        self._thread = threading.Thread(target=work, name=name, daemon=True)
+        self._thread.start()
+
+    def _clean_up(self) -> None:
+        """Delete what runs that were killed have left beyond `keep`.
+
+        Older checkpoints go only once `keep` newer ones were read back, so those are read first. Where there
+        are no more than that, nothing is read.
+        """
+        try:
+            good = keepable(self.folder, self._good[-1], self.keep, self._damaged, lambda: self._is_closed)
+            if len(good) == self.keep:
+                self._good = good
+                self._delete_old(good[-1])
+        except BiremeError as error:
+            self._on_event(CheckpointWarning(self._good[-1], str(error)))
+        except BaseException as error:
+            self._event_error = error
 
     def _work(self, draft: Draft, stall_s: float) -> None:
         try:

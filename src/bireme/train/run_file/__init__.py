@@ -1,11 +1,13 @@
 """`run.toml`: what `bireme train` is to do, as a file that people write."""
 
+from bireme.train.run_file.paths import settings_within, with_absolute_paths, with_paths_within
 from bireme.train.run_file.reference import reference_markdown
 from bireme.train.run_file.run import RunFile, load_run_file
 from bireme.train.run_file.tables import (
     LOSSES,
     Checkpoints,
     Data,
+    Export,
     Log,
     Machines,
     Model,
@@ -19,6 +21,7 @@ __all__ = [
     "LOSSES",
     "Checkpoints",
     "Data",
+    "Export",
     "Log",
     "Machines",
     "Model",
@@ -29,5 +32,8 @@ __all__ = [
     "commented_toml",
     "load_run_file",
     "reference_markdown",
+    "settings_within",
     "to_toml",
+    "with_absolute_paths",
+    "with_paths_within",
 ]

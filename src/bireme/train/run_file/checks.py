@@ -68,12 +68,21 @@ def _check_rates(training: Training) -> None:
             "training.warmup_fraction is None, and so is training.warmup_steps. Give one of them; 0 is no "
             "warm-up."
         )
-    if training.num_warmup_steps > training.steps:
+    name = "steps" if training.schedule_steps is None else "schedule_steps"
+    if training.num_warmup_steps > training.num_schedule_steps:
         raise BiremeError(
-            f"training.warmup_steps is {training.num_warmup_steps}, but training.steps is {training.steps}"
-            ": the learning rate would never reach its height. Make warm-up shorter, or train longer."
+            f"training.warmup_steps is {training.num_warmup_steps}, but training.{name} is "
+            f"{training.num_schedule_steps}: the learning rate would never reach its height. Make warm-up "
+            "shorter, or train longer."
         )
-    warm = training.num_warmup_steps / training.steps
+    left = training.steps - training.num_schedule_steps
+    if training.after_schedule == "restart" and 0 < left < (training.warmup_steps or 0):
+        raise BiremeError(
+            f'training.after_schedule is "restart", but after training.schedule_steps = '
+            f"{training.schedule_steps} there are {left} steps left, fewer than training.warmup_steps = "
+            f"{training.warmup_steps}. Make warm-up shorter, or train longer."
+        )
+    warm = training.num_warmup_steps / training.num_schedule_steps
     if training.warmup_fraction is not None:
         warm = training.warmup_fraction
     # Shares that are one together in decimals may be a last bit more in binary.

@@ -49,7 +49,11 @@ string where it is none; an empty one, as in `--set plan.depth=`, takes the key 
 holds. The last setting of a key counts.
 
 A key that is not known is refused with the nearest right name, and so are keys that contradict each other:
-the run does not begin. Paths are relative to the folder that `bireme train` is called in.
+the run does not begin.
+
+Paths are relative to the folder that `bireme train` is called in. The `run.toml` that a run keeps in its own
+folder has them absolute, so that `bireme resume` works from anywhere; those that begin with `./` are within
+that folder, wherever it is moved.
 """
 
 

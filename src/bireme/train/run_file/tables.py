@@ -14,6 +14,7 @@ __all__ = [
     "LOSSES",
     "Checkpoints",
     "Data",
+    "Export",
     "Log",
     "Machines",
     "Model",
@@ -193,6 +194,16 @@ class Training(_Table):
         description="The learning rate after warm-up; wsd (warm up, stay, decay) is constant until its "
         "last part",
     )
+    schedule_steps: Steps | None = Field(
+        default=None,
+        description="Steps that the schedule of the learning rate goes over; all of them if not set",
+        examples=[300],
+    )
+    after_schedule: Literal["hold", "restart"] = Field(
+        default="hold",
+        description="What follows where schedule_steps are fewer than steps: hold keeps the last rate, "
+        "restart has the schedule again, warm-up included, over the steps that are left",
+    )
     warmup_steps: StepsOrNever | None = Field(
         default=None, description="Steps in which the learning rate rises from near 0", examples=[10]
     )
@@ -237,7 +248,12 @@ class Training(_Table):
         """The steps of warm-up, whichever way they are given."""
         if self.warmup_steps is not None:
             return self.warmup_steps
-        return round((self.warmup_fraction or 0.0) * self.steps)
+        return round((self.warmup_fraction or 0.0) * self.num_schedule_steps)
+
+    @property
+    def num_schedule_steps(self) -> int:
+        """The steps that the schedule of the learning rate goes over."""
+        return self.steps if self.schedule_steps is None else self.schedule_steps
 
 
 class Penalties(_Table):
@@ -364,6 +380,20 @@ class Checkpoints(_Table):
     at_end: bool = Field(default=True, description="Write one after the last step")
 
 
+class Export(_Table):
+    """`[export]`."""
+
+    at_end: bool = Field(
+        default=True,
+        description="Write the trained model into the run's folder at the end; bireme export does so at any "
+        "time",
+    )
+    shard_bytes: Annotated[int, Field(ge=1)] = Field(
+        default=4_000_000_000,
+        description="Most bytes of weights in a file; a larger model is several files and an index",
+    )
+
+
 class Log(_Table):
     """`[log]`."""
 
@@ -375,7 +405,11 @@ class Log(_Table):
     )
     every_steps: Steps = Field(default=10, description="Steps between lines of the log")
     tensorboard: bool = Field(default=False, description="Write the curves for TensorBoard too")
-    trace: bool = Field(default=False, description="Record a few batches, for a picture of the pipeline")
+    trace: bool = Field(
+        default=False,
+        description="Record batches for a picture of the pipeline even in a run of so few steps that none "
+        "would be; longer runs always record a few early ones",
+    )
     sample_tokens: Annotated[int, Field(ge=0, le=10**6)] = Field(
         default=200, description="Tokens of text that the model writes at the end; 0 is none"
     )
@@ -392,4 +426,5 @@ class Tables(_Table):
     plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
     cluster: Machines = Field(default_factory=Machines, description="Where it runs.")
     checkpoint: Checkpoints = Field(default_factory=Checkpoints, description="What a run goes on from.")
+    export: Export = Field(default_factory=Export, description="The trained model, as others load it.")
     log: Log = Field(default_factory=Log, description="What a run leaves to look at.")

@@ -1,0 +1,113 @@
+"""The keys of a run file that name files and folders: made absolute, and kept short in a run's own folder.
+
+A run that was begun must find what it began with wherever `bireme resume` is called. So its `run.toml` has
+absolute paths, and for what lies in its own folder paths within that, which stay right when it is moved.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from bireme.train.run_file.run import RunFile
+from bireme.train.run_file.text import toml_value
+
+__all__ = ["settings_within", "with_absolute_paths", "with_paths_within"]
+
+
+class _Place(NamedTuple):
+    """A value with a path in it, in three parts."""
+
+    before: str
+    path: str
+    after: str
+
+
+FUNCTION = re.compile(r"((?:python:)?)(.+\.py)(:\w+)")
+MODULE = re.compile(r"(?:python:)?[A-Za-z_][\w.]*:\w+")
+
+
+def _plain(text: str) -> _Place:
+    return _Place("", text, "")
+
+
+def _of_model(text: str) -> _Place | None:
+    return _Place("hf:", text.removeprefix("hf:"), "") if text.startswith("hf:") else None
+
+
+def _of_data(text: str) -> _Place | None:
+    function = FUNCTION.fullmatch(text)
+    if function is not None:
+        return _Place(function[1], function[2], function[3])
+    return None if text == "stdlib" or MODULE.fullmatch(text) else _plain(text)
+
+
+def _of_tokenizer(text: str) -> _Place | None:
+    return None if text in ("bytes", "auto") else _plain(text)
+
+
+KEYS: dict[tuple[str, str], Callable[[str], _Place | None]] = {
+    ("model", "source"): _of_model,
+    ("data", "source"): _of_data,
+    ("data", "evaluation_source"): _of_data,
+    ("data", "tokenizer"): _of_tokenizer,
+    ("plan", "file"): _plain,
+    ("cluster", "source"): _plain,
+    ("log", "folder"): _plain,
+}
+"""Each key that may name a path, and how to find it in the value."""
+
+HERE = "./"
+
+MADE = ("log", "folder")
+"""It need not be there. Of the others, what is not there is left as it was written: it may be no path."""
+
+
+def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
+    """The run with the paths absolute that were written in the folder `base`."""
+
+    def placed(key: tuple[str, str], text: str) -> str | None:
+        found = base.absolute() / Path(text).expanduser()
+        return str(found) if key == MADE or found.exists() else None
+
+    return _with_paths(run, placed)
+
+
+def with_paths_within(run: RunFile, folder: Path) -> RunFile:
+    """The run with paths that begin with `./` for what lies in `folder`, which is its own."""
+    inside = folder.resolve()
+
+    def placed(key: tuple[str, str], text: str) -> str | None:
+        path = Path(text)
+        is_inside = key != MADE and path.is_absolute() and path.resolve().is_relative_to(inside)
+        return f"{HERE}{path.resolve().relative_to(inside).as_posix()}" if is_inside else None
+
+    return _with_paths(run, placed)
+
+
+def settings_within(run: RunFile, folder: Path) -> list[str]:
+    """A `table.key=value` for each path that is one within `folder`, where this run file lies."""
+
+    def placed(_key: tuple[str, str], text: str) -> str | None:
+        found = folder.absolute() / text
+        return str(found) if text.startswith(HERE) and found.exists() else None
+
+    changed = _with_paths(run, placed)
+    return [
+        f"{table}.{key}={toml_value(value)}"
+        for table, key in KEYS
+        if (value := getattr(getattr(changed, table), key)) != getattr(getattr(run, table), key)
+    ]
+
+
+def _with_paths(run: RunFile, placed: Callable[[tuple[str, str], str], str | None]) -> RunFile:
+    """The run with each path as `placed` has it, or as it was where that is None."""
+    for name, key in KEYS:
+        table = getattr(run, name)
+        text = getattr(table, key)
+        place = None if text is None else KEYS[name, key](text)
+        path = None if place is None else placed((name, key), place.path)
+        if place is not None and path is not None:
+            changed = table.model_copy(update={key: f"{place.before}{path}{place.after}"})
+            run = run.model_copy(update={name: changed})
+    return run
