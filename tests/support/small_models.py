@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bireme.model.capture import capture
 from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph
+from bireme.model.part import WHOLE, Part
 from bireme.model.sources import load_source
 from bireme.model.stage import Resolve, StageFunction, stage_function, torch_operator
 from bireme.model.units import Unit, units_of
@@ -93,14 +94,20 @@ def chained(modules: nn.Sequential, example: Mapping[str, Tensor], loss: Any) ->
 
 
 @cache
-def gpt(text: str, dtype: str = "float64") -> Model:
-    """A GPT of width 16, made once in a process."""
-    source = load_source(f"gpt:{text},width=16,heads=2,vocab={VOCAB},context={CONTEXT}", batch=2, dtype=dtype)
+def gpt(text: str, dtype: str = "float64", part: Part = WHOLE) -> Model:
+    """A GPT of width 16, made once in a process, of which a part learns."""
+    sizes = f"gpt:{text},width=16,heads=2,vocab={VOCAB},context={CONTEXT}"
+    source = load_source(sizes, batch=2, dtype=dtype, part=part)
     graph = capture(source.model, source.example_inputs)
     names = [state.name for state in (*graph.parameters, *graph.buffers)]
+
+    def of_base(names: Sequence[str]) -> dict[str, Tensor]:
+        return materialise(source.base, names, seed=3)
+
+    given = of_base if source.adapter is None else source.adapter.weights(graph, of_base, seed=3)
     return Model(
         graph,
-        materialise(source.model, names, seed=3),
+        {name: tensor.to(getattr(torch, dtype)) for name, tensor in given(names).items()},
         capture(source.model, source.example_inputs, training=False),
         count=num_tokens,
     )
