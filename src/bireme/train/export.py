@@ -48,8 +48,14 @@ def exported_step(folder: Path) -> int | None:
         return None
 
 
-def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path) -> None:
-    """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all."""
+def export_checkpoint(
+    run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path, *, merged: bool | None = None
+) -> None:
+    """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all.
+
+    Of a run with an adapter that is the adapter alone, or with `merged` the whole model with the adapter
+    added to its weights; None leaves it to the run file.
+    """
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(mkdtemp(prefix=f".{to.name}-", dir=to.parent))
@@ -57,7 +63,13 @@ def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Pa
         raise BiremeError(f"The model cannot be written to {to}: {error.strerror or error}.") from error
     try:
         weights = newest_weights(graph, checkpoint)
-        if run.model.source.startswith("hf:"):
+        adapter = load_source(run.model.source, part=run.model.part).adapter if run.model.part.lora else None
+        if adapter is not None and (run.model.lora.merge if merged is None else merged):
+            weights, graph = adapter.merged(weights), adapter.base_graph(graph)
+            adapter = None
+        if adapter is not None:
+            adapter.save(weights, draft, base=_base_of(run))
+        elif run.model.source.startswith("hf:"):
             _as_transformers(run, graph, weights, draft)
         else:
             save_file(weights, str(draft / WEIGHTS), metadata={"format": "pt"})
@@ -71,6 +83,12 @@ def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Pa
         raise BiremeError(f"The model cannot be written to {to}: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _base_of(run: RunFile) -> str:
+    """Where the weights lie that an adapter belongs to, as peft looks for them."""
+    kind, _, rest = run.model.source.partition(":")
+    return str(Path(rest).resolve()) if kind == "hf" else run.model.source
 
 
 def _as_transformers(run: RunFile, graph: Graph, weights: Mapping[str, Tensor], to: Path) -> None:

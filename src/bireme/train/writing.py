@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bireme.model.lora import ADAPTER_CONFIG, peft_library
 from bireme.model.sources import load_source
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.export import WEIGHTS
@@ -22,18 +23,31 @@ LARGEST_BYTES = 8 * 2**30
 
 def written(run: RunFile, folder: Path, tokenizer: Tokenizer | None) -> str:
     """What the model in a folder writes behind the run's prompt; nothing where it does not write text."""
-    path = folder / WEIGHTS
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    path = (Path(run.model.source.partition(":")[2]) if is_adapter else folder) / WEIGHTS
     if tokenizer is None or not run.log.sample_tokens or not path.is_file():
         return ""
     if path.stat().st_size > LARGEST_BYTES:
         return ""
+    model = _adapted(path.parent, folder) if is_adapter else _whole(run, path)
+    first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
+    ids = _continued(model, first, run.log.sample_tokens, run.data.length, tokenizer)
+    return tokenizer.decode(ids)
+
+
+def _whole(run: RunFile, path: Path) -> Any:
     model: Any = load_source(run.model.source, length=run.data.length, device="cpu", training=False).model
     model.load_state_dict(load_file(str(path)), strict=False)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
-    first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
-    ids = _continued(model, first, run.log.sample_tokens, run.data.length, tokenizer)
-    return tokenizer.decode(ids)
+    return model
+
+
+def _adapted(base: Path, adapter: Path) -> Any:
+    """The model of a folder with an exported adapter, as peft puts them together."""
+    kind = type(load_source(f"hf:{base}").model)
+    model: Any = kind.from_pretrained(str(base), local_files_only=True, dtype=torch.float32)  # type: ignore[attr-defined]
+    return peft_library().PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
 @torch.no_grad()
