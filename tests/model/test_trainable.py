@@ -7,6 +7,8 @@ from bireme.errors import BiremeError
 from bireme.model.part import Part
 from bireme.model.sources import load_source
 from bireme.model.trainable import choose_trainable
+from bireme.train.model import RunModel
+from bireme.train.run_file import load_run_file
 
 GPT = "gpt:layers=2,width=8,heads=1,vocab=32,context=8"
 
@@ -53,3 +55,19 @@ def test_a_pattern_that_is_of_no_use_is_refused(part: Part, said: str) -> None:
     with pytest.raises(BiremeError) as caught:
         load_source(GPT, part=part)
     assert said in str(caught.value)
+
+
+def test_a_run_file_s_patterns_say_which_parameters_of_the_graph_learn() -> None:
+    patterns = 'model.train=["layers.1.*", "norm.*"]'
+    model = RunModel.of(load_run_file(None, [f"model.source={GPT}", patterns]), 2)
+    graph = model.training.graph(2)
+    model.check_loss(graph)
+    found = {state.name for state in graph.parameters if state.trainable}
+    assert found == {name for name in names(model.source.model) if name.startswith(("layers.1.", "norm."))}
+
+
+def test_a_loss_that_nothing_that_learns_has_a_part_in_is_refused() -> None:
+    model = RunModel.of(load_run_file(None, [f"model.source={GPT}"]), 2)
+    model.source.model.requires_grad_(False)
+    with pytest.raises(BiremeError, match="Nothing that learns has a part in the loss of gpt:"):
+        model.check_loss(model.training.graph(2))

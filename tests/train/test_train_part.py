@@ -67,16 +67,3 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     weights = {name: saved[f"weights/{name}"] for name in whole.parameters}
     buffers = {name: saved[f"buffers/{name}"] for name in whole.buffers}
     return whole(weights, buffers, inputs)["logits"]
-
-
-def test_what_is_frozen_is_exported_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = save_llama(tmp_path / "llama")
-    path, run = write_run(tmp_path, "1f1b", model=f"hf:{base}"), tmp_path / "runs" / "run"
-    part = settings(model__train='["model.layers.1.*"]', training__steps=2)
-    result = bireme(
-        capsys, "train", str(path), *part, *settings(data__tokenizer=save_tokenizer(tmp_path / "t"))
-    )
-    assert result.status == 0, result.err
-    before, after = (load_file(folder / "model.safetensors") for folder in (base, run / "model"))
-    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert changed == {name for name in before if name.startswith("model.layers.1.")}
