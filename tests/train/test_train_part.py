@@ -67,3 +67,15 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     weights = {name: saved[f"weights/{name}"] for name in whole.parameters}
     buffers = {name: saved[f"buffers/{name}"] for name in whole.buffers}
     return whole(weights, buffers, inputs)["logits"]
+
+
+def test_a_run_without_an_adapter_has_nothing_to_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("run.toml", "plan.json", "graph.json"):
+        (run / name).touch()
+    result = bireme(capsys, "export", str(run), "--to", str(tmp_path / "to"), "--merged")
+    assert result.status == 2
+    assert "has trained no adapter, so there is nothing to merge. Leave out --merged." in result.err

@@ -8,6 +8,7 @@ import copy
 import hashlib
 import importlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +35,6 @@ PREFIX = "base_model.model."
 
 WRAPPED = ".base_layer."
 
-TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSeq2SeqLM": "SEQ_2_SEQ_LM"}
-"""What peft calls the task of a model, by the end of its class's name."""
-
 Weights = Callable[[Sequence[str]], dict[str, Tensor]]
 
 
@@ -54,8 +52,8 @@ def peft_library() -> Any:
 class Adapter:
     """What was added to a model.
 
-    `base` is the model without it, on the meta device; `base_names` are the base's names of the parameters
-    and buffers that are not the adapter's own, by their names now.
+    `base` is the model without it, `adapted` the one that has it. `base_names` are the base's names of the
+    parameters and buffers that are not the adapter's own, by their names now.
     """
 
     base: nn.Module
@@ -136,20 +134,21 @@ def add_adapter(model: nn.Module, lora: Lora) -> Adapter:
     base = copy.deepcopy(model)
     before = _names_by_tensor(model)
     targets: Any = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
-    task = next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.scaling_alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        task_type=task,
+        task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
     )
     modules = [name for name, _ in model.named_modules() if name]
     if targets != ALL_LINEAR:
         _check_targets(modules, lora.targets)
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
     try:
-        peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it corrects by itself, and of merging, which we check
+            peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise BiremeError(
