@@ -64,6 +64,8 @@ def values_of(table: str, key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(key.choices)
     if key.allowed == "true, false":
         return st.booleans()
+    if key.allowed == "list of texts":
+        return st.lists(WORDS, min_size=1, max_size=3).map(tuple)
     if key.allowed.startswith("whole number"):
         return st.integers(2, 256)
     if key.allowed.startswith("number"):

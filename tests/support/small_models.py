@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bireme.model.capture import capture
 from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph
+from bireme.model.part import WHOLE, Part
 from bireme.model.sources import load_source
 from bireme.model.stage import Resolve, StageFunction, stage_function, torch_operator
 from bireme.model.units import Unit, units_of
@@ -94,19 +95,25 @@ def chained(modules: nn.Sequential, example: Mapping[str, Tensor], loss: Any) ->
 
 
 @cache
-def gpt(text: str, dtype: str = "float64") -> Model:
-    """A GPT of width 16, made once in a process."""
-    name = f"gpt:{text},width=16,heads=2,vocab={VOCAB},context={CONTEXT}"
-    source = load_source(name, batch=2, dtype=dtype)
+def gpt(text: str, dtype: str = "float64", part: Part = WHOLE) -> Model:
+    """A GPT of width 16, made once in a process, of which a part learns."""
+    sizes = f"gpt:{text},width=16,heads=2,vocab={VOCAB},context={CONTEXT}"
+    source = load_source(sizes, batch=2, dtype=dtype, part=part)
     graph, evaluation = (
         captured_once(
-            f"{name} {dtype} {training}",
+            f"{sizes} {dtype} {part} {training}",
             partial(capture, source.model, source.example_inputs, training=training),
         )
         for training in (True, False)
     )
     names = [state.name for state in (*graph.parameters, *graph.buffers)]
-    return Model(graph, materialise(source.model, names, seed=3), evaluation, count=num_tokens)
+
+    def of_base(names: Sequence[str]) -> dict[str, Tensor]:
+        return materialise(source.base, names, seed=3)
+
+    given = of_base if source.adapter is None else source.adapter.weights(graph, of_base, seed=3)
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in given(names).items()}
+    return Model(graph, weights, evaluation, count=num_tokens)
 
 
 def token_batches(num_samples: int, count: int, first: int = 0) -> list[Batch]:

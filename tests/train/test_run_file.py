@@ -32,6 +32,7 @@ BOUNDED = examples(30)
 
 BESIDE = {
     "model.loss": ["model.source=hf:folder"],
+    "model.lora.alpha": ["model.lora.rank=8"],
     "training.momentum": ["training.optimizer=sgd"],
     "training.rest_learning_rate": ["training.optimizer=muon"],
 }
@@ -191,6 +192,8 @@ def test_the_reference_s_examples_are_run_files(tmp_path: Path) -> None:
             '[model]\nloss = "mean"',
             "it must be cross_entropy, l1, mse, or a function of your own as module:function.",
         ),
+        ("[model]\ntrain = []", 'model.train is []; it must be one word or more, such as ["*.bias"].'),
+        ("[model]\nfreeze = [3]", "model.freeze[0] is 3; it must be a valid string."),
         ("format = 2", "run.toml: format is 2; it must be 1."),
         ("[model", "run.toml is not TOML:"),
     ],
@@ -224,6 +227,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
             "evaluation takes its data from one of them",
         ),
         (["model.loss=mse"], "the built-in GPT returns its loss itself."),
+        (['model.train=["a"]', 'model.freeze=["b"]'], "what learns and model.freeze what does not."),
+        (
+            ["model.lora.rank=4", 'model.train=["a"]'],
+            "so only the adapter learns, but model.train is set too.",
+        ),
+        (["model.lora.merge=true"], "model.lora.merge is set, but model.lora.rank is not"),
         (["plan.file=p.json", "plan.depth=2"], "which is a whole plan, but plan.depth asks for a new one."),
         (["plan.file=p.json", "plan.penalties.fresh=2"], "but plan.penalties asks for a new one."),
         (["plan.file=p.json", "plan.synchronous=true"], "but plan.synchronous asks for a new one."),
@@ -272,6 +281,7 @@ def test_keys_that_contradict_each_other_get_one_sentence(sets: list[str], expec
         ["training.optimizer=muon", "training.momentum=0.5", "training.rest_learning_rate=0.1"],
         ["data.evaluation_source=x"],
         ["model.source=hf:folder", "model.loss=mse"],
+        ["model.lora.rank=4", "model.lora.alpha=2", 'model.lora.targets=["q_proj", "v_proj"]'],
         ["plan.file=p.json", "plan.delay_warmup_steps=20"],
         ["plan.file=p.json", "plan.schedule=auto", "plan.delay_warmup_fraction=0.5"],
         ["plan.width=2", "plan.microbatches=16"],

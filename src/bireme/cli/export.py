@@ -14,9 +14,18 @@ __all__ = ["export"]
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where to; a new or empty folder.")],
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merged",
+            help="Of a run with model.lora: the whole model with the adapter added to its weights.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a run's newest model: what transformers loads, or safetensors by the model's own names.
+
+    Of a run with model.lora it is the adapter, as the peft library loads it.
 
     [dim]bireme export runs/first-run --to model[/dim]
     """
@@ -29,12 +38,17 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise BiremeError(f"{to} is there already and not empty. Name a new folder.")
     run = folder.load_run()
+    if merged and run.model.lora.rank is None:
+        raise BiremeError(
+            f"{run_dir} has trained no adapter, so there is nothing to merge. Leave out --merged."
+        )
     checkpoint = newest_good(
         folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
     )
     if checkpoint is None:
         raise BiremeError(f"{run_dir} has no checkpoint yet, so there is nothing to export.")
-    export_checkpoint(run, load_graph(folder.graph), checkpoint, to.resolve())
+    graph = load_graph(folder.graph)
+    export_checkpoint(run, graph, checkpoint, to.resolve(), merged=merged or None)
     step = checkpoint.manifest.step
     if as_json:
         print_json({"step": step, "folder": str(to), "files": sorted(path.name for path in to.iterdir())})

@@ -7,22 +7,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bireme.errors import BiremeError
+from bireme.model.part import ALL_LINEAR, WHOLE, Lora, Part
 
 if TYPE_CHECKING:
     from bireme.model.captures import Captures
+    from bireme.model.sources import Source
     from bireme.profile.profile import Profile
 
 __all__ = [
     "PANEL",
     "DataType",
+    "Freeze",
     "Fresh",
     "Length",
     "Like",
+    "LoraRank",
+    "LoraTarget",
     "MeasureOn",
     "Measuring",
     "Optimizer",
+    "Train",
     "captures_of",
     "measure",
+    "part_of",
 ]
 
 PANEL = "Measuring"
@@ -52,6 +59,48 @@ Optimizer = Annotated[
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Measure again, whatever is in the cache.", rich_help_panel=PANEL)
 ]
+Train = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Parameters that learn; all others are frozen. Repeat it.",
+        rich_help_panel=PANEL,
+    ),
+]
+Freeze = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Parameters that do not learn. Repeat it.", rich_help_panel=PANEL),
+]
+LoraRank = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Train a LoRA adapter of this rank and freeze the model.", rich_help_panel=PANEL
+    ),
+]
+LoraTarget = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora-target",
+        metavar="NAME",
+        help="Modules that get an adapter. Repeat it.",
+        show_default=ALL_LINEAR,
+        rich_help_panel=PANEL,
+    ),
+]
+
+
+def part_of(
+    train: list[str] | None, freeze: list[str] | None, lora_rank: int | None, lora_target: list[str] | None
+) -> Part:
+    """Which part of the model learns, as the options say it."""
+    asked = {"--train": train, "--freeze": freeze, "--lora-rank": lora_rank}
+    given = [name for name, value in asked.items() if value]
+    if len(given) > 1:
+        raise BiremeError(f"{given[0]} and {given[1]} both say what learns. Leave out one of the two.")
+    if lora_target and lora_rank is None:
+        raise BiremeError("--lora-target names modules for an adapter. Give its rank with --lora-rank.")
+    lora = None if lora_rank is None else Lora(lora_rank, targets=tuple(lora_target or (ALL_LINEAR,)))
+    return Part(tuple(train) if train else None, tuple(freeze) if freeze else None, lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +116,7 @@ class Measuring:
     optimizer: str = "adamw"
     halves: bool = False
     fresh: bool = False
+    part: Part = WHOLE
 
     def __post_init__(self) -> None:
         if min(self.batches) < 1:
@@ -76,17 +126,22 @@ class Measuring:
 def captures_of(asked: Measuring) -> "Captures":
     """The model's graphs, without running it."""
     from bireme.model.captures import Captures
+
+    source = _source_of(asked)
+    return Captures(source.model, source.example_inputs, name=asked.model)
+
+
+def _source_of(asked: Measuring) -> "Source":
     from bireme.model.sources import load_source
 
-    source = load_source(asked.model, batch=max(asked.batches), length=asked.length, dtype=asked.dtype)
-    return Captures(source.model, source.example_inputs, name=asked.model)
+    size = max(asked.batches)
+    return load_source(asked.model, batch=size, length=asked.length, dtype=asked.dtype, part=asked.part)
 
 
 def measure(asked: Measuring, progress: Any) -> "Profile":
     """The profile of a model: measured here, or estimated for a device that is elsewhere."""
     from bireme.cluster.device import device_named
     from bireme.model.captures import Captures
-    from bireme.model.sources import load_source
     from bireme.model.weight_folder import check_weights
     from bireme.profile.here import torch_device
     from bireme.profile.optimizers import check_optimizer
@@ -94,10 +149,11 @@ def measure(asked: Measuring, progress: Any) -> "Profile":
 
     check_optimizer(asked.optimizer)
     where = device_named(asked.like or "laptop") if asked.device == "meta" else torch_device(asked.device)
-    source = load_source(asked.model, batch=max(asked.batches), length=asked.length, dtype=asked.dtype)
+    source = _source_of(asked)
     captures = Captures(source.model, source.example_inputs, name=asked.model)
     if source.folder is not None and any(source.folder.glob("*.safetensors")):
-        check_weights(captures.graph(asked.batches[0]), source.folder, model=source.model)
+        graph = captures.graph(asked.batches[0])
+        check_weights(source.base_graph(graph), source.folder, model=source.base)
     return run(
         captures.graph,
         where,

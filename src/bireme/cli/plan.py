@@ -10,13 +10,18 @@ import typer
 from bireme.cli.measuring import (
     PANEL,
     DataType,
+    Freeze,
     Fresh,
     Length,
     Like,
+    LoraRank,
+    LoraTarget,
     MeasureOn,
     Measuring,
     Optimizer,
+    Train,
     measure,
+    part_of,
 )
 from bireme.cli.options import Json, check_writable, refuse
 from bireme.cli.plan_options import (
@@ -125,6 +130,10 @@ def plan(
     length: Length = None,
     dtype: DataType = "float32",
     optimizer: Optimizer = "adamw",
+    train: Train = None,
+    freeze: Freeze = None,
+    lora_rank: LoraRank = None,
+    lora_target: LoraTarget = None,
     fresh: Fresh = False,
     explain: Annotated[
         bool,
@@ -163,6 +172,7 @@ def plan(
         dtype=dtype,
         optimizer=optimizer,
         fresh=fresh,
+        part=part_of(train, freeze, lora_rank, lora_target),
     )
     _check_words(schedule, synchronous=synchronous)
     from bireme.plan.partition.loads import Recompute
@@ -232,7 +242,8 @@ def _measuring(
             "fresh",
         )
         if model is None:
-            refuse(context, "--profile brings what was measured", "length", "dtype")
+            own = ("length", "dtype", "train", "freeze", "lora_rank", "lora_target")
+            refuse(context, "--profile brings what was measured", *own)
     if model is None:
         return None
     # The two halves of a backward are what zero-bubble schedules are made of.

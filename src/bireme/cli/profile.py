@@ -5,7 +5,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.measuring import DataType, Fresh, Length, Like, Measuring, Optimizer, measure
+from bireme.cli.measuring import (
+    DataType,
+    Freeze,
+    Fresh,
+    Length,
+    Like,
+    LoraRank,
+    LoraTarget,
+    Measuring,
+    Optimizer,
+    Train,
+    measure,
+    part_of,
+)
 from bireme.cli.options import Json, check_writable, print_json, refuse
 
 if TYPE_CHECKING:
@@ -39,6 +52,10 @@ def profile(
         bool,
         typer.Option("--halves", help="The two halves of the backward apart, for zero-bubble schedules."),
     ] = False,
+    train: Train = None,
+    freeze: Freeze = None,
+    lora_rank: LoraRank = None,
+    lora_target: LoraTarget = None,
     fresh: Fresh = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the profile to a file.")
@@ -62,6 +79,7 @@ def profile(
         optimizer=optimizer,
         halves=halves,
         fresh=fresh,
+        part=part_of(train, freeze, lora_rank, lora_target),
     )
     from bireme.report.progress import progress_bar
 

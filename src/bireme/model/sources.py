@@ -24,6 +24,10 @@ from bireme.errors import BiremeError, closest
 from bireme.model.capture import resized
 from bireme.model.examples import example_inputs
 from bireme.model.gpt import GPT, GPTConfig
+from bireme.model.graph import Graph
+from bireme.model.lora import Adapter, add_adapter
+from bireme.model.part import WHOLE, Part
+from bireme.model.trainable import choose_trainable
 
 __all__ = ["NOTATIONS", "Source", "load_source"]
 
@@ -55,6 +59,7 @@ ON_META = (
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model and what to call it with. `folder` is where its weights lie, None where there are none.
+    `adapter` is what was added to it, if a part of it is an adapter.
 
     The inputs are on the model's device. Where that is meta they are on the CPU, so that they hold numbers,
     but for those that a function of the user's made on meta.
@@ -64,6 +69,16 @@ class Source:
     model: nn.Module
     example_inputs: dict[str, Tensor]
     folder: Path | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def base(self) -> nn.Module:
+        """The model without an adapter: its own code and its folder know the names in it."""
+        return self.model if self.adapter is None else self.adapter.base
+
+    def base_graph(self, graph: Graph) -> Graph:
+        """A graph of the model with the states of the base alone, by the base's names."""
+        return graph if self.adapter is None else self.adapter.base_graph(graph)
 
 
 def load_source(
@@ -74,8 +89,11 @@ def load_source(
     device: str = "meta",
     dtype: str | None = None,
     training: bool = True,
+    part: Part = WHOLE,
 ) -> Source:
     """The model that `text` names, in training or evaluation mode, with inputs of `batch` samples.
+
+    Of it `part` learns.
 
     `length` is that of made sequences where the source leaves it open, `dtype` that of parameters and of all
     else that is not whole numbers. Weights in a folder are not read.
@@ -98,7 +116,10 @@ def load_source(
             raise BiremeError(f"There is no model source {text!r}. Write one of: {', '.join(NOTATIONS)}.")
     if dtype is not None:
         model, inputs = _converted(model, inputs, dtype)
-    return Source(text, model.train(training), inputs, folder)
+    if part.train is not None or part.freeze is not None:
+        choose_trainable(model, train=part.train, freeze=part.freeze)
+    adapter = None if part.lora is None else add_adapter(model, part.lora)
+    return Source(text, model.train(training), inputs, folder, adapter)
 
 
 Made = tuple[nn.Module, dict[str, Tensor]]

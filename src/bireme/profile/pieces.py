@@ -52,10 +52,10 @@ class Pieces:
         return tuple(
             Held(
                 name=name,
-                parameter_bytes=states[name].num_bytes if name in unit.parameters else 0,
-                gradient_bytes=gradient_bytes(states[name]) if name in unit.parameters else 0,
+                parameter_bytes=states[name].num_bytes if states[name].trainable else 0,
+                gradient_bytes=gradient_bytes(states[name]),
                 optimizer_bytes=optimizer_bytes.get(name, 0),
-                buffer_bytes=states[name].num_bytes if name in unit.buffers else 0,
+                buffer_bytes=0 if states[name].trainable else states[name].num_bytes,
             )
             for name in (*unit.parameters, *unit.buffers)
             if uses[name] > 1

@@ -71,10 +71,11 @@ class UnitProfile:
     """One unit. `same_as` is the index of the first unit of the same work, None where it is that itself.
 
     `receives` and `sends` name the tensors that cross its borders, `inputs` those of the model's inputs that
-    it reads. `optimizer_bytes` are those of the optimiser's state, and of its own copy of the weights where
-    it keeps one. At a batch's end `reduce_s` goes over its gradients, `update_s` is one step of the optimiser
-    and `trial_s` one that leaves the newest weights. `tied` are the parameters and buffers that others use
-    too.
+    it reads. `parameter_bytes` are those of the parameters that learn, of which a stage keeps one copy for
+    every weight version; frozen ones count as `buffer_bytes`, which are there once. `optimizer_bytes` are
+    those of the optimiser's state, and of its own copy of the weights where it keeps one. At a batch's end
+    `reduce_s` goes over its gradients, `update_s` is one step of the optimiser and `trial_s` one that leaves
+    the newest weights. `tied` are the parameters and buffers that others use too.
     """
 
     name: str

@@ -283,10 +283,11 @@ class _Work:
         graph, unit = self.first.graph, self.first.units[index]
         own = [state for state in graph.parameters if state.name in unit.parameters]
         return _State(
-            parameter_bytes=sum(state.num_bytes for state in own),
+            parameter_bytes=sum(state.num_bytes for state in own if state.trainable),
             gradient_bytes=sum(gradient_bytes(state) for state in own),
             optimizer_bytes=sum(self.state_bytes[state.name] for state in own),
-            buffer_bytes=sum(state.num_bytes for state in graph.buffers if state.name in unit.buffers),
+            buffer_bytes=sum(state.num_bytes for state in own if not state.trainable)
+            + sum(state.num_bytes for state in graph.buffers if state.name in unit.buffers),
             optimizer_flops=sum(optimizer_flops(state, self.optimizer) for state in own),
         )
 

@@ -16,6 +16,7 @@ from bireme.plan.penalties import START
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
+from bireme.profile.stages import stage_cost
 from bireme.report.units import bytes_text, counted, seconds_text
 from bireme.schedule.rule import Rule
 
@@ -44,6 +45,12 @@ def print_prepared(
     """The devices that were found, and the plan with what it promises."""
     say = console.print
     say(f"[bold]{escape(model)}[/bold]", highlight=False, soft_wrap=True)
+    if profile is not None and (learning := _learning_bytes(profile)) < profile.parameter_bytes:
+        say(
+            f"{bytes_text(learning)} of {bytes_text(profile.parameter_bytes)} of weights learn; the rest is "
+            "frozen.",
+            highlight=False,
+        )
     devices = list(cluster.devices())
     for name in dict.fromkeys(placed.device.name for placed in devices):
         own = [placed for placed in devices if placed.device.name == name]
@@ -104,6 +111,11 @@ def print_prepared(
             )
         say(kinds)
     _tell(console, f"Run: {folder}\n")
+
+
+def _learning_bytes(profile: Profile) -> int:
+    """The weights of which a step makes new ones, tied ones once."""
+    return stage_cost(profile, 0, len(profile.units), profile.micro_batches[0]).parameter_bytes
 
 
 def _units(begin: int, end: int, names: Sequence[str]) -> str:

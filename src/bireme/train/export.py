@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bireme.files import new_folder
-from bireme.model.graph import Graph
+from bireme.model.graph import Graph, State
+from bireme.model.sources import load_source
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import TensorEntry
 from bireme.train.checkpoint.shard import element_bytes, write_tensors
@@ -40,14 +41,7 @@ class NewestWeights(Mapping[str, Tensor]):
                 key = f"{section}/{state.name}"
                 if state.persistent and key in self._saved:
                     self._keys[state.name] = key
-                    self._entries[state.name] = TensorEntry(
-                        name=state.name, dtype=state.dtype, shape=list(state.shape)
-                    )
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """What each is, without reading it."""
-        return self._entries
+                    self._entries[state.name] = _entry(state)
 
     @property
     def num_bytes(self) -> int:
@@ -79,19 +73,43 @@ def has_ended(run: RunFile, folder: RunFolder, step: int) -> bool:
     return exported_step(folder.model) == step if run.export.at_end else folder.summary.is_file()
 
 
-def export_checkpoint(run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path) -> None:
-    """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all."""
-    weights = NewestWeights(graph, checkpoint)
+def export_checkpoint(
+    run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path, *, merged: bool | None = None
+) -> None:
+    """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all.
+
+    Of a run with an adapter that is the adapter alone, or with `merged` the whole model with the adapter
+    added to its weights; None leaves it to the run file.
+    """
+    weights: Mapping[str, Tensor] = NewestWeights(graph, checkpoint)
+    adapter = load_source(run.model.source, part=run.model.part).adapter if run.model.part.lora else None
+    if adapter is not None and (run.model.lora.merge if merged is None else merged):
+        weights, graph = adapter.merged(weights), adapter.base_graph(graph)
+        adapter = None
     with new_folder(to) as draft:
-        if run.model.source.startswith("hf:"):
+        if adapter is not None:
+            adapter.save(weights, draft, base=_base_of(run))
+        elif run.model.source.startswith("hf:"):
             from bireme.train.export_transformers import in_form_of_transformers
 
             entries, tensors = in_form_of_transformers(run, graph, weights, draft)
+            _write_weights(entries, tensors, run.export.shard_bytes, draft)
         else:
-            entries, tensors = list(weights.entries.values()), weights
-        _write_weights(entries, tensors, run.export.shard_bytes, draft)
+            states = (*graph.parameters, *graph.buffers)
+            entries = [_entry(state) for state in states if state.name in weights]
+            _write_weights(entries, weights, run.export.shard_bytes, draft)
         about = {"format": 1, "model": run.model.source, "step": checkpoint.manifest.step}
         (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def _base_of(run: RunFile) -> str:
+    """Where the weights lie that an adapter belongs to, as peft looks for them."""
+    kind, _, rest = run.model.source.partition(":")
+    return str(Path(rest).resolve()) if kind == "hf" else run.model.source
+
+
+def _entry(state: State) -> TensorEntry:
+    return TensorEntry(name=state.name, dtype=state.dtype, shape=list(state.shape))
 
 
 def _write_weights(

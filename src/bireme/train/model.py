@@ -13,6 +13,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.captures import Captures
 from bireme.model.graph import Graph, Reference
+from bireme.model.learned import learned_values
 from bireme.model.sources import Source, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
@@ -42,7 +43,13 @@ class RunModel:
     @classmethod
     def of(cls, run: RunFile, batch: int) -> "RunModel":
         """The model that a run names; `batch` is the size of its example inputs."""
-        source = load_source(run.model.source, batch=batch, length=run.data.length, dtype=run.model.dtype)
+        source = load_source(
+            run.model.source,
+            batch=batch,
+            length=run.data.length,
+            dtype=run.model.dtype,
+            part=run.model.part,
+        )
         loss = _loss(run.model.loss)
         name = run.model.source
         return cls(
@@ -60,7 +67,13 @@ class RunModel:
     def check_weights(self, graph: Graph) -> None:
         """Refuse a folder whose weights do not fit."""
         if self.reads_weights and self.source.folder is not None:
-            check_weights(graph, self.source.folder, model=self.source.model)
+            check_weights(self.source.base_graph(graph), self.source.folder, model=self.source.base)
+        elif self.source.adapter is not None and not self.run.model.lora.merge:
+            raise BiremeError(
+                f"model.lora trains an adapter, which is of use only beside the weights that it was trained "
+                f"with, and {self.run.model.source} begins with new ones from a seed. Set model.lora.merge "
+                "= true to export the whole model, or name a folder with weights in model.source."
+            )
 
     def check_loss(self, graph: Graph) -> None:
         """Refuse a captured model without a loss: nothing in it would ever learn."""
@@ -81,22 +94,27 @@ class RunModel:
                 f"The loss of {asked or name} is {value.dtype} of shape [{shape}], where b is the number of "
                 "samples. It must be one number with a fraction, such as their mean."
             )
+        if value.name not in learned_values(graph):
+            raise BiremeError(
+                f"Nothing that learns has a part in the loss of {asked or name}. Let other parameters learn "
+                "with model.train or model.freeze, or see that the model leaves some trainable."
+            )
 
     def weights(self, graph: Graph) -> Callable[[Sequence[str]], dict[str, Tensor]]:
         """Gives parameters and buffers by name: those of the folder, or new ones from the seed."""
-        seed = self.run.model.seed
+        seed, adapter, base = self.run.model.seed, self.source.adapter, self.source.base
+        base_graph = self.source.base_graph(graph)
 
         def fresh(names: Sequence[str]) -> dict[str, Tensor]:
-            return materialise(self.source.model, names, seed=seed, dtype=torch.float32)
+            return materialise(base, names, seed=seed, dtype=torch.float32)
 
         def read(names: Sequence[str]) -> dict[str, Tensor]:
             assert self.source.folder is not None
-            found = load_weights(
-                graph, names, self.source.folder, dtype=torch.float32, model=self.source.model
-            )
+            found = load_weights(base_graph, names, self.source.folder, dtype=torch.float32, model=base)
             return found | fresh([name for name in names if name not in found])
 
-        return read if self.reads_weights else fresh
+        given = read if self.reads_weights else fresh
+        return given if adapter is None else adapter.weights(graph, given, seed)
 
 
 def _loss(text: str | None) -> Loss | None:

@@ -20,18 +20,25 @@ LARGEST_BYTES = 8 * 2**30
 
 @torch.no_grad()
 def written(run: RunFile, weights: NewestWeights, tokenizer: Tokenizer | None) -> str:
-    """What the model writes behind the run's prompt; nothing where it does not write text, or is large."""
+    """What the model writes after the run's prompt; nothing where it does not write text, or is large."""
     if tokenizer is None or not run.log.sample_tokens or weights.num_bytes > LARGEST_BYTES:
         return ""
-    model: Any = load_source(run.model.source, length=run.data.length, device="cpu", training=False).model
+    model = _model(run, weights)
+    first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
+    ids = _continued(model, first, run.log.sample_tokens, run.data.length, tokenizer)
+    return tokenizer.decode(ids)
+
+
+def _model(run: RunFile, weights: NewestWeights) -> Any:
+    model: Any = load_source(
+        run.model.source, length=run.data.length, device="cpu", training=False, part=run.model.part
+    ).model
     own = model.state_dict()
     for name in weights.keys() & own.keys():
         own[name].copy_(weights[name])
     if hasattr(model, "tie_weights"):
         model.tie_weights()
-    first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
-    ids = _continued(model, first, run.log.sample_tokens, run.data.length, tokenizer)
-    return tokenizer.decode(ids)
+    return model
 
 
 def _continued(model: Any, first: list[int], count: int, context: int, tokenizer: Tokenizer) -> list[int]:

@@ -6,7 +6,7 @@ It may assume that every key is right by itself. It must not look at files, devi
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
-from bireme.train.run_file.tables import Machines, Planning, Tables, Training
+from bireme.train.run_file.tables import Lora, Machines, Model, Planning, Tables, Training
 
 __all__ = ["check_together"]
 
@@ -17,6 +17,7 @@ DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
 def check_together(tables: Tables) -> None:
     """Refuse keys that contradict each other, and those that another key makes idle."""
     _check_model_and_data(tables)
+    _check_part(tables.model)
     _check_optimizer(tables.training)
     _check_rates(tables.training)
     _check_plan_file(tables.plan)
@@ -40,6 +41,29 @@ def _check_model_and_data(tables: Tables) -> None:
         raise BiremeError(
             "data.evaluation_fraction is None, and so is data.evaluation_source. Give one of them; a "
             "fraction of 0 is no evaluation."
+        )
+
+
+def _check_part(model: Model) -> None:
+    lora = model.lora
+    if model.train is not None and model.freeze is not None:
+        raise BiremeError(
+            "model.train names what learns and model.freeze what does not. Leave out one of the two."
+        )
+    if lora.rank is None:
+        usual = Lora()
+        for name in Lora.model_fields:
+            if getattr(lora, name) != getattr(usual, name):
+                raise BiremeError(
+                    f"model.lora.{name} is set, but model.lora.rank is not, so there is no adapter. Set "
+                    "model.lora.rank, such as 8."
+                )
+        return
+    key = next((name for name in ("train", "freeze") if getattr(model, name) is not None), None)
+    if key is not None:
+        raise BiremeError(
+            f"model.lora.rank is {lora.rank}, so only the adapter learns, but model.{key} is set too. Leave "
+            "out one of the two."
         )
 
 

@@ -92,6 +92,8 @@ def _allowed(schema: dict[str, Any]) -> str:
             return f"whole number, {_range(schema)}"
         case "number":
             return f"number, {_range(schema)}"
+        case "array" if "prefixItems" not in schema:
+            return "list of texts"
         case "array":
             inner = schema["prefixItems"]
             return f"{len(inner)} numbers, {_range(inner[0])}"

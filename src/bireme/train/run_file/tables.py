@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from bireme.model.part import ALL_LINEAR, Part
+from bireme.model.part import Lora as LoraPart
 from bireme.plan.penalties import START
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Data",
     "Export",
     "Log",
+    "Lora",
     "Machines",
     "Model",
     "Penalties",
@@ -46,6 +49,12 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
+def _words(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError('one word or more, such as ["*.bias"]')
+    return tuple(value)
+
+
 def _loss(value: str) -> str:
     module, colon, function = value.rpartition(":")
     if value not in LOSSES and not (module and colon and function):
@@ -54,6 +63,7 @@ def _loss(value: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_filled)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_words)]
 PlainName = Annotated[str, AfterValidator(_filled), AfterValidator(_plain_name)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Devices = Annotated[int, Field(ge=1, le=4096)]
@@ -85,6 +95,33 @@ def _giving_way(data: Any, key: str, other: str) -> Any:
     return data
 
 
+class Lora(_Table):
+    """`[model.lora]`."""
+
+    rank: Annotated[int, Field(ge=1, le=65536)] | None = Field(
+        default=None,
+        description="Rank of the two small matrices beside every target; no adapter if not set",
+        examples=[8],
+    )
+    alpha: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="The adapter's part is multiplied by alpha / rank; twice the rank if not set",
+        examples=[16.0],
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        default=0.0, description="Share of the adapter's inputs that training sets to zero"
+    )
+    targets: Texts = Field(
+        default=(ALL_LINEAR,),
+        description="Modules that get an adapter, by name or by the end of it, such as q_proj; "
+        f"{ALL_LINEAR} is every linear layer of a transformers model but its output head",
+    )
+    merge: bool = Field(
+        default=False,
+        description="Export the whole model with the adapter added to its weights, not the adapter alone",
+    )
+
+
 class Model(_Table):
     """`[model]`."""
 
@@ -108,6 +145,29 @@ class Model(_Table):
     compile: bool = Field(
         default=False, description="Let torch compile the stages: a slow start, then often faster steps"
     )
+    train: Texts | None = Field(
+        default=None,
+        description="Patterns of the parameters that learn, by the model's own names; all others are frozen",
+        examples=[["*.bias"]],
+    )
+    freeze: Texts | None = Field(
+        default=None,
+        description="Patterns of the parameters that stay as they are; the others learn",
+        examples=[["*.bias"]],
+    )
+    lora: Lora = Field(
+        default_factory=Lora,
+        description="An adapter that learns beside frozen weights (needs bireme[lora]).",
+    )
+
+    @property
+    def part(self) -> Part:
+        """Which part of the model learns."""
+        asked = self.lora
+        lora = None
+        if asked.rank is not None:
+            lora = LoraPart(asked.rank, asked.alpha, asked.dropout, asked.targets)
+        return Part(self.train, self.freeze, lora)
 
 
 class Data(_Table):

@@ -66,7 +66,7 @@ def toml_value(value: Any) -> str:
             return "true" if value else "false"
         case int() | float():
             return repr(value)
-        case tuple():
+        case tuple() | list():
             return f"[{', '.join(map(toml_value, value))}]"
     # JSON writes strings as TOML reads them, but for one letter.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,43 @@
+"""Which part of a model learns: chosen parameters, or an adapter beside frozen weights.
+
+It is data and imports no torch: a run file and the command line make it, `load_source` applies it.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["ALL_LINEAR", "WHOLE", "Lora", "Part"]
+
+ALL_LINEAR = "all-linear"
+"""The target that stands for every linear layer but the output head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A low-rank adapter: every target W becomes W + alpha / rank · B A, and only A and B learn.
+
+    `targets` are names of modules, or ends of names, as in the peft library; `alpha` is twice the rank where
+    it is None.
+    """
+
+    rank: int
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+
+    @property
+    def scaling_alpha(self) -> float:
+        """The alpha that holds."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What learns. `train` and `freeze` are fnmatch patterns over the model's own parameter names."""
+
+    train: tuple[str, ...] | None = None
+    freeze: tuple[str, ...] | None = None
+    lora: Lora | None = None
+
+
+WHOLE = Part()
+"""All that the model itself leaves trainable."""

@@ -1,0 +1,117 @@
+"""An adapter of the peft library in a model on the meta device: names, first weights, mistakes."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.model.capture import capture
+from bireme.model.part import Lora, Part
+from bireme.model.sources import Source, load_source
+from bireme.model.stage import stage_function
+from bireme.model.units import units_of
+from bireme.train.model import RunModel
+from bireme.train.run_file import load_run_file
+from tests.support.tiny_llama import save_config, save_llama
+
+pytest.importorskip("peft")
+
+GPT = "gpt:layers=1,width=8,heads=1,vocab=32,context=8"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+def adapted(folder: Path, lora: Lora, **more: Any) -> Source:
+    return load_source(f"hf:{folder}", batch=2, length=8, part=Part(lora=lora), **more)
+
+
+def test_only_the_adapter_learns_and_it_computes_in_the_model_s_numbers(llama: Path) -> None:
+    source = adapted(llama, Lora(4), dtype="bfloat16")
+    graph = capture(source.model, source.example_inputs)
+    learning = {state.name for state in graph.parameters if state.trainable}
+    assert graph.any_batch
+    assert len(learning) == 2 * 2 * 7  # A and B of seven linear layers in each of two
+    assert source.adapter is not None
+    assert learning == {state.name for state in graph.parameters} - source.adapter.base_names.keys()
+    assert {state.dtype for state in graph.parameters} == {"bfloat16"}
+
+
+def test_a_run_begins_as_the_model_in_the_folder_whichever_rank_makes_the_adapter(llama: Path) -> None:
+    run = load_run_file(None, [f"model.source=hf:{llama}", "data.length=8", "model.lora.rank=4"])
+    model = RunModel.of(run, 2)
+    graph = model.evaluation.graph(2)
+    model.check_weights(graph)
+    states = [state.name for state in (*graph.parameters, *graph.buffers)]
+    given = model.weights(graph)
+    weights = given(states)
+    again = given(states[::-1][::2])
+    assert all(torch.equal(weights[name], tensor) for name, tensor in again.items())
+    own = {name: tensor for name, tensor in weights.items() if ".lora_" in name}
+    assert all(bool((tensor != 0).any()) == (".lora_A." in name) for name, tensor in own.items())
+    transformers: Any = pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
+    inputs = model.source.example_inputs
+    whole = stage_function(graph, units_of(graph), outputs=("logits",))
+    with torch.no_grad():
+        logits: Tensor = whole(weights, weights, inputs)["logits"]
+        torch.testing.assert_close(logits, base(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (
+            ("q_prj",),
+            "has 'q_prj', which is the name or the end of the name of no module. Did you mean 'q_proj'?",
+        ),
+        (("input_layernorm",), "No adapter can be added to LlamaForCausalLM: Target module LlamaRMSNorm"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], said: str, llama: Path) -> None:
+    with pytest.raises(BiremeError) as caught:
+        adapted(llama, Lora(4, targets=targets))
+    assert said in str(caught.value)
+
+
+def test_a_model_that_is_not_of_transformers_gets_one_too() -> None:
+    source = load_source(GPT, part=Part(lora=Lora(2, targets=("query_key_value",))))
+    learning = [name for name, parameter in source.model.named_parameters() if parameter.requires_grad]
+    wrapped = "layers.0.attention.query_key_value"
+    assert learning == [f"{wrapped}.lora_A.default.weight", f"{wrapped}.lora_B.default.weight"]
+
+
+def test_without_peft_it_says_what_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        BiremeError, match=r'model\.lora needs the peft package.*pip install "bireme\[lora\]"'
+    ):
+        adapted(llama, Lora(4))
+
+
+def test_an_adapter_of_weights_that_nobody_keeps_is_refused(tmp_path: Path) -> None:
+    folder = save_config(tmp_path / "llama")
+    run = load_run_file(None, [f"model.source=hf:{folder}", "data.length=8", "model.lora.rank=4"])
+    model = RunModel.of(run, 2)
+    with pytest.raises(
+        BiremeError, match=r"begins with new ones from a seed\. Set model\.lora\.merge = true"
+    ):
+        model.check_weights(model.training.graph(2))
+    merging = run.model.model_copy(update={"lora": run.model.lora.model_copy(update={"merge": True})})
+    replace(model, run=run.model_copy(update={"model": merging})).check_weights(model.training.graph(2))
+
+
+def test_a_shared_weight_gets_no_adapter_added(tmp_path: Path) -> None:
+    folder = save_config(tmp_path / "llama", tie_word_embeddings=True)
+    source = adapted(folder, Lora(2, targets=("lm_head",)), device="cpu")
+    weights = dict(source.model.named_parameters())
+    assert source.adapter is not None
+    with pytest.raises(BiremeError, match=r"lm_head\.weight is shared with another module"):
+        source.adapter.merged(weights)

@@ -1,0 +1,110 @@
+"""Plans for a part of a model: what does not learn is there once, and has no gradients and no optimiser."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.device import device_named
+from bireme.cluster.links import Card, Link
+from bireme.cluster.server import Server
+from bireme.model.capture import capture
+from bireme.model.graph import Graph
+from bireme.model.part import Lora, Part
+from bireme.model.sources import load_source
+from bireme.plan.forecast import Answer, NothingFits
+from bireme.plan.search.search import find_plan
+from bireme.plan.wishes import Wishes
+from bireme.profile.profile import Profile
+from bireme.profile.profiler import profile
+from tests.support.command import bireme
+from tests.support.tiny_llama import save_config
+
+GPU = device_named("rtx4090")
+LENGTH = 128
+
+
+def profile_of(graph: Graph) -> Profile:
+    return profile(graph, GPU, [1])
+
+
+def found(measured: Profile, schedule: str) -> Answer | NothingFits:
+    """On two machines of one card each, a gigabit between them."""
+    servers = (Server(name, (GPU,), cards=(Card("net", (0,), Link(1.25e8, 1e-4)),)) for name in "ab")
+    return find_plan(measured, Cluster(tuple(servers)), Wishes(batch_size=8, depth=2, schedule=schedule))
+
+
+@pytest.mark.slow
+def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapter(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = save_config(
+        tmp_path / "llama-7b",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=2048,
+    )
+    lora = Lora(8, targets=("q_proj", "v_proj"))
+    source = load_source(f"hf:{folder}", length=LENGTH, dtype="bfloat16", part=Part(lora=lora))
+    graph = capture(source.model, source.example_inputs)
+    learning = sum(state.num_elements for state in graph.parameters if state.trainable)
+    assert learning == 32 * 2 * 8 * (4096 + 4096)
+
+    measured = profile_of(graph)
+    assert measured.parameter_bytes > 13e9
+    assert sum(unit.parameter_bytes for unit in measured.units) == 2 * learning
+    assert sum(unit.gradient_bytes for unit in measured.units) == 4 * learning
+    assert sum(unit.buffer_bytes for unit in measured.units) > 13e9
+    peaks = {}
+    for schedule in ("1f1b", "2bw"):
+        answer = found(measured, schedule)
+        assert isinstance(answer, Answer), answer
+        peaks[schedule] = sum(stage.peak_bytes for stage in answer.best.forecast.stages)
+    assert 13e9 < peaks["1f1b"] < 20e9
+    assert peaks["2bw"] - peaks["1f1b"] < 2e9  # a second version of the whole would be 13 GB
+
+    whole = replace(graph, parameters=tuple(replace(state, trainable=True) for state in graph.parameters))
+    assert isinstance(found(profile_of(whole), "1f1b"), NothingFits)
+
+
+def test_the_command_line_freezes_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "profile",
+        "gpt:layers=2,width=8,heads=1,vocab=32,context=8,tied=false",
+        "--device",
+        "meta",
+        "--json",
+    ]
+    whole = bireme(capsys, *words).document["units"]
+    patterns = [word for name in ("tokens.*", "positions.*", "layers.0.*") for word in ("--freeze", name)]
+    part = bireme(capsys, *words, *patterns).document["units"]
+    assert [unit["name"].split(".")[0] for unit in part] == ["positions", *["layers"] * 4, "head"]
+    for before, now in zip(whole[:3], part[:3], strict=True):
+        assert now["gradient_bytes"] == now["optimizer_bytes"] == now["parameter_bytes"] == 0
+        assert now["buffer_bytes"] == before["parameter_bytes"] + before["buffer_bytes"]
+        assert now["costs"][0]["backward_s"] == now["costs"][0]["saved_bytes"] == 0
+    for before, now in zip(whole[3:], part[3:], strict=True):
+        for key in ("gradient_bytes", "optimizer_bytes", "parameter_bytes", "buffer_bytes"):
+            assert now[key] == before[key]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--freeze", "x", "--lora-rank", "2"], "--freeze and --lora-rank both say what learns"),
+        (["--lora-target", "q_proj"], "Give its rank with --lora-rank"),
+        (["--train", "layer.0.*"], "Did you mean 'layers.0.*'?"),
+    ],
+)
+def test_options_of_no_use_are_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bireme(
+        capsys, "profile", "gpt:layers=1,width=8,heads=1,vocab=32,context=8", "--device", "meta", *options
+    )
+    assert result.status == 2
+    assert said in result.err
