@@ -1,8 +1,8 @@
 """Train over the workers of a Ray cluster: python ray_train.py RUN.toml NAME STORAGE [NUM_WORKERS]
 
-Ray Train places the workers and starts them again if one is lost; each runs `bireme train` as a process of
-its own, for a run wants the main thread. The run goes on in the folder STORAGE/runs/NAME, which all
-machines share. Paths in the run file are relative to the folder that this script is called in.
+Ray Train places the workers and restarts them if one is lost. Each worker runs `bireme train` in a separate
+process, because a run needs the main thread. The run is in the folder STORAGE/runs/NAME, which all machines
+share. Paths in the run file are relative to the folder in which you call this script.
 """
 
 import os
@@ -18,11 +18,11 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 FINAL = (0, 2, 3)
-"""Statuses of `bireme train` that another start would not change: done, a mistake, started often enough."""
+"""Exit statuses of `bireme train` that a restart would not change: done, a mistake, restart limit reached."""
 
 
 def main() -> None:
-    """Start a worker for each GPU that is asked for, or on CPUs where there are none."""
+    """Start NUM_WORKERS workers, with a GPU each if USE_GPU is set."""
     run_file, name = sys.argv[1:3]
     storage = str(Path(sys.argv[3]).resolve())
     num_workers = int(sys.argv[4]) if len(sys.argv) > 4 else 2
@@ -42,9 +42,9 @@ def main() -> None:
 
 
 def run_rank(config: dict[str, Any]) -> int:
-    """On each worker: be the rank that Ray says, at a port that the first one finds.
+    """Run one rank on a worker: the rank comes from Ray, the port from the first worker.
 
-    Returns a final status; any other raises, so that Ray starts all workers again.
+    Returns a final exit status; any other raises, so that Ray restarts all workers.
     """
     context = train.get_context()
     port = [0]
@@ -58,9 +58,9 @@ def run_rank(config: dict[str, Any]) -> int:
         "WORLD_SIZE": str(context.get_world_size()),
         "LOCAL_RANK": str(context.get_local_rank()),
         "GROUP_RANK": str(context.get_node_rank()),
-        # MASTER_ADDR is there already: Ray names the address of the first worker in it.
+        # Ray has already set MASTER_ADDR to the address of the first worker.
         "MASTER_PORT": str(port[0]),
-        # With these the process ends with this worker, and knows that it may be started again.
+        # These tell the process to end with this worker, and that it may be restarted.
         "TORCHELASTIC_RUN_ID": config["name"],
         "TORCHELASTIC_MAX_RESTARTS": "3",
     }
@@ -68,7 +68,7 @@ def run_rank(config: dict[str, Any]) -> int:
     words = [sys.executable, "-m", "bireme", "train", config["run"], *settings]
     status = subprocess.run(words, env=environment, cwd=config["folder"], check=False).returncode
     if status not in FINAL:
-        raise RuntimeError(f"Rank {context.get_world_rank()} has ended with status {status}.")
+        raise RuntimeError(f"Rank {context.get_world_rank()} ended with status {status}.")
     return status
 
 

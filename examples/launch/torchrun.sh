@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Train over several machines with torchrun. Call it on every machine, with the same words but for the number
-# of the machine, which is 0 on the one whose address is named:
+# Train over several machines with torchrun. Call it on every machine with the same arguments, except for the
+# number of the machine, which is 0 on the machine with the given address:
 #
 #     ./torchrun.sh RUN.toml ADDRESS NUM_MACHINES MACHINE [--set TABLE.KEY=VALUE ...]
 #
-# PROCESSES (2 unless it is set) is how many processes a machine has: one for each GPU, or as many as a CPU is
-# cut into. Started again with the same words, the run goes on. log.folder must be a folder that all share.
+# PROCESSES is the number of processes per machine, 2 by default: one per GPU, or any number on a CPU. Called
+# again with the same arguments, the run resumes. log.folder must be a folder that all machines share.
 set -euo pipefail
 
 if [ "$#" -lt 4 ]; then

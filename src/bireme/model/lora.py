@@ -145,6 +145,9 @@ class _Merged(Mapping[str, Tensor]):
             delta: Tensor = layer.get_delta_weight(NAME)
         return (tensor + delta.to(tensor.dtype)).contiguous()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

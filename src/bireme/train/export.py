@@ -51,6 +51,9 @@ class NewestWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._saved[self._keys[name]].to(getattr(torch, self._entries[name].dtype))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
