@@ -6,7 +6,7 @@ that names the file, the place, the value and the remedy.
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -15,9 +15,16 @@ from pydantic_core import ErrorDetails
 
 from bireme.errors import BiremeError, closest
 
-__all__ = ["read_json", "read_json_object", "read_toml", "validated"]
+__all__ = ["Advise", "read_json", "read_json_object", "read_toml", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
+
+Advise = Callable[[Sequence[str]], str]
+"""Gives a hint for the path of a key that is not known; nothing if it has none."""
+
+
+def _no_advice(_path: Sequence[str]) -> str:
+    return ""
 
 
 def read_json(path: Path, model: type[Model]) -> Model:
@@ -43,14 +50,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_toml(path: Path, model: type[Model]) -> Model:
+def read_toml(path: Path, model: type[Model], advise: Advise = _no_advice) -> Model:
     """The TOML file at `path` as a `model`."""
     text = _text(path)
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise BiremeError(f"{path} is not TOML: {str(error).rstrip('.')}.") from None
-    return validated(data, model, source=str(path))
+    return validated(data, model, source=str(path), advise=advise)
 
 
 def _text(path: Path) -> str:
@@ -73,17 +80,19 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def validated(data: Mapping[str, Any], model: type[Model], *, source: str) -> Model:
-    """`data` as a `model`; `source` is what to call it in an error."""
+def validated(
+    data: Mapping[str, Any], model: type[Model], *, source: str, advise: Advise = _no_advice
+) -> Model:
+    """`data` as a `model`; `source` is what to call it in an error. `advise` is asked about unknown keys."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
         # A misspelt key is also a missing one: the unknown word is what the reader can find.
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        raise BiremeError(_sentence(first, model, source)) from None
+        raise BiremeError(_sentence(first, model, source, advise)) from None
 
 
-def _sentence(error: ErrorDetails, model: type[BaseModel], source: str) -> str:
+def _sentence(error: ErrorDetails, model: type[BaseModel], source: str, advise: Advise) -> str:
     # Tags of unions appear in the path in their own words; a reader of the file knows only keys and places.
     path = [part for part in error["loc"] if isinstance(part, int) or not part.startswith("<")]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
@@ -94,7 +103,8 @@ def _sentence(error: ErrorDetails, model: type[BaseModel], source: str) -> str:
             return f"{source} lacks {place}{meaning}."
         case "extra_forbidden":
             known = _table_at(path[:-1], model).model_fields
-            return f"{source} has an unknown key {place!r}. {closest(str(path[-1]), known)}"
+            words = [str(part) for part in path]
+            return f"{source} has an unknown key {place!r}. {advise(words) or closest(words[-1], known)}"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{source}: {place} is {_shown(error['input'])}; it must be {message}."
 

@@ -23,8 +23,6 @@ from bireme.cli.plan_options import (
     exports_of,
     goal_of,
     penalties_of,
-    pins_of,
-    ranges_of,
     recompute_of,
 )
 from bireme.cli.plan_run import PlanRun
@@ -203,6 +201,7 @@ def plan(
         optimizer=optimizer,
         fresh=fresh,
     )
+    schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
     from bireme.plan.wishes import Wishes
 
@@ -227,11 +226,13 @@ def plan(
     for name in wishes.devices:
         found_cluster.number_of(name)
     found_profile = _profile(profile, asked)
+    from bireme.plan.unit_names import pins_of, ranges_of
+
     names = [unit.name for unit in found_profile.units]
     wishes = replace(
         wishes,
-        pinned=pins_of(pin or (), names),
-        together=ranges_of(together or (), names, whole_layers=whole_layers),
+        pinned=pins_of(pin or (), names, "--pin"),
+        together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
     )
     for name in wishes.pinned.values():
         found_cluster.number_of(name)
