@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -20,6 +21,8 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import start_of
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.search.search import find_plan
+from bireme.plan.summary import summarize
+from bireme.plan.unit_names import pins_of, ranges_of
 from bireme.plan.wishes import Goal, Wishes
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
@@ -48,7 +51,9 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is ready to start. `answer` and `profile` are None where the plan came from a file."""
+    """A run that is ready to start. `answer`, `profile` and the seconds of planning are None where the plan
+    came from a file.
+    """
 
     run: RunFile
     machines: Machines
@@ -58,6 +63,7 @@ class Prepared:
     answer: Answer | None
     profile: Profile | None
     data: RunData
+    planning_s: float | None = None
 
 
 def prepare(run: RunFile, progress: Progress) -> Prepared:
@@ -75,14 +81,25 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     _check_samples(data, graph)
     evaluation = model.evaluation.graph(sizes[0])
     model.check_weights(graph)
-    measured, answer = None, None
     if run.plan.file is not None:
         plan = _of_file(Path(run.plan.file), graph, machines)
-    else:
-        measured = _measured(run, model, machines, sizes, progress)
-        answer = _planned(run, measured, machines, progress)
-        plan = saved_plan(answer, planned_units(measured))
-    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data)
+        return Prepared(run, machines, graph, evaluation, plan, None, None, data)
+    measured = _measured(run, model, machines, sizes, progress)
+    begin_s = perf_counter()
+    answer = _planned(run, measured, machines, progress)
+    planning_s = perf_counter() - begin_s
+    plan = saved_plan(answer, planned_units(measured))
+    if run.plan.largest_batch is not None:
+        run = _with_batch(run, summarize(answer.best).batch_size)
+        data = data_of(run, model, progress)
+    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, planning_s)
+
+
+def _with_batch(run: RunFile, batch_size: int) -> RunFile:
+    """The run with the batch that the planner has chosen, which it keeps from then on."""
+    plan = run.plan.model_copy(update={"largest_batch": None})
+    training = run.training.model_copy(update={"batch_size": batch_size})
+    return run.model_copy(update={"plan": plan, "training": training})
 
 
 def prepared_again(
@@ -93,6 +110,8 @@ def prepared_again(
     """
     check_tensorboard(is_asked=run.log.tensorboard)
     before = load_run_file(folder.run_file)
+    if run.plan.largest_batch is not None:  # a launcher that starts a run again gives the file it began with
+        run = _with_batch(run, before.training.batch_size)
     if run == before or _rests_on(run) == _rests_on(before):
         progress(0.0, "reading the run")
         machines = machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
@@ -128,6 +147,8 @@ def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
 def _check_devices(run: RunFile, machines: Machines) -> None:
     """A plan for more devices than there are is refused before anything is measured."""
     needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
+    for name in run.plan.devices or ():
+        machines.cluster.number_of(name)
     if needed > num_devices:
         remedy = "Plan for fewer devices, or name a larger cluster."
         if run.cluster.source is None:
@@ -171,8 +192,9 @@ def _micro_batches(run: RunFile) -> list[int]:
         widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
         sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
         return sorted(sizes)[-4:] or [1]
-    most = min(LARGEST_MEASURED, batch)
-    return [size for power in range(most.bit_length()) if batch % (size := 1 << power) == 0]
+    largest = asked.largest_batch
+    powers = [1 << power for power in range(min(LARGEST_MEASURED, largest or batch).bit_length())]
+    return powers if largest is not None else [size for size in powers if batch % size == 0]
 
 
 def _divides(width: int, run: RunFile) -> bool:
@@ -219,14 +241,17 @@ def wishes_of(run: RunFile) -> Wishes:
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return Wishes(
         batch_size=run.training.batch_size,
+        largest_batch=asked.largest_batch,
         schedule=asked.schedule,
         synchronous=asked.synchronous,
         goal=Goal(asked.objective),
         penalties={rule: steps for rule, steps in penalties.items() if steps is not None},
         start=_start(run),
+        memory_fraction=asked.memory_fraction,
         depth=asked.depth,
         width=asked.width,
         micro_batch=asked.micro_batch,
+        devices=asked.devices or (),
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
     )
@@ -242,10 +267,16 @@ def _start(run: RunFile) -> float | None:
 
 
 def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:
-    wishes = wishes_of(run)
-    if run.plan.depth is None and run.plan.width is None and run.cluster.source is None:
+    asked, names = run.plan, [unit.name for unit in measured.units]
+    wishes = replace(
+        wishes_of(run),
+        pinned=pins_of(asked.pin or (), names, "plan.pin"),
+        together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
+    )
+    if asked.depth is None and asked.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
-        wishes = replace(wishes, depth=min(machines.cluster.num_devices, len(measured.units)))
+        num_devices = len(wishes.devices) or machines.cluster.num_devices
+        wishes = replace(wishes, depth=min(num_devices, len(names)))
     found = find_plan(measured, machines.cluster, wishes, progress=lambda done: progress(done, "planning"))
     if not isinstance(found, Answer):
         raise BiremeError(str(found))
