@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
+from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.companions import Companions
@@ -41,7 +43,15 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 from bireme.train.tensorboard import check_tensorboard
 
-__all__ = ["Prepared", "data_of", "prepare", "prepared_again", "wishes_of", "write_prepared"]
+__all__ = [
+    "Prepared",
+    "data_of",
+    "prepare",
+    "prepared_again",
+    "prepared_document",
+    "wishes_of",
+    "write_prepared",
+]
 
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
@@ -142,6 +152,17 @@ def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
     save_cluster(prepared.machines.cluster, folder.cluster)
     if prepared.profile is not None:
         save_profile(prepared.profile, folder.profile)
+
+
+def prepared_document(prepared: Prepared) -> dict[str, Any]:
+    """The plan of a run in the words of `bireme plan --json`."""
+    if prepared.answer is None or prepared.profile is None or prepared.planning_s is None:
+        names = [unit.name for unit in units_of(prepared.graph)]
+        run = prepared.run
+        found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
+        return found | {"notes": [], "exports": {}}
+    found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
+    return found | {"notes": plan_notes(prepared.profile, prepared.machines.cluster), "exports": {}}
 
 
 def _check_devices(run: RunFile, machines: Machines) -> None:
