@@ -27,6 +27,9 @@ VERBS = {
         TRAIN,
         "Train a model over a pipeline. Without a file, a small language model on Python's own sources.",
     ),
+    "evaluate": Verb(
+        TRAIN, "Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second."
+    ),
     "resume": Verb(TRAIN, "Go on with a run from its newest good checkpoint."),
     "report": Verb(
         TRAIN,
