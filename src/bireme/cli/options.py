@@ -1,6 +1,7 @@
 """The options that several verbs share, and what they make of them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,7 +119,7 @@ def build_program(
     )
 
 
-def settings_of(values: dict[str, object]) -> list[str]:
+def settings_of(values: Mapping[str, object]) -> list[str]:
     """What options say in the place of keys of the run file, as `--set` would; those left out say nothing."""
     return [
         f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None

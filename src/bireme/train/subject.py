@@ -155,7 +155,7 @@ def _length_of_config(folder: Path) -> int:
     except (OSError, ValueError):
         return LONGEST  # who loads the model says what is wrong with it
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    known = [part[name] for part in parts for name in LENGTHS if isinstance(part.get(name), int)]
+    known = [int(part[name]) for part in parts for name in LENGTHS if isinstance(part.get(name), int)]
     return max(2, min([LONGEST, *known]))
 
 
