@@ -48,7 +48,7 @@ def test_nccl_and_auto_give_each_process_a_device_of_its_own() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_processes_compute_on_the_gpus_that_the_plan_names() -> None:
-    """A run that was to use the second GPU alone used the first."""
+    """Ranks count from the first GPU on, whichever the plan names."""
     found = machines_of(asked(), num_cuda=3, num_cores=8)
     first, second, third = (placed.name for placed in found.cluster.devices())
 
