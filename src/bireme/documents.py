@@ -7,7 +7,7 @@ not fit becomes one `BiremeError` that names the file, the place, the value and 
 
 import json
 import tomllib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from bireme.errors import BiremeError, closest
 
 __all__ = [
+    "Advise",
     "JsonLines",
     "as_dataclass",
     "read_dataclass",
@@ -66,6 +67,14 @@ def _document(kind: Hashable) -> Any:
     return create_model("Document", __config__=STRICT, noun=(cast("Any", kind), ...))
 
 
+Advise = Callable[[Sequence[str]], str]
+"""Gives a hint for the path of a key that is not known; nothing if it has none."""
+
+
+def _no_advice(_path: Sequence[str]) -> str:
+    return ""
+
+
 def read_json(path: Path, model: type[Model]) -> Model:
     """The JSON file at `path` as a `model`."""
     return validated(read_json_object(path), model, source=str(path))
@@ -89,14 +98,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_toml(path: Path, model: type[Model]) -> Model:
+def read_toml(path: Path, model: type[Model], advise: Advise = _no_advice) -> Model:
     """The TOML file at `path` as a `model`."""
     text = _text(path)
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise BiremeError(f"{path} is not TOML: {str(error).rstrip('.')}.") from None
-    return validated(data, model, source=str(path))
+    return validated(data, model, source=str(path), advise=advise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +172,24 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def validated(data: Mapping[str, Any], model: type[Model], *, source: str) -> Model:
-    """`data` as a `model`; `source` is what to call it in an error."""
+def validated(
+    data: Mapping[str, Any], model: type[Model], *, source: str, advise: Advise = _no_advice
+) -> Model:
+    """`data` as a `model`; `source` is what to call it in an error. `advise` is asked about unknown keys."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise BiremeError(_sentence(error, model, source)) from None
+        raise BiremeError(_sentence(error, model, source, advise=advise)) from None
 
 
-def _sentence(found: ValidationError, kind: type[Any], source: str, *, is_within: bool = False) -> str:
+def _sentence(
+    found: ValidationError,
+    kind: type[Any],
+    source: str,
+    *,
+    is_within: bool = False,
+    advise: Advise = _no_advice,
+) -> str:
     """The first thing that is wrong."""
     # A misspelt key is also a missing one: the unknown word is what the reader can find.
     error = min(found.errors(), key=lambda one: one["type"] not in UNKNOWN)
@@ -184,7 +202,8 @@ def _sentence(found: ValidationError, kind: type[Any], source: str, *, is_within
         return f"{source} lacks {place}{f' ({meaning})' if meaning else ''}."
     if error["type"] in UNKNOWN:
         known = _types(_table_at(path[:-1], kind))
-        return f"{source} has an unknown key {place!r}. {closest(str(path[-1]), known)}"
+        hint = advise([str(part) for part in path]) or closest(str(path[-1]), known)
+        return f"{source} has an unknown key {place!r}. {hint}"
     expected = error["msg"]
     for opening in ("Value error, ", "Input should be ", "Data should be "):
         expected = expected.removeprefix(opening)

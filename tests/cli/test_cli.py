@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bireme.cli.verbs import VERBS, Verbs
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.command import bireme, loads_torch
 from tests.support.patience import patience_s
@@ -33,6 +34,32 @@ SIMULATE = [
 
 def test_help_and_import_load_no_torch() -> None:
     assert not loads_torch("--help", "schedule --help", "simulate --help", "schedule 1f1b --check")
+
+
+HELP = """
+import sys
+sys.argv = ["bireme", "--help"]
+from bireme.cli.main import main
+try:
+    main()
+except SystemExit:
+    pass
+print("loaded:", *sorted({"torch", "numpy", "pydantic", "rich", "bireme.cli.train"} & set(sys.modules)))
+"""
+
+
+def test_help_comes_at_once_for_it_loads_no_verb_and_nothing_large() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "loaded:"
+    assert all(verb.summary.split()[0] in done.stdout for verb in VERBS.values())
+
+
+def test_the_help_of_all_says_of_each_verb_what_its_own_help_says() -> None:
+    group = Verbs(name="bireme")
+    for name, verb in VERBS.items():
+        assert group.get_command(None, name).help.split("\n\n")[0] == verb.summary, name
 
 
 def test_the_installed_command_answers() -> None:

@@ -12,6 +12,7 @@ from bireme.cluster.device import KNOWN
 from bireme.cluster.server import Server
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
 from bireme.runtime.world import World
 from bireme.train import machines
 from bireme.train.machines import machines_of
@@ -44,6 +45,23 @@ def test_nccl_and_auto_give_each_process_a_device_of_its_own() -> None:
     assert (found.cluster.num_devices, found.device, found.backend) == (2, "cuda", "nccl")
     with pytest.raises(BiremeError, match="to gloo, with which processes share a device"):
         machines_of(asked(device="cuda", workers=3), num_cuda=2, num_cores=8)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_processes_compute_on_the_gpus_that_the_plan_names() -> None:
+    """Ranks count from the first GPU on, whichever the plan names."""
+    found = machines_of(asked(), num_cuda=3, num_cores=8)
+    first, second, third = (placed.name for placed in found.cluster.devices())
+
+    def visible(now: str | None, *names: str) -> str | None:
+        rows = tuple((name,) for name in names)
+        plan = Plan(tuple(range(1, len(rows))), 4, "1f1b", devices=rows)
+        return machines.visible_gpus(plan, found, now, num_cuda=3)
+
+    assert visible(None, second) == "1"
+    assert visible("5,6,7", third, first) == "7,5"
+    assert visible(None, first, second) is None
+    assert visible(None, "elsewhere/gpu1") is None
 
 
 def test_the_processes_of_a_machine_take_its_devices_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ def values_of(table: str, key: Key) -> st.SearchStrategy[Any]:
         return st.lists(WORDS, min_size=1, max_size=3).map(tuple)
     if key.allowed.startswith("whole number"):
         return st.integers(2, 256)
+    if key.allowed == "list of texts":
+        return st.lists(WORDS, min_size=1, max_size=3).map(tuple)
     if key.allowed.startswith("number"):
         return st.floats(1, 100) if table == "plan.penalties" else st.floats(1e-9, 0.999)
     return WORDS

@@ -55,7 +55,7 @@ def test_json_says_where_the_file_is_and_what_to_run(capsys: Capture, tmp_path: 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("nowhere/run.toml", "there is no folder"), ("run.json", "A run file is a .toml file")],
+    [("nowhere/run.toml", "there is no folder"), ("run.yaml", "Name it run.toml.")],
 )
 def test_a_path_that_cannot_be_one_is_refused(
     capsys: Capture, tmp_path: Path, name: str, sentence: str

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from bireme.errors import BiremeError
 from bireme.train.run_file import RunFile, load_run_file
+from bireme.train.run_file.synonyms import SYNONYMS
 from bireme.train.run_file.text import toml_value
 from tests.support.extent import examples
-from tests.support.run_files import KEYS, loaded, run_files, said, sentence, value_at
+from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
 
 
 @examples(30)
@@ -32,6 +34,8 @@ def test_settings_alone_make_any_run(run: RunFile) -> None:
         ('plan.schedule="2bw"', "plan", "schedule", "2bw"),
         ("plan.penalties.fresh=2", "plan.penalties", "fresh", 2.0),
         ("plan.lookahead=false", "plan", "lookahead", False),
+        ("plan.pin=0=host/gpu1", "plan", "pin", ("0=host/gpu1",)),
+        ('plan.together=["0..1", "4..5"]', "plan", "together", ("0..1", "4..5")),
         ("model.source=gpt:layers=2,width=64", "model", "source", "gpt:layers=2,width=64"),
         ("log.prompt=''", "log", "prompt", ""),
         ("log.prompt=one, two # three", "log", "prompt", "one, two # three"),
@@ -58,7 +62,7 @@ def test_a_setting_is_read_as_toml_or_else_as_a_string(
         ("seed=5", "Did you mean 'model.seed' or 'data.seed' or 'training.seed'?"),
         ("trainin.stps=5", "Did you mean 'training'?"),
         ("plan.penalties.frsh=2", "Did you mean 'plan.penalties.fresh'?"),
-        ("lr=5", "Known are: checkpoint, cluster, data, export, format, log, model, plan, training."),
+        ("xyz=5", "Known are: checkpoint, cluster, data, export, format, log, model, plan, training."),
         ("training=5", "is for a whole table. Set a key of it, such as training.steps=…."),
         ("training.steps", "is not of the form table.key=value, such as model.source=…."),
         ("=5", "is not of the form table.key=value"),
@@ -100,3 +104,80 @@ def test_a_setting_can_put_right_what_a_file_contradicts(tmp_path: Path) -> None
 def test_where_file_and_setting_contradict_each_other_both_are_named(tmp_path: Path) -> None:
     found = sentence("[training]\nsteps = 5", tmp_path, "training.warmup_steps=6")
     assert found.startswith("run.toml with --set training.warmup_steps=6: training.warmup_steps is 6")
+
+
+# --- names that other programs have ---------------------------------------------------------------------
+
+NEWCOMERS = {
+    "training.lr": "training.learning_rate",
+    "data.seq_len": "data.length",
+    "data.max_length": "data.length",
+    "data.block_size": "data.length",
+    "bf16": "model.dtype",
+    "training.mixed_precision": "model.dtype",
+    "plan.dp": "plan.width",
+    "plan.pp": "plan.depth",
+    "plan.tp": "Bireme gives each device whole layers",
+    "training.fsdp": "Bireme gives each device whole layers",
+    "deepspeed.zero_stage": "Bireme gives each device whole layers",
+    "training.gradient_accumulation": "plan.microbatches",
+    "training.gradient-accumulation-steps": "plan.microbatches",
+    "training.max_steps": "training.steps",
+    "training.epochs": "training.steps",
+    "num_train_epochs": "training.steps",
+    "training.per_device_batch_size": "plan.micro_batch",
+    "model.weight_decay": "training.weight_decay",
+    "plan.warmup_steps": "training.warmup_steps",
+    "training.max_grad_norm": "training.clip_norm",
+    "data.sequence_length": "data.length",
+    "learning_rate": "training.learning_rate",
+    "training.save_steps": "checkpoint.every_steps",
+    "training.eval_steps": "training.evaluate_every",
+    "training.logging_steps": "log.every_steps",
+    "output_dir": "log.folder",
+    "model.model_name_or_path": "model.source",
+    "data.dataset_name": "data.source",
+    "training.num_workers": "data.num_workers",
+    "cluster.num_workers": "cluster.workers",
+    "training.optim": "training.optimizer",
+    "training.lr_scheduler_type": "training.schedule",
+    "cluster.gpus": "cluster.workers",
+    "cluster.devices": "cluster.workers",
+    "cluster.nodes": "cluster.source",
+    "training.resume": "bireme resume RUN",
+}
+
+
+def test_names_that_newcomers_type_get_the_key_that_stands_for_them_here(tmp_path: Path) -> None:
+    """Of 26 that were tried, 19 were answered with a key that has nothing to do with them."""
+    for typed, expected in NEWCOMERS.items():
+        assert expected in said(f"{typed}=1"), typed
+        table, _, name = typed.rpartition(".")
+        assert expected in sentence(f"[{table}]\n{name} = 1" if table else f"{name} = 1", tmp_path), typed
+
+
+def test_every_name_of_the_table_leads_to_keys_that_there_are_and_stands_there_once() -> None:
+    names = [name for words, _, _ in SYNONYMS for name in words.split()]
+    assert len(names) == len(set(names))
+    for words, keys, more in SYNONYMS:
+        assert set(keys.split()) <= set(NAMES), words
+        assert keys or more, words
+
+
+@pytest.mark.parametrize(
+    ("text", "table", "key", "value"),
+    [
+        ("plan.schedule=2BW", "plan", "schedule", "2bw"),
+        ("plan.schedule=1F1B", "plan", "schedule", "1f1b"),
+        ("plan.recompute=where_needed", "plan", "recompute", "where-needed"),
+        ("model.dtype=bf16", "model", "dtype", "bfloat16"),
+        ("training.optimizer=AdamW", "training", "optimizer", "adamw"),
+    ],
+)
+def test_words_may_be_in_other_letters(text: str, table: str, key: str, value: str) -> None:
+    assert value_at(load_run_file(None, [text]), table, key) == value
+
+
+def test_a_run_file_of_another_kind_is_answered_with_the_command_that_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(BiremeError, match=r"run files are TOML. `bireme init config\.toml` writes one"):
+        load_run_file(tmp_path / "config.yaml")

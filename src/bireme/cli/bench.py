@@ -9,7 +9,9 @@ from bireme.cli.options import Json, print_json
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Measure Bireme on this machine, beside its limits and its peers.", no_args_is_help=True
+    add_completion=False,
+    help="Measure Bireme on this machine, beside its limits and its peers.",
+    no_args_is_help=True,
 )
 
 

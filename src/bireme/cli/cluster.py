@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Servers, devices and links: find them, look at them.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Servers, devices and links: find them, look at them."
+)
 
 
 @app.command()

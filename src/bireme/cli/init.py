@@ -21,7 +21,7 @@ def init(
     [dim]bireme init run.toml[/dim]
     """
     if path.suffix != ".toml":
-        raise BiremeError(f"A run file is a .toml file, and {path} is none. Name it {path.name}.toml.")
+        raise BiremeError(f"A run file is a .toml file, and {path} is none. Name it {path.stem}.toml.")
     is_there = path.exists() or path.is_symlink()
     if is_there and not force:
         raise BiremeError(f"{path} is there already. Name another file, or write over it with --force.")

@@ -10,21 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bireme import __version__
-from bireme.cli import (
-    bench,
-    cluster,
-    export,
-    init,
-    memory,
-    place,
-    plan,
-    profile,
-    report,
-    resume,
-    schedule,
-    simulate,
-    train,
-)
+from bireme.cli.verbs import Verbs
 from bireme.errors import BiremeError
 
 __all__ = ["app", "main"]
@@ -34,24 +20,12 @@ PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 app = typer.Typer(
     name="bireme",
+    cls=Verbs,
     help="Train neural networks that do not fit on one device, over few, unequal, slowly joined machines.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench.app, name="bench")
-app.add_typer(cluster.app, name="cluster")
-app.command(name="export")(export.export)
-app.command(name="init")(init.init)
-app.command(name="memory")(memory.memory)
-app.command(name="place")(place.place)
-app.command(name="plan")(plan.plan)
-app.command(name="profile")(profile.profile)
-app.command(name="report")(report.report)
-app.command(name="resume")(resume.resume)
-app.command(name="schedule")(schedule.schedule)
-app.command(name="simulate")(simulate.simulate)
-app.command(name="train")(train.train)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
 """The options that several verbs share, and what they make of them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "Json",
     "Microbatches",
     "Recompute",
+    "Sets",
     "Slices",
     "Stages",
     "StagesPerRank",
@@ -26,6 +28,7 @@ __all__ = [
     "check_writable",
     "print_json",
     "refuse",
+    "settings_of",
 ]
 
 Stages = Annotated[int, typer.Option("--stages", "-d", help="Stages the model is cut into.")]
@@ -59,6 +62,10 @@ From = Annotated[
     typer.Option("--from", metavar="FILE.csv", help="Read the schedule from a file in torch's format."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file; repeat it."),
+]
 
 
 SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "recompute")
@@ -123,6 +130,13 @@ def build_program(
         lookahead=lookahead,
         recompute=range(stages) if recompute else (),
     )
+
+
+def settings_of(values: Mapping[str, object]) -> list[str]:
+    """What options say in the place of keys of the run file, as `--set` would; those left out say nothing."""
+    return [
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None
+    ]
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -27,8 +27,6 @@ from bireme.cli.options import Json, check_writable, refuse
 from bireme.cli.plan_options import (
     exports_of,
     penalties_of,
-    pins_of,
-    ranges_of,
 )
 from bireme.cli.plan_run import PlanRun
 from bireme.cli.words import word
@@ -174,6 +172,7 @@ def plan(
         fresh=fresh,
         part=part_of(train, freeze, lora_rank, lora_target),
     )
+    schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
     from bireme.plan.partition.loads import Recompute
     from bireme.plan.wishes import Goal, Wishes
@@ -199,11 +198,13 @@ def plan(
     for name in wishes.devices:
         found_cluster.number_of(name)
     found_profile = _profile(profile, asked)
+    from bireme.plan.unit_names import pins_of, ranges_of
+
     names = [unit.name for unit in found_profile.units]
     wishes = replace(
         wishes,
-        pinned=pins_of(pin or (), names),
-        together=ranges_of(together or (), names, whole_layers=whole_layers),
+        pinned=pins_of(pin or (), names, "--pin"),
+        together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
     )
     for name in wishes.pinned.values():
         found_cluster.number_of(name)

@@ -1,8 +1,7 @@
 """What the options of `bireme plan` say, as wishes and as files to write."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,6 @@ __all__ = [
     "Exporting",
     "exports_of",
     "penalties_of",
-    "pins_of",
-    "ranges_of",
 ]
 
 
@@ -63,53 +60,4 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
                 f"--penalty {text} is not RULE=STEPS, such as {name}=1.2: steps needed for one of a "
                 "synchronous run."
             ) from None
-    return found
-
-
-def pins_of(texts: Iterable[str], names: Sequence[str]) -> dict[int, str]:
-    """Units by number, and the device that each must be on."""
-    found: dict[int, str] = {}
-    for text in texts:
-        unit, equals, device = text.partition("=")
-        if not equals or not device:
-            raise BiremeError(f"--pin {text} is not UNIT=DEVICE, such as 0=server0/gpu1.")
-        for number in _units(unit, names, f"--pin {text}"):
-            if found.setdefault(number, device) != device:
-                raise BiremeError(
-                    f"Unit {number} ({names[number]}) is pinned to {found[number]} and to {device}. Leave "
-                    "out one of the two."
-                )
-    return found
-
-
-def ranges_of(
-    texts: Iterable[str], names: Sequence[str], *, whole_layers: bool
-) -> tuple[tuple[int, int], ...]:
-    """First and last units of what must not be cut; all layers as well if they are to stay whole."""
-    found = []
-    for text in texts:
-        first, dots, last = text.partition("..")
-        option = f"--together {text}"
-        if not dots:
-            raise BiremeError(f"{option} is not FIRST..LAST, such as 0..3 or layers.0..layers.1.")
-        begin, end = _units(first, names, option)[0], _units(last, names, option)[-1]
-        if begin > end:
-            raise BiremeError(f"{option} ends before it begins: at unit {end}, and begins at {begin}.")
-        found.append((begin, end))
-    if whole_layers:
-        from bireme.plan.partition.chain import layer_bounds
-
-        found += [(begin, end - 1) for begin, end in pairwise(layer_bounds(names)) if end > begin + 1]
-    return tuple(found)
-
-
-def _units(text: str, names: Sequence[str], option: str) -> list[int]:
-    """The units that a number, a name or the beginning of names stands for."""
-    if text.isdecimal():
-        if int(text) >= len(names):
-            raise BiremeError(f"{option}: there is no unit {text}; they are 0 to {len(names) - 1}.")
-        return [int(text)]
-    found = [place for place, name in enumerate(names) if name == text or name.startswith(f"{text}.")]
-    if not text or not found:
-        raise BiremeError(f"{option}: there is no unit {text!r}. {closest(text, set(names))}")
     return found

@@ -49,11 +49,14 @@ class PlanRun:
         texts = self._exports(answer, exports)
         helps = self._helps(answer) if explained else None
         self._write(answer, output, exports, texts)
+        from bireme.report.plan_document import plan_notes
+
+        notes = plan_notes(self.profile, self.cluster)
         if as_json:
             from bireme.report.plan_document import explanation_document, plan_document
 
             document = plan_document(answer, self.profile, planning_s)
-            document |= {"notes": self._notes(), "exports": texts}
+            document |= {"notes": notes, "exports": texts}
             print_json(document | ({} if helps is None else explanation_document(answer, helps)))
             return
         from rich.console import Console
@@ -64,7 +67,7 @@ class PlanRun:
         print_plan(answer, self.profile, planning_s, console)
         if helps is not None:
             print_explanation(answer, helps, console)
-        for note in self._notes():
+        for note in notes:
             console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
         for export in exports:
             if export.path is None:
@@ -129,26 +132,3 @@ class PlanRun:
                 from bireme.files import write_text_atomically
 
                 write_text_atomically(export.path, texts[export.name])
-
-    def _notes(self) -> list[str]:
-        """What makes the numbers doubtful."""
-        kinds = {placed.device.kind for placed in self.cluster.devices()} - {"emulated"}
-        notes = []
-        if kinds and self.profile.device_kind not in kinds:
-            there = " and ".join(sorted(kinds))
-            here = f"{self.profile.device} ({self.profile.device_kind})"
-            notes.append(
-                f"The seconds are those of {here}, where the model was profiled, and the cluster's devices "
-                f"are {there}: give their speed in the cluster's file, or profile the model there."
-            )
-        devices = [placed.device for placed in self.cluster.devices()]
-        names = sorted({device.name for device in devices})
-        if len(names) > 1 and len({device.speed for device in devices}) == 1:
-            notes.append(
-                f"The cluster's devices are of different makes ({', '.join(names)}) and all have the speed "
-                f"{devices[0].speed:g}, so they are planned for as equally fast: give their speed in the "
-                "cluster's file; `bireme cluster probe` measures it."
-            )
-        if not self.profile.is_measured:
-            notes.append("The seconds are estimated, not measured; ratios between plans are surer than they.")
-        return notes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json, Sets, print_json, settings_of
+from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.train.checkpoint.checkpoint import Checkpoint
@@ -30,33 +31,60 @@ def train(
             metavar="RUN.toml", help="What to do; `bireme init` writes one. The demonstration if left out."
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="TABLE.KEY=VALUE", help="In the place of what the file says; repeat it."
-        ),
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run's folder, in runs/ unless set.")
     ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps to train, whatever the run file says.", show_default=False)
+    ] = None,
+    set_: Sets = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show the plan, its time and memory, and what would be written; write nothing."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model over a pipeline. Without a file, a small language model on Python's own sources.
 
-    [dim]bireme train run.toml --set training.steps=500[/dim]
+    [dim]bireme train run.toml --name first-run --steps 500[/dim]
     """
+    sets = [*(set_ or ()), *settings_of({"log.name": name, "training.steps": steps})]
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _train_with_others(run_file, set_ or (), as_json=as_json)
+        if dry_run:
+            raise BiremeError("--dry-run plans in one process: call it without torchrun.")
+        _train_with_others(run_file, sets, as_json=as_json)
         return
     from bireme.train.folder import RunFolder, load_asked
 
-    run = load_asked(run_file, set_ or ())
+    run = load_asked(run_file, sets)
     from bireme.report.progress import progress_bar
     from bireme.train.prepare import prepare, write_prepared
 
     RunFolder.check_new(run)  # now too, for what comes next may take long
     with progress_bar("preparing") as progress:
         prepared = prepare(run, progress)
+    if dry_run:
+        _show_dry(prepared, RunFolder.named(run, datetime.now()), as_json=as_json)
+        return
     folder = RunFolder.new(run, datetime.now())
     write_prepared(prepared, folder)
     run_to_end(prepared, folder, None, as_json=as_json)
+
+
+def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
+    """What the run would do and leave."""
+    paths = [str(path) for path in folder.writes(prepared.run)]
+    if as_json:
+        from bireme.train.prepare import prepared_document
+
+        print_json(prepared_document(prepared) | {"writes": paths})
+        return
+    show_prepared(prepared, folder, as_json=False)
+    typer.echo("Nothing was written. The run would write:")
+    for path in paths:
+        typer.echo(f"  {path}")
 
 
 def run_to_end(

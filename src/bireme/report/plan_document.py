@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bireme.cluster.cluster import Cluster
 from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate
+from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import Summary, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 
-__all__ = ["explanation_document", "plan_document"]
+__all__ = ["explanation_document", "plan_document", "plan_notes", "saved_plan_document"]
 
 
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:
@@ -24,11 +26,68 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
         "stages_per_rank": best.plan.stages_per_rank,
         "planning_s": planning_s,
         "num_tried": answer.num_tried,
-        "stages": _stages(best, profile),
+        "stages": _stages(best, [unit.name for unit in profile.units]),
         "headroom_bytes": headroom_bytes(best),
         "candidates": [_candidate(summarize(candidate)) for candidate in answer.candidates],
         "origin": asdict(answer.origin),
     }
+
+
+def saved_plan_document(
+    model: str, saved: SavedPlan, names: Sequence[str], batch_size: int
+) -> dict[str, Any]:
+    """The same of a plan from a file, for a model whose units have these names; what it does not say is null.
+
+    A step has `batch_size` samples.
+    """
+    plan, known, stages, headroom = saved.plan, dict.fromkeys(FIELDS), [], None
+    if saved.forecast is not None:
+        best = Candidate(plan, saved.forecast)
+        known, stages, headroom = _candidate(summarize(best)), _stages(best, names), headroom_bytes(best)
+    return {
+        "model": model,
+        **known,
+        "schedule": plan.schedule,
+        "depth": plan.source.num_ranks,
+        "width": plan.width,
+        "num_stages": plan.num_stages,
+        "num_micro_batches": plan.num_microbatches,
+        "num_recomputed": len(plan.recompute),
+        "batch_size": batch_size,
+        "lookahead": plan.lookahead,
+        "num_sliced": plan.num_sliced,
+        "stages_per_rank": plan.stages_per_rank,
+        "planning_s": None,
+        "num_tried": None,
+        "stages": stages,
+        "headroom_bytes": headroom,
+        "candidates": [],
+        "origin": None if saved.origin is None else asdict(saved.origin),
+    }
+
+
+def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
+    """What makes the numbers of a plan doubtful."""
+    kinds = {placed.device.kind for placed in cluster.devices()} - {"emulated"}
+    notes = []
+    if kinds and profile.device_kind not in kinds:
+        there = " and ".join(sorted(kinds))
+        here = f"{profile.device} ({profile.device_kind})"
+        notes.append(
+            f"The seconds are those of {here}, where the model was profiled, and the cluster's devices "
+            f"are {there}: give their speed in the cluster's file, or profile the model there."
+        )
+    devices = [placed.device for placed in cluster.devices()]
+    names = sorted({device.name for device in devices})
+    if len(names) > 1 and len({device.speed for device in devices}) == 1:
+        notes.append(
+            f"The cluster's devices are of different makes ({', '.join(names)}) and all have the speed "
+            f"{devices[0].speed:g}, so they are planned for as equally fast: give their speed in the "
+            "cluster's file; `bireme cluster probe` measures it."
+        )
+    if not profile.is_measured:
+        notes.append("The seconds are estimated, not measured; ratios between plans are surer than they.")
+    return notes
 
 
 def explanation_document(answer: Answer, helps: Sequence[Help]) -> dict[str, Any]:
@@ -41,6 +100,20 @@ def explanation_document(answer: Answer, helps: Sequence[Help]) -> dict[str, Any
     }
 
 
+FIELDS = (
+    "kind",
+    "micro_batch_size",
+    "micro_batch_sizes",
+    "predicted_batch_s",
+    "samples_per_s",
+    "penalty",
+    "cost_s_per_sample",
+    "busy_share",
+    "bottleneck",
+)
+"""What only a forecast says of a plan."""
+
+
 def _candidate(short: Summary) -> dict[str, Any]:
     """A candidate in short, under the names that documents have for what is predicted and counted."""
     plain = asdict(short)
@@ -51,11 +124,11 @@ def _candidate(short: Summary) -> dict[str, Any]:
     }
 
 
-def _stages(best: Candidate, profile: Profile) -> list[dict[str, Any]]:
+def _stages(best: Candidate, names: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {
             "units": list(range(stage.begin, stage.end)),
-            "names": [unit.name for unit in profile.units[stage.begin : stage.end]],
+            "names": list(names[stage.begin : stage.end]),
             "devices": list(stage.devices),
             "recompute": stage.recompute,
             "predicted_busy_s": stage.busy_s,

@@ -124,13 +124,21 @@ def _stages(best: Candidate, profile: Profile, width: int) -> Table:
     """A row for each stage. Names of units give way where there is no room, names of devices wrap."""
     stages = best.forecast.stages
     again = ["again" if stage.recompute else "" for stage in stages]
+    ranks = best.plan.source.rank_of_stage
+    # The bytes of a stage are those of its rank, which may have other stages too.
+    memory = [
+        f"{bytes_text(stage.peak_bytes)} of {bytes_text(stage.limit_bytes)}"
+        if ranks.index(ranks[place]) == place
+        else ""
+        for place, stage in enumerate(stages)
+    ]
     cells = {
         "stage": [str(place) for place in range(len(stages))],
         "devices": [device_ranges(stage.devices) for stage in stages],
         "forward": again,
         "busy": [seconds_text(stage.busy_s) for stage in stages],
         "": [f"{stage.busy_s / best.forecast.batch_s:.0%}" for stage in stages],
-        "memory": [f"{bytes_text(stage.peak_bytes)} of {bytes_text(stage.limit_bytes)}" for stage in stages],
+        "memory": memory,
     }
     if not any(again):
         del cells["forward"]

@@ -74,15 +74,19 @@ def print_prepared(
         say(_about_delay(delayed_from), highlight=False)
     if forecast is not None:
         table = Table("stage", "units", "device", "busy", "memory", "of limit", box=None, header_style="dim")
+        names = [] if profile is None else [unit.name for unit in profile.units]
+        ranks = plan.source.rank_of_stage
         for number, stage in enumerate(forecast.stages):
-            names = [] if profile is None else [unit.name for unit in profile.units]
+            # The bytes of a stage are those of its rank, which may have other stages too.
+            is_first = ranks.index(ranks[number]) == number
+            share = f"{stage.peak_bytes / stage.limit_bytes:.1%}" if stage.limit_bytes else "–"
             table.add_row(
                 str(number),
                 escape(_units(stage.begin, stage.end, names)),
                 escape(", ".join(stage.devices)),
                 f"{stage.busy_s / forecast.batch_s:.0%}",
-                bytes_text(stage.peak_bytes),
-                f"{stage.peak_bytes / stage.limit_bytes:.1%}" if stage.limit_bytes else "–",
+                bytes_text(stage.peak_bytes) if is_first else "",
+                share if is_first else "",
             )
         say(table)
         say(
@@ -173,7 +177,8 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     if speed is not None:
         tell(f"The machine ran at {speed:.2f} of its speed when profiled.")
     loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]
-    rate = document["tokens_per_s"]
+    rate, perplexity = document["tokens_per_s"], document.get("eval_perplexity")
+    loss += [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
     parts = [counted(steps, "step"), *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
     say("\n" + ", ".join(parts) + ".", highlight=False)
     for warning in document["warnings"][-MOST_WARNINGS:]:

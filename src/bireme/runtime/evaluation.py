@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bireme.model.stage import StageFunction
-from bireme.runtime.banks import WeightBanks
 from bireme.runtime.batches import Batch
 from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import Layout
@@ -17,7 +17,7 @@ from bireme.runtime.stage import LOSS, Place
 from bireme.schedule.generators.forward_only import forward_only
 from bireme.sync.group import Group
 
-__all__ = ["Evaluation", "EvaluationStage", "Evaluator"]
+__all__ = ["Evaluation", "EvaluationStage", "Evaluator", "HoldsWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,20 @@ class Evaluator:
             raise AssertionError("an evaluation finishes no batch of training")
 
 
+class HoldsWeights(Protocol):
+    """Where an evaluation takes a stage's weights from."""
+
+    def newest_to_compute_with(self) -> Mapping[str, Tensor]:
+        """The newest weights by name, in the type that the stage computes with."""
+
+
 class EvaluationStage:
     """A stage that only runs forward, and keeps nothing but the loss."""
 
     def __init__(
         self,
         function: StageFunction,
-        banks: WeightBanks,
+        banks: HoldsWeights,
         buffers: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:

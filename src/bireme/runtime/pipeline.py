@@ -43,7 +43,7 @@ from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Pipeline", "Result", "Weights"]
+__all__ = ["Pipeline", "Result", "Weights", "teller"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Pipeline:
         graph = made_of.graph
         if isinstance(plan, SavedPlan) and plan.origin is not None:
             check_plan_fits(plan.origin, graph, plan.units)
-        tell = on_instruction or _teller(world)
+        tell = on_instruction or teller(world)
         self.graph = graph
         self.num_trained = 0
         units = units_of(graph)
@@ -358,7 +358,7 @@ class Pipeline:
                     )
 
 
-def _teller(world: World | Fabric | None) -> OnInstruction:
+def teller(world: World | Fabric | None) -> OnInstruction:
     """Tells a world's watch what this rank is doing, for when it has to be told why it does not go on."""
     if not isinstance(world, World):
         return lambda _step: None

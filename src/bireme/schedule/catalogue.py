@@ -40,10 +40,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule_named(name: str) -> Schedule:
-    """The schedule of that name."""
-    if name not in SCHEDULES:
-        raise BiremeError(f"There is no schedule {name!r}. {closest(name, SCHEDULES)}")
-    return SCHEDULES[name]
+    """The schedule of that name, which may be in capital letters."""
+    found = SCHEDULES.get(name.lower())
+    if found is None:
+        raise BiremeError(f"There is no schedule {name!r}. {closest(name.lower(), SCHEDULES)}")
+    return found
 
 
 def generate(
@@ -69,6 +70,7 @@ def generate(
     inputs. `updates_early` is for pipelines that sum no gradients over ranks: see `weave.py`.
     """
     schedule = schedule_named(name)
+    name = schedule.name
     if first_batch < 0:
         raise BiremeError(f"Batches count from 0, so a window cannot start at batch {first_batch}.")
     per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank

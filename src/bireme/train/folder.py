@@ -48,23 +48,31 @@ class RunFolder:
             )
 
     @classmethod
-    def new(cls, run: RunFile, now: datetime) -> "RunFolder":
-        """A new folder for a run, of the name it asks for or one made of the date and the model."""
+    def named(cls, run: RunFile, now: datetime) -> "RunFolder":
+        """The folder that a new run would get; it is not made."""
         parent = Path(run.log.folder)
         if run.log.name is not None:
-            cls.check_new(run)
-            path = parent / run.log.name
-        else:
-            words = re.sub(r"[^A-Za-z0-9]+", "-", run.model.source.partition(",")[0]).strip("-").lower()
-            first = parent / f"{now:%Y%m%d-%H%M%S}-{words[:40]}"
-            path, number = first, 2
-            while path.exists():
-                path, number = first.with_name(f"{first.name}-{number}"), number + 1
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BiremeError(f"The folder {path} of the run cannot be made: {error.strerror}.") from None
+            return cls(parent / run.log.name)
+        words = re.sub(r"[^A-Za-z0-9]+", "-", run.model.source.partition(",")[0]).strip("-").lower()
+        first = path = parent / f"{now:%Y%m%d-%H%M%S}-{words[:40]}"
+        number = 2
+        while path.exists():
+            path, number = first.with_name(f"{first.name}-{number}"), number + 1
         return cls(path)
+
+    @classmethod
+    def new(cls, run: RunFile, now: datetime) -> "RunFolder":
+        """A new folder for a run, of the name it asks for or one made of the date and the model."""
+        folder = cls.named(run, now)
+        if run.log.name is not None:
+            cls.check_new(run)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BiremeError(
+                f"The folder {folder.path} of the run cannot be made: {error.strerror}."
+            ) from None
+        return folder
 
     @classmethod
     def of(cls, path: Path) -> "RunFolder":
@@ -161,6 +169,14 @@ class RunFolder:
     def model(self) -> Path:
         """The trained model, for others."""
         return self.path / "model"
+
+    def writes(self, run: RunFile) -> list[Path]:
+        """What a run leaves in it, as far as that is known before it begins."""
+        planned = run.plan.file is None
+        found = [self.run_file, self.plan, self.graph, self.evaluation_graph, self.cluster, self.metrics]
+        found += [self.profile, self.predicted_timeline] if planned else []
+        found += [self.measured_timeline, self.checkpoints(run), self.model, self.summary]
+        return [*found, self.path / "tensorboard"] if run.log.tensorboard else found
 
     def checkpoints(self, run: RunFile) -> Path:
         """Where its checkpoints are."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from bireme.devices import num_accelerators
 from bireme.runtime.launch import launch
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
 from bireme.train.loop import RECORDED
+from bireme.train.machines import visible_gpus
 from bireme.train.outcome import Outcome
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared
@@ -28,6 +30,8 @@ from bireme.train.worker import Start, first_of, train_rank
 from bireme.train.writing import written
 
 __all__ = ["DONE", "Finished", "finish", "first_words", "start"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 DONE = ("finished", "time limit")
 """The reasons to stop that leave a trained model."""
@@ -61,7 +65,7 @@ def start(
         words,
         () if checkpoint is None else checkpoint.passed_over,
     )
-    with _signals_passed_on():
+    with _signals_passed_on(), _gpus_as_planned(prepared):
         outcomes = launch(
             train_rank,
             plan.num_ranks,
@@ -105,6 +109,22 @@ def first_words(prepared: Prepared) -> dict[str, Any]:
         "devices": [name for row in plan.devices for name in row],
         "predicted_batch_s": None if forecast is None else forecast.batch_s,
     }
+
+
+@contextmanager
+def _gpus_as_planned(prepared: Prepared) -> Iterator[None]:
+    """Let the processes that are started inside count the GPUs in the order in which the plan names them."""
+    before = os.environ.get(VISIBLE)
+    wanted = visible_gpus(prepared.plan.plan, prepared.machines, before, num_cuda=num_accelerators())
+    if wanted is not None:
+        os.environ[VISIBLE] = wanted
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[VISIBLE] = before
+        else:
+            os.environ.pop(VISIBLE, None)
 
 
 @contextmanager

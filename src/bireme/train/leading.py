@@ -206,7 +206,8 @@ def _prepared_anew(
     if checkpoint is not None and begun is not None:
         check_goes_on(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
-    prepared = replace(prepared, run=_with_source(run, cluster, folder.cluster))
+    chosen = run.model_copy(update={"training": prepared.run.training, "plan": prepared.run.plan})
+    prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster))
     write_prepared(prepared, folder)
     return prepared, folder
 

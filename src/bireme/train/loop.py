@@ -6,7 +6,7 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -21,6 +21,7 @@ from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.order import Order
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
+from bireme.train.evaluation_set import EvaluationSet, Figures
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.run_file import RunFile
@@ -84,7 +85,8 @@ class Loop:
         self._batch_s: list[float] = []
         self._since = [0.0, 0.0, 0.0]  # seconds, samples, tokens since the last line
         self._all = [0.0, 0.0, 0.0]
-        self._evaluated: float | None = None
+        self._evaluations = None if data.evaluation is None else EvaluationSet.of_run(run, data.evaluation)
+        self._evaluated: Figures | None = None
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
@@ -299,23 +301,19 @@ class Loop:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        samples = self.data.evaluation
-        if samples is None:
+        if self._evaluations is None:
             return
-        size = self.run.training.batch_size
-        count = min(self.run.training.evaluation_batches, len(samples) // size) or 1
-        # The same samples every time, from everywhere in the data.
-        order = Order(len(samples), self.run.data.seed)
-        wanted = self.pipeline.cutter.wanted_to_evaluate
-        with RankBatches(samples, order, min(size, len(samples)), 0, count, wanted=wanted) as batches:
-            found = self.pipeline.evaluate(batches)
-        self._evaluated, self._evaluated_at = found.loss if found.weight else None, self.step
+        begin_s = perf_counter()
+        found = self.pipeline.evaluate(self._evaluations.batches(self.pipeline.cutter.wanted_to_evaluate))
+        figures = self._evaluations.figures(found, perf_counter() - begin_s, self.data.tokenizer)
+        self._evaluated, self._evaluated_at = figures if found.weight else None, self.step
         if not found.weight:
             self._warn("The evaluation has no loss: nothing in its batches counts for one.")
-        self.tell("evaluation", self.step, loss=found.loss, num_samples=found.num_samples)
+        self.tell("evaluation", self.step, num_samples=found.num_samples, **asdict(figures))
 
     def _outcome(self) -> Outcome:
         seconds, samples, tokens = self._all
+        evaluated = self._evaluated
         busy = None
         if self.timeline is not None:
             rank = self.pipeline.layout.pipeline_rank
@@ -324,7 +322,9 @@ class Loop:
             steps=self.step,
             reason=str(self._reason),
             train_loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
-            eval_loss=self._evaluated,
+            eval_loss=None if evaluated is None else evaluated.loss,
+            eval_perplexity=None if evaluated is None else evaluated.perplexity,
+            eval_bits_per_byte=None if evaluated is None else evaluated.bits_per_byte,
             batch_s=median(self._batch_s) if self._batch_s else None,
             samples_per_s=samples / seconds if seconds else None,
             tokens_per_s=tokens / seconds if seconds and tokens else None,

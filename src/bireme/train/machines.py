@@ -7,10 +7,11 @@ from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.server import Server
 from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
 from bireme.train.gathered import server_here
 from bireme.train.run_file import RunFile
 
-__all__ = ["Machines", "machines_of", "shared"]
+__all__ = ["Machines", "machines_of", "shared", "visible_gpus"]
 
 CPU_WORKERS = 2
 """Processes on a machine without a GPU, unless somebody says: as few as a pipeline has."""
@@ -62,6 +63,21 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
     if threads is None and device == "cpu":
         threads = max(1, num_cores // cluster.num_devices)
     return Machines(cluster, device, backend, threads)
+
+
+def visible_gpus(plan: Plan, machines: Machines, visible: str | None, *, num_cuda: int) -> str | None:
+    """What CUDA_VISIBLE_DEVICES must be for process p to compute on the GPU that the plan names for it.
+
+    `visible` is what it is now, and stays where the plan names all GPUs in their order, or others than those
+    of this machine, or where processes share them.
+    """
+    places = {placed.name: place for place, placed in enumerate(machines.cluster.devices())}
+    names = [row[replica] for replica in range(plan.width) for row in plan.devices]
+    is_here = len(machines.cluster.servers) == 1 and len(places) <= num_cuda and set(names) <= set(places)
+    if machines.device != ACCELERATOR or not is_here or names == list(places)[: len(names)]:
+        return visible
+    known = visible.split(",") if visible else [str(place) for place in range(num_cuda)]
+    return ",".join(known[places[name]] for name in names)
 
 
 def _here(device: str, workers: int, num_cuda: int) -> Cluster:

@@ -22,7 +22,7 @@ class Outcome:
     """What one rank can tell at the end. What is not of the rank itself is the same on all.
 
     `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
-    step of the newest one.
+    step of the newest one. The figures of the last evaluation are None where they mean nothing.
     """
 
     steps: int
@@ -35,4 +35,6 @@ class Outcome:
     num_skipped: int
     checkpoint: int | None
     own: RankOutcome
+    eval_perplexity: float | None = None
+    eval_bits_per_byte: float | None = None
     warnings: tuple[str, ...] = field(default=())

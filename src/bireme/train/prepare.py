@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -19,11 +21,14 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import start_of
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.search.search import find_plan
+from bireme.plan.summary import summarize
+from bireme.plan.unit_names import pins_of, ranges_of
 from bireme.plan.wishes import Goal, Wishes
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
+from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.companions import Companions
@@ -38,7 +43,15 @@ from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.tensorboard import check_tensorboard
 
-__all__ = ["Prepared", "data_of", "prepare", "prepared_again", "wishes_of", "write_prepared"]
+__all__ = [
+    "Prepared",
+    "data_of",
+    "prepare",
+    "prepared_again",
+    "prepared_document",
+    "wishes_of",
+    "write_prepared",
+]
 
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
@@ -48,7 +61,9 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that is ready to start. `answer` and `profile` are None where the plan came from a file."""
+    """A run that is ready to start. `answer`, `profile` and the seconds of planning are None where the plan
+    came from a file.
+    """
 
     run: RunFile
     machines: Machines
@@ -59,6 +74,7 @@ class Prepared:
     profile: Profile | None
     data: RunData
     identity: DataIdentity
+    planning_s: float | None = None
 
 
 def prepare(run: RunFile, progress: Progress) -> Prepared:
@@ -76,15 +92,27 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     _check_samples(data, graph)
     evaluation = model.evaluation.graph(sizes[0])
     model.check_weights(graph)
-    measured, answer = None, None
     if run.plan.file is not None:
         plan = _of_file(Path(run.plan.file), graph, machines)
-    else:
-        measured = _measured(run, model, machines, sizes, progress)
-        answer = _planned(run, measured, machines, progress)
-        plan = saved_plan(answer, planned_units(measured))
+        identity = data_identity(run, data)
+        return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity)
+    measured = _measured(run, model, machines, sizes, progress)
+    begin_s = perf_counter()
+    answer = _planned(run, measured, machines, progress)
+    planning_s = perf_counter() - begin_s
+    plan = saved_plan(answer, planned_units(measured))
+    if run.plan.largest_batch is not None:
+        run = _with_batch(run, summarize(answer.best).batch_size)
+        data = data_of(run, model, progress)
     identity = data_identity(run, data)
-    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, identity)
+    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, identity, planning_s)
+
+
+def _with_batch(run: RunFile, batch_size: int) -> RunFile:
+    """The run with the batch that the planner has chosen, which it keeps from then on."""
+    plan = run.plan.model_copy(update={"largest_batch": None})
+    training = run.training.model_copy(update={"batch_size": batch_size})
+    return run.model_copy(update={"plan": plan, "training": training})
 
 
 def prepared_again(
@@ -98,6 +126,8 @@ def prepared_again(
     was changed. `tell` is for sentences to people.
     """
     check_tensorboard(is_asked=run.log.tensorboard)
+    if run.plan.largest_batch is not None:  # a launcher that starts a run again gives the file it began with
+        run = _with_batch(run, folder.load_run().training.batch_size)
     progress(0.0, "reading the run")
     if _keeps_plan(run, folder):
         machines = _machines(run)
@@ -181,9 +211,22 @@ def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
         save_profile(prepared.profile, folder.profile)
 
 
+def prepared_document(prepared: Prepared) -> dict[str, Any]:
+    """The plan of a run in the words of `bireme plan --json`."""
+    if prepared.answer is None or prepared.profile is None or prepared.planning_s is None:
+        names = [unit.name for unit in units_of(prepared.graph)]
+        run = prepared.run
+        found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
+        return found | {"notes": [], "exports": {}}
+    found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
+    return found | {"notes": plan_notes(prepared.profile, prepared.machines.cluster), "exports": {}}
+
+
 def _check_devices(run: RunFile, machines: Machines) -> None:
     """A plan for more devices than there are is refused before anything is measured."""
     needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
+    for name in run.plan.devices or ():
+        machines.cluster.number_of(name)
     if needed > num_devices:
         remedy = "Plan for fewer devices, or name a larger cluster."
         if run.cluster.source is None:
@@ -227,8 +270,9 @@ def _micro_batches(run: RunFile) -> list[int]:
         widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
         sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
         return sorted(sizes)[-4:] or [1]
-    most = min(LARGEST_MEASURED, batch)
-    return [size for power in range(most.bit_length()) if batch % (size := 1 << power) == 0]
+    largest = asked.largest_batch
+    powers = [1 << power for power in range(min(LARGEST_MEASURED, largest or batch).bit_length())]
+    return powers if largest is not None else [size for size in powers if batch % size == 0]
 
 
 def _divides(width: int, run: RunFile) -> bool:
@@ -275,14 +319,17 @@ def wishes_of(run: RunFile) -> Wishes:
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return Wishes(
         batch_size=run.training.batch_size,
+        largest_batch=asked.largest_batch,
         schedule=asked.schedule,
         synchronous=asked.synchronous,
         goal=Goal(asked.objective),
         penalties={rule: steps for rule, steps in penalties.items() if steps is not None},
         start=_start(run),
+        memory_fraction=asked.memory_fraction,
         depth=asked.depth,
         width=asked.width,
         micro_batch=asked.micro_batch,
+        devices=asked.devices or (),
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
     )
@@ -298,10 +345,16 @@ def _start(run: RunFile) -> float | None:
 
 
 def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:
-    wishes = wishes_of(run)
-    if run.plan.depth is None and run.plan.width is None and run.cluster.source is None:
+    asked, names = run.plan, [unit.name for unit in measured.units]
+    wishes = replace(
+        wishes_of(run),
+        pinned=pins_of(asked.pin or (), names, "plan.pin"),
+        together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
+    )
+    if asked.depth is None and asked.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
-        wishes = replace(wishes, depth=min(machines.cluster.num_devices, len(measured.units)))
+        num_devices = len(wishes.devices) or machines.cluster.num_devices
+        wishes = replace(wishes, depth=min(num_devices, len(names)))
     found = find_plan(measured, machines.cluster, wishes, progress=lambda done: progress(done, "planning"))
     if not isinstance(found, Answer):
         raise BiremeError(str(found))

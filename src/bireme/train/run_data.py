@@ -13,8 +13,13 @@ __all__ = ["data_of"]
 Progress = Callable[[float, str], None]
 
 
-def data_of(run: RunFile, model: RunModel, progress: Progress | None = None) -> RunData:
-    """The samples of a run; the first time may take long, and later the cache has them."""
+def data_of(
+    run: RunFile, model: RunModel, progress: Progress | None = None, *, what: str = "training"
+) -> RunData:
+    """The samples of a run; the first time may take long, and later the cache has them.
+
+    `what` says what the data of `data.source` are for.
+    """
     asked = run.data
     request = DataRequest(
         source=asked.source,
@@ -29,4 +34,4 @@ def data_of(run: RunFile, model: RunModel, progress: Progress | None = None) -> 
     source = model.source
     folder = Path(source.text.partition(":")[2]) if source.text.startswith("hf:") else None
     side = ModelSide(source.example_inputs, vocabulary_of(source.model), folder)
-    return prepare_data(request, side, run.training.batch_size, progress)
+    return prepare_data(request, side, run.training.batch_size, progress, what=what)

@@ -26,7 +26,7 @@ class Screen:
             case "train":
                 self._say(self._line(step, values))
             case "evaluation":
-                self._say(f"step {self._of(step)}  evaluation loss {values['loss']:.4f}")
+                self._say(f"step {self._of(step)}  evaluation loss {values['loss']:.4f}{_more(values)}")
             case "checkpoint":
                 self._say(
                     f"step {self._of(step)}  checkpoint, {bytes_text(values['num_bytes'])}, held up for "
@@ -57,6 +57,14 @@ class Screen:
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)  # noqa: T201 (this is what the file is for)
+
+
+def _more(values: dict[str, Any]) -> str:
+    """What else there is to say about an evaluation's loss."""
+    perplexity, bits = values["perplexity"], values["bits_per_byte"]
+    parts = [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
+    parts += [] if bits is None else [f"{bits:.4f} bits per byte"]
+    return "".join(f"  {part}" for part in parts)
 
 
 def _clock(seconds: float) -> str:

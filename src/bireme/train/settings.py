@@ -12,21 +12,23 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from bireme.documents import validated
+from bireme.documents import Advise, validated
 from bireme.errors import BiremeError, closest
 
 __all__ = ["with_settings"]
 
 
-def with_settings(data: Mapping[str, Any], texts: Sequence[str], model: type[BaseModel]) -> dict[str, Any]:
+def with_settings(
+    data: Mapping[str, Any], texts: Sequence[str], model: type[BaseModel], advise: Advise
+) -> dict[str, Any]:
     """`data`, a document that fits `model`, with each `table.key=value` of `texts` put in, in this order.
 
     A value is read as TOML has it, and is taken as a string where it is none. An empty one takes the key
-    out of the document, so that its default holds.
+    out of the document, so that its default holds. `advise` is asked about keys that are not known.
     """
     merged: dict[str, Any] = {key: _copied(value) for key, value in data.items()}
     for text in texts:
-        setting = _parsed(text, model)
+        setting = _parsed(text, model, advise)
         if setting.is_removal:
             _remove(merged, setting.path)
             continue
@@ -46,7 +48,7 @@ class _Setting:
     is_removal: bool
 
 
-def _parsed(text: str, model: type[BaseModel]) -> _Setting:
+def _parsed(text: str, model: type[BaseModel], advise: Advise) -> _Setting:
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text, which no file could hold
@@ -59,7 +61,7 @@ def _parsed(text: str, model: type[BaseModel]) -> _Setting:
             "equals sign between the two."
         )
     path = tuple(name.split("."))
-    _check_known(path, model, text)
+    _check_known(path, model, text, advise)
     return _Setting(path, _value(value), is_removal=not value.strip())
 
 
@@ -74,22 +76,19 @@ def _value(text: str) -> Any:
     return text if len(found) > 1 or is_date else value
 
 
-def _check_known(path: tuple[str, ...], model: type[BaseModel], text: str) -> None:
+def _check_known(path: tuple[str, ...], model: type[BaseModel], text: str, advise: Advise) -> None:
     name, names = ".".join(path), _key_names(model)
     if name in names:
         return
     within = [known for known in names if known.startswith(f"{name}.")]
     if within:
         raise BiremeError(f"--set {text} is for a whole table. Set a key of it, such as {within[0]}=….")
-    raise BiremeError(f"--set {text} has an unknown key {name!r}. {_nearest(path, names)}")
+    raise BiremeError(f"--set {text} has an unknown key {name!r}. {advise(path) or _nearest(path, names)}")
 
 
 def _nearest(path: tuple[str, ...], names: Sequence[str]) -> str:
-    """The key of that name in another table, else one of a like name in this table, else a table."""
-    *table, last = path
-    namesakes = [known for known in names if known.split(".")[-1] == last]
-    if namesakes:
-        return f"Did you mean {' or '.join(repr(known) for known in namesakes)}?"
+    """A key of a like name in this table, else a table."""
+    *table, _ = path
     beginning = "".join(f"{part}." for part in table)
     beside = [known for known in names if table and known.startswith(beginning)]
     if beside:

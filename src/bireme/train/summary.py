@@ -63,6 +63,8 @@ class Summary:
     steps: int
     train_loss: float | None
     eval_loss: float | None
+    eval_perplexity: float | None
+    eval_bits_per_byte: float | None
     tokens_per_s: float | None
     samples_per_s: float | None
     predicted_batch_s: float | None
@@ -84,8 +86,8 @@ class Summary:
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
-        losses = {name: _finite(getattr(self, name)) for name in LOSSES}
-        return asdict(self) | losses
+        names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte")
+        return asdict(self) | {name: _finite(getattr(self, name)) for name in names}
 
     def write(self, path: Path) -> None:
         """Into a file: whole, or not at all."""
@@ -101,6 +103,8 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         steps=own.steps,
         train_loss=own.train_loss,
         eval_loss=own.eval_loss,
+        eval_perplexity=own.eval_perplexity,
+        eval_bits_per_byte=own.eval_bits_per_byte,
         tokens_per_s=own.tokens_per_s,
         samples_per_s=own.samples_per_s,
         predicted_batch_s=None if forecast is None else forecast.batch_s,

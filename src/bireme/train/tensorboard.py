@@ -12,7 +12,15 @@ from bireme.errors import BiremeError
 
 __all__ = ["TensorBoard", "check_tensorboard"]
 
-CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "samples_per_s")
+CURVES = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_s",
+    "samples_per_s",
+    "perplexity",
+    "bits_per_byte",
+)
 KINDS = ("train", "evaluation")
 FLUSH_S = 10
 

@@ -70,19 +70,27 @@ class RunData:
 
 
 def prepare_data(
-    request: DataRequest, model: ModelSide, batch_size: int, progress: Progress | None = None
+    request: DataRequest,
+    model: ModelSide,
+    batch_size: int,
+    progress: Progress | None = None,
+    *,
+    what: str = "training",
 ) -> RunData:
-    """The samples that a run asks for, of which a batch at least can be made, and which the model takes."""
+    """The samples that a run asks for, of which a batch at least can be made, and which the model takes.
+
+    `what` says what the data of its first source are for.
+    """
     source = _opened(request, request.source)
     apart = None if request.evaluation_source is None else _opened(request, request.evaluation_source)
     tokenizer = _tokenizer(request, model, [source] if apart is None else [source, apart])
     opened = _in_tokens(source, tokenizer, model, progress)
     evaluation = None if apart is None else _in_tokens(apart, tokenizer, model, progress)
     split = _split(opened, evaluation, request, model, batch_size)
-    for what, samples in (("training", split.training), ("evaluation", split.evaluation)):
+    for purpose, samples in ((what, split.training), ("evaluation", split.evaluation)):
         if samples is not None:
-            check_batch(samples, batch_size, what)
-            check_inputs(samples, model.inputs, what)
+            check_batch(samples, batch_size, purpose)
+            check_inputs(samples, model.inputs, purpose)
     tokens = opened if isinstance(opened, Tokens) else None
     ends = None if tokens is None else tokens.document_ends
     return RunData(

@@ -46,6 +46,11 @@ def open_source(
         return own_samples(text)
     if path.is_dir():
         return saved_rows(path, text_column) if is_saved_folder(path) else text_folder(path, pattern)
+    if not path.exists() and text.startswith("hf:"):
+        raise BiremeError(
+            f"{text!r} is written like a model, and data has no hf: before it. Save the dataset with "
+            "save_to_disk of the datasets package, and name that folder alone."
+        )
     if not path.exists():
         raise BiremeError(
             f"There is no file or folder {text!r} to take data from. A source is one of: "

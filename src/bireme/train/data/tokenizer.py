@@ -5,6 +5,7 @@ is downloaded, and code that lies in a folder is never run.
 """
 
 import importlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
+from bireme.train.data.byte_lengths import byte_lengths
 
 __all__ = ["ByteTokenizer", "FolderTokenizer", "Ids", "Tokenizer", "has_tokenizer", "load_tokenizer"]
 
@@ -46,6 +48,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without the marks among them; whatever they are, this is some text."""
+
+    def byte_lengths(self) -> Ids | None:
+        """The bytes of text that each token stands for, by id; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,10 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that are none in UTF-8 show as U+FFFD."""
         return bytes(number for number in ids if 0 <= number < NUM_BYTES).decode(errors="replace")
+
+    def byte_lengths(self) -> Ids:
+        """One each, and none for the end of a text."""
+        return (np.arange(self.num_tokens) < NUM_BYTES).astype(np.int64)
 
 
 class FolderTokenizer:
@@ -130,6 +139,11 @@ class FolderTokenizer:
         """The text; ids beyond the vocabulary, which a model with a larger one can write, are left out."""
         known = [int(number) for number in ids if 0 <= number < self.num_tokens]
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
+
+    def byte_lengths(self) -> Ids | None:
+        """From the tokenizer's description of itself, if it has one."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else byte_lengths(json.loads(backend.to_str()), self.num_tokens)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(

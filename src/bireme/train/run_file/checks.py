@@ -135,6 +135,17 @@ def _check_batch(plan: Planning, batch_size: int) -> None:
             f"plan.microbatches is {plan.microbatches} and plan.micro_batch is {plan.micro_batch}: the "
             "batch is cut by their number or by their size. Leave out one of the two."
         )
+    if plan.largest_batch is not None and plan.largest_batch < batch_size:
+        raise BiremeError(
+            f"plan.largest_batch is {plan.largest_batch}, but training.batch_size is {batch_size}, which is "
+            "the least that a step has. Make one of them equal to the other, or leave out plan.largest_batch."
+        )
+    if plan.largest_batch is not None and plan.microbatches is not None:
+        raise BiremeError(
+            f"plan.largest_batch is {plan.largest_batch} and plan.microbatches is {plan.microbatches}: the "
+            "planner can only choose the batch where it may choose the number of micro-batches. Leave out "
+            "one of the two."
+        )
     width = plan.width or 1
     if batch_size < width:
         raise BiremeError(

@@ -95,6 +95,8 @@ def _allowed(schema: dict[str, Any]) -> str:
         case "array" if "prefixItems" not in schema:
             return "list of texts"
         case "array":
+            if "prefixItems" not in schema:
+                return "list of texts"
             inner = schema["prefixItems"]
             return f"{len(inner)} numbers, {_range(inner[0])}"
     return "text"

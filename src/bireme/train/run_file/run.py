@@ -12,6 +12,7 @@ from pydantic import model_validator
 from bireme.documents import read_toml, validated
 from bireme.errors import BiremeError
 from bireme.train.run_file.checks import check_together
+from bireme.train.run_file.synonyms import advice
 from bireme.train.run_file.tables import Tables
 from bireme.train.settings import with_settings
 
@@ -38,9 +39,14 @@ def load_run_file(path: Path | None = None, sets: Sequence[str] = ()) -> RunFile
     """
     given = {}
     if path is not None:
+        if path.suffix in (".yaml", ".yml", ".json"):
+            raise BiremeError(
+                f"{path} is not a run file: run files are TOML. `bireme init {path.stem}.toml` writes one "
+                "with every key explained."
+            )
         # Keys that the file leaves out must stay out: some defaults give way to other keys.
-        given = read_toml(path, Tables).model_dump(exclude_unset=True, exclude_none=True)
-    merged = with_settings(given, sets, Tables)
+        given = read_toml(path, Tables, advice).model_dump(exclude_unset=True, exclude_none=True)
+    merged = with_settings(given, sets, Tables, advice)
     try:
         return validated(merged, RunFile, source="The run")
     except BiremeError as error:

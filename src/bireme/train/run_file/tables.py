@@ -6,11 +6,12 @@ alone is checked here, what concerns several in `checks`. Nothing here may look 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from bireme.model.part import ALL_LINEAR, Part
 from bireme.model.part import Lora as LoraPart
-from bireme.plan.penalties import START
+from bireme.train.run_file.planning import Penalties, Planning
+from bireme.train.run_file.table import Samples, Share, Steps, StepsOrNever, Table, Text, Texts
 
 __all__ = [
     "LOSSES",
@@ -31,12 +32,6 @@ LOSSES = ("cross_entropy", "l1", "mse")
 """The losses with a name, for models that have none of their own."""
 
 
-def _filled(value: str) -> str:
-    if not value.strip():
-        raise ValueError("more than nothing")
-    return value
-
-
 def _plain_name(value: str) -> str:
     if value in (".", "..") or not value.isprintable() or any(letter in value for letter in "/\\"):
         raise ValueError("a plain name, without slashes")
@@ -49,12 +44,6 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
-def _words(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError('one word or more, such as ["*.bias"]')
-    return tuple(value)
-
-
 def _loss(value: str) -> str:
     module, colon, function = value.rpartition(":")
     if value not in LOSSES and not (module and colon and function):
@@ -62,30 +51,11 @@ def _loss(value: str) -> str:
     return value
 
 
-Text = Annotated[str, AfterValidator(_filled)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_words)]
-PlainName = Annotated[str, AfterValidator(_filled), AfterValidator(_plain_name)]
+PlainName = Annotated[Text, AfterValidator(_plain_name)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Devices = Annotated[int, Field(ge=1, le=4096)]
-Samples = Annotated[int, Field(ge=1, le=10**9)]
-Steps = Annotated[int, Field(ge=1, le=10**9)]
-StepsOrNever = Annotated[int, Field(ge=0, le=10**9)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=1, lt=1e6, allow_inf_nan=False)]
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _must_be_a_table(cls, data: Any) -> Any:
-        if not isinstance(data, dict | cls):
-            raise ValueError("a table of keys")  # noqa: TRY004 (pydantic takes a ValueError alone)
-        return data
 
 
 def _giving_way(data: Any, key: str, other: str) -> Any:
@@ -95,7 +65,7 @@ def _giving_way(data: Any, key: str, other: str) -> Any:
     return data
 
 
-class Lora(_Table):
+class Lora(Table):
     """`[model.lora]`."""
 
     rank: Annotated[int, Field(ge=1, le=65536)] | None = Field(
@@ -122,7 +92,7 @@ class Lora(_Table):
     )
 
 
-class Model(_Table):
+class Model(Table):
     """`[model]`."""
 
     source: Text = Field(
@@ -170,7 +140,7 @@ class Model(_Table):
         return Part(self.train, self.freeze, lora)
 
 
-class Data(_Table):
+class Data(Table):
     """`[data]`."""
 
     source: Text = Field(
@@ -219,7 +189,7 @@ class Data(_Table):
         return _giving_way(data, "evaluation_fraction", "evaluation_source")
 
 
-class Training(_Table):
+class Training(Table):
     """`[training]`."""
 
     steps: Steps = Field(default=300, description="Batches to train on, a step of the optimiser each")
@@ -316,81 +286,7 @@ class Training(_Table):
         return self.steps if self.schedule_steps is None else self.schedule_steps
 
 
-class Penalties(_Table):
-    """`[plan.penalties]`."""
-
-    delayed: Penalty | None = Field(
-        default=None, description="Steps of 2bw; if not set what was measured", examples=[1.5]
-    )
-    fresh: Penalty | None = Field(
-        default=None, description="Steps of 2bw-fresh; if not set what was measured", examples=[1.05]
-    )
-
-
-class Planning(_Table):
-    """`[plan]`."""
-
-    schedule: Literal[
-        "auto",
-        "sequential",
-        "gpipe",
-        "1f1b",
-        "1f1b-sliced",
-        "2bw",
-        "2bw-fresh",
-        "interleaved",
-        "zb-h1",
-        "zbv",
-    ] = Field(default="auto", description="Schedule of the pipeline; auto is the best of all")
-    objective: Literal["time-to-loss", "throughput"] = Field(
-        default="time-to-loss",
-        description="What makes a plan best; throughput leaves penalties out of account",
-    )
-    depth: Devices | None = Field(default=None, description="Devices of a replica", examples=[2])
-    width: Devices | None = Field(default=None, description="Replicas of the pipeline", examples=[1])
-    microbatches: Samples | None = Field(
-        default=None, description="Micro-batches that a replica cuts its part of a batch into", examples=[4]
-    )
-    micro_batch: Samples | None = Field(
-        default=None, description="Samples of a micro-batch, in the place of microbatches", examples=[4]
-    )
-    recompute: Literal["never", "where-needed", "always"] = Field(
-        default="where-needed", description="Which stages run their forward again to save memory"
-    )
-    lookahead: bool = Field(
-        default=True, description="Let stages run further ahead than their schedule, to hide slow links"
-    )
-    file: Text | None = Field(
-        default=None,
-        description="A plan made before by bireme plan. Of this table only the delay_warmup keys go with it",
-        examples=["plan.json"],
-    )
-    synchronous: bool = Field(default=False, description="Have no delayed updates")
-    delay_warmup_fraction: Share | None = Field(
-        default=None,
-        description="Part of all steps that goes under 1f1b at the beginning, before a schedule that delays "
-        f"updates. If not set {START:g}, in long runs less, and 0 where you name the schedule yourself; of a "
-        "plan from a file what it was made for",
-        examples=[START],
-    )
-    delay_warmup_steps: StepsOrNever | None = Field(
-        default=None,
-        description="Steps that go so, in the place of delay_warmup_fraction",
-        examples=[200],
-    )
-    penalties: Penalties = Field(
-        default_factory=Penalties,
-        description="Steps that a rule of delayed updates takes for one of a synchronous run.",
-    )
-
-    def num_delay_warmup_steps(self, steps: int) -> int | None:
-        """How many of so many steps go without delayed updates at first; None leaves it to the plan."""
-        if self.delay_warmup_steps is not None or self.delay_warmup_fraction is None:
-            return self.delay_warmup_steps
-        return round(self.delay_warmup_fraction * steps)
-
-
-class Machines(_Table):
+class Machines(Table):
     """`[cluster]`."""
 
     source: Text | None = Field(
@@ -421,7 +317,7 @@ class Machines(_Table):
     )
 
 
-class Checkpoints(_Table):
+class Checkpoints(Table):
     """`[checkpoint]`."""
 
     folder: PlainName = Field(default="checkpoints", description="Name of their folder, within the run's")
@@ -440,7 +336,7 @@ class Checkpoints(_Table):
     at_end: bool = Field(default=True, description="Write one after the last step")
 
 
-class Export(_Table):
+class Export(Table):
     """`[export]`."""
 
     at_end: bool = Field(
@@ -454,7 +350,7 @@ class Export(_Table):
     )
 
 
-class Log(_Table):
+class Log(Table):
     """`[log]`."""
 
     folder: Text = Field(default="runs", description="Where the folders of runs go")
@@ -476,7 +372,7 @@ class Log(_Table):
     prompt: str = Field(default="def ", description="How that text begins")
 
 
-class Tables(_Table):
+class Tables(Table):
     """All tables, each key checked by itself alone."""
 
     format: Literal[1] = Field(default=1, description="Version of this format")

@@ -1,0 +1,95 @@
+"""`bireme evaluate`: the loss of a run, or of any model in a folder, on some data."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bireme.cli.options import Json, Sets, print_json, settings_of
+
+if TYPE_CHECKING:
+    from bireme.train.evaluating import Evaluated
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="The folder of a run, of an exported model, or of any transformers model.",
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="The data, as in data.source; without it, what the run kept apart for evaluation.",
+        ),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a sample; as in training if left out.", show_default=False)
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER|bytes", help="The tokenizer; the model's own if left out.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", "-B", help="Samples that run at a time.", show_default=False)
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(
+            help="The most batches to take, 0 for all; of a run's own data as many as it takes itself.",
+            show_default="all",
+            min=0,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that share the model as a pipeline; as many as its weights need.",
+            show_default=False,
+            min=1,
+        ),
+    ] = None,
+    set_: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.
+
+    [dim]bireme evaluate runs/first-run --data book.txt[/dim]
+    """
+    from bireme.report.progress import progress_bar
+    from bireme.runtime.failures import RankFailed
+    from bireme.train.evaluating import evaluate as evaluated
+    from bireme.train.subject import subject_of
+
+    own = {"data.length": length, "data.tokenizer": tokenizer, "training.batch_size": batch_size}
+    sets = [*(set_ or ()), *settings_of(own)]
+    try:
+        with progress_bar("loading the model") as progress:
+            subject = subject_of(model, sets, lambda text: typer.echo(f"bireme: {text}", err=True))
+            found = evaluated(subject, data, most_batches=batches, workers=workers, progress=progress)
+    except RankFailed as error:
+        typer.echo(f"bireme: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        print_json(found.document())
+    else:
+        _show(found)
+
+
+def _show(found: "Evaluated") -> None:
+    figures = found.figures
+    step = "" if found.step is None else f" after step {found.step}"
+    typer.echo(f"{found.model}{step}, on {found.data}")
+    parts = [f"loss {figures.loss:.4f}"]
+    if figures.perplexity is not None:
+        parts.append(f"perplexity {figures.perplexity:,.4g}")
+    if figures.bits_per_byte is not None:
+        parts.append(f"{figures.bits_per_byte:.4f} bits per byte")
+    typer.echo(", ".join(parts))
+    counted = f"{found.num_samples:,} samples"
+    if figures.tokens is not None and figures.tokens_per_s is not None:
+        counted = f"{figures.tokens:,} tokens in {counted}, {figures.tokens_per_s:,.0f} tokens/s"
+    typer.echo(counted)

@@ -1,0 +1,251 @@
+"""`bireme evaluate`: the loss of a trained model on some data, by one process or over a pipeline of several.
+
+A model that fits on a device is evaluated here, in this process. One that does not, or for which several
+workers are asked, goes through a pipeline of as many stages, on the devices of this machine.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bireme.cluster.machine import num_cores
+from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, properties_of
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.graph_file import load_graph, save_graph
+from bireme.model.units import units_of
+from bireme.runtime.batches import Batch
+from bireme.runtime.evaluation import Evaluation
+from bireme.runtime.forward_pipeline import ForwardPipeline
+from bireme.runtime.launch import launch
+from bireme.runtime.world import World
+from bireme.train.data.checks import check_sizes
+from bireme.train.data.samples import Samples
+from bireme.train.data.tokenizer import Tokenizer
+from bireme.train.evaluation_set import EvaluationSet, Figures
+from bireme.train.machines import Machines, machines_of
+from bireme.train.model import RunModel
+from bireme.train.run_data import data_of
+from bireme.train.run_file import RunFile
+from bireme.train.subject import Subject
+
+__all__ = ["Evaluated", "evaluate"]
+
+Progress = Callable[[float, str], None]
+
+FILLED = 0.8
+"""How much of a device's memory weights may take, so that there is some for what goes through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What came of an evaluation, and of what."""
+
+    model: str
+    step: int | None
+    data: str
+    figures: Figures
+    num_samples: int
+    seconds: float
+    num_workers: int
+    device: str
+
+    def document(self) -> dict[str, Any]:
+        """In the words of JSON."""
+        about = {name: getattr(self, name) for name in ("model", "step", "data")}
+        rest = {name: getattr(self, name) for name in ("num_samples", "seconds", "num_workers", "device")}
+        return about | asdict(self.figures) | rest
+
+
+def evaluate(
+    subject: Subject, data: str | None, *, most_batches: int | None, workers: int | None, progress: Progress
+) -> Evaluated:
+    """Evaluate a model on `data`, or a run on what it kept apart for that, as it does itself.
+
+    `most_batches` limits how much of the data is taken; 0 is all. `workers` are processes; if None as many as
+    the weights need.
+    """
+    progress(0.0, "loading the model")
+    job = _job(subject, data, most_batches)
+    model = RunModel.of(job.run, max(1, job.run.training.batch_size // subject.num_microbatches))
+    found = _found(job, model, progress)
+    progress(0.0, "capturing the model")
+    graph = model.evaluation.graph() if subject.graph is None else load_graph(subject.graph)
+    model.check_loss(graph)
+    check_sizes(found.samples, graph.inputs, "evaluation", is_text=found.is_text)
+    subject.check(model, graph)
+    machines, num_stages = _machines(job.run, graph, workers)
+    job = replace(job, num_stages=num_stages, device=machines.device, with_rest=graph.any_batch)
+    with TemporaryDirectory() as scratch:
+        job = replace(job, graph=Path(scratch) / "graph.json")
+        save_graph(graph, job.graph)
+        measured = _measure(None, job, progress) if num_stages == 1 else _over_workers(job, machines)
+    if not measured.evaluation.weight:
+        raise BiremeError(f"Nothing in {job.data} counts for the loss, so there is none. Give other data.")
+    figures = _set(job, found.samples).figures(measured.evaluation, measured.seconds, found.tokenizer)
+    return Evaluated(
+        subject.name,
+        subject.step,
+        job.data,
+        figures,
+        measured.evaluation.num_samples,
+        measured.seconds,
+        num_stages,
+        job.device,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What each process is told: the model, the data of `run`, how it is divided.
+
+    With `is_apart` the data are those that the run kept apart. All are taken, or `most_batches` batches; with
+    `is_as_in_run` as many and in the same order as the run takes them itself.
+    """
+
+    subject: Subject
+    run: RunFile
+    data: str
+    is_apart: bool
+    is_as_in_run: bool
+    most_batches: int | None
+    graph: Path = Path()
+    num_stages: int = 1
+    device: str = "cpu"
+    with_rest: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    evaluation: Evaluation
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The samples to evaluate with, and the tokenizer they were made by."""
+
+    samples: Samples
+    tokenizer: Tokenizer | None
+    is_text: bool
+
+
+def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
+    """Which data to take; a run that evaluates on the data named keeps to how it does."""
+    run, asked = subject.run, subject.run.data
+    if data is None and not subject.is_run:
+        raise BiremeError(f"{subject.name} is a model without data. Name some to evaluate with: --data FILE.")
+    is_apart = data is None or (subject.is_run and data == asked.evaluation_source)
+    if is_apart and most_batches:
+        limited = run.training.model_copy(update={"evaluation_batches": most_batches})
+        run = run.model_copy(update={"training": limited})
+    if not is_apart:
+        other = {"source": data, "evaluation_source": None, "evaluation_fraction": 0.0}
+        run = run.model_copy(update={"data": asked.model_copy(update=other)})
+    own = asked.evaluation_source or f"what {asked.source} has for evaluation"
+    as_in_run = is_apart and most_batches != 0
+    return _Job(subject, run, own if data is None else data, is_apart, as_in_run, most_batches or None)
+
+
+def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> _Found:
+    """The samples, which the cache has from the second time on."""
+    run = job.run
+    if not job.is_apart:  # so that a single sample is enough
+        run = run.model_copy(update={"training": run.training.model_copy(update={"batch_size": 1})})
+    data = data_of(run, model, progress, what="training" if job.is_apart else "evaluation")
+    samples = data.evaluation if job.is_apart else data.training
+    if samples is None:
+        raise BiremeError(f"{job.subject.name} kept no data apart to evaluate with. Name some: --data FILE.")
+    return _Found(samples, data.tokenizer, data.num_tokens is not None)
+
+
+def _set(job: _Job, samples: Samples) -> EvaluationSet:
+    if job.is_as_in_run:
+        return EvaluationSet.of_run(job.run, samples)
+    return EvaluationSet.of_all(
+        samples,
+        job.run.training.batch_size,
+        job.most_batches,
+        with_rest=job.with_rest,
+        num_workers=job.run.data.num_workers,
+    )
+
+
+def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines, int]:
+    """The devices of this machine to evaluate on, and how many of them."""
+    num_cuda, num_units = num_accelerators(), len(units_of(graph))
+    needed = workers or (_least(graph, num_cuda) if num_cuda and run.cluster.device != "cpu" else 1)
+    if needed > num_units:
+        raise BiremeError(
+            f"The model has {num_units} units, which are too few for {needed} workers: each needs one. Ask "
+            "for fewer workers."
+        )
+    here = run.cluster.model_copy(update={"source": None, "workers": needed})
+    asked = run.model_copy(update={"cluster": here})
+    return machines_of(asked, num_cuda=num_cuda, num_cores=num_cores()), needed
+
+
+def _least(graph: Graph, num_cuda: int) -> int:
+    """How many GPUs have room for the weights."""
+    held = sum(state.num_bytes for state in (*graph.parameters, *graph.buffers))
+    room = FILLED * min(
+        properties_of(device_of_process(ACCELERATOR, place)).memory_bytes for place in range(num_cuda)
+    )
+    needed = max(1, -int(-held // room))
+    if needed > num_cuda:
+        raise BiremeError(
+            f"The weights take {held / 2**30:.1f} GiB, and the {num_cuda} GPUs here have room for "
+            f"{num_cuda * room / 2**30:.1f} GiB of them. Use --set model.dtype=bfloat16 or --set "
+            "cluster.device=cpu."
+        )
+    return needed
+
+
+def _over_workers(job: _Job, machines: Machines) -> _Measured:
+    measured: Sequence[_Measured] = launch(
+        _measure,
+        job.num_stages,
+        job,
+        timeout_s=job.run.cluster.timeout_s,
+        threads_per_process=machines.threads,
+        backend="nccl" if machines.backend == "nccl" else "gloo",
+        device=machines.device,
+    )
+    return measured[0]
+
+
+def _measure(world: World | None, job: _Job, progress: Progress | None = None) -> _Measured:
+    """What every process does: make its part of the model, and run its part of all batches."""
+    device = device_of_process(job.device, 0) if world is None else world.device
+    model, graph = RunModel.of(job.run, 1), load_graph(job.graph)
+    taken = _set(job, _found(job, model).samples)
+    pipeline = ForwardPipeline(
+        graph,
+        world,
+        num_stages=job.num_stages,
+        num_microbatches=max(job.subject.num_microbatches, job.num_stages),
+        weights=job.subject.weights(model, graph),
+        device=device,
+    )
+    try:
+        begin_s = perf_counter()
+        batches: Iterable[Batch] = taken.batches(pipeline.cutter.wanted_to_evaluate)
+        if progress is not None:
+            batches = _told(batches, len(taken), progress)
+        with torch.no_grad():
+            found = pipeline.evaluate(batches)
+        return _Measured(found, perf_counter() - begin_s)
+    finally:
+        pipeline.close()
+
+
+def _told(batches: Iterable[Batch], count: int, progress: Progress) -> Iterator[Batch]:
+    """The same batches; somebody watches."""
+    for number, batch in enumerate(batches):
+        progress(number / count, "evaluating")
+        yield batch

@@ -1,0 +1,167 @@
+"""What an evaluation takes of its data, and the figures that follow from its loss.
+
+Within a run it is the same few batches each time, from everywhere in the data. `bireme evaluate` takes all of
+the data too, with a smaller batch at the end.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from bireme.runtime.batches import Rows
+from bireme.runtime.evaluation import Evaluation
+from bireme.train.data.order import Order
+from bireme.train.data.rank_batches import PartlyRead, RankBatches
+from bireme.train.data.samples import Part, Samples
+from bireme.train.data.tokenizer import Tokenizer
+from bireme.train.data.tokens import IGNORED
+from bireme.train.run_file import RunFile
+
+__all__ = ["EvaluationSet", "Figures"]
+
+IDS, LABELS = "input_ids", "labels"
+
+LARGEST_EXPONENT = 700.0
+"""Of a loss whose perplexity is still a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an evaluation found. `perplexity` and `tokens`, those that the loss is the mean of, are None where
+    the model does not predict tokens; `bits_per_byte` also where nobody knows the bytes of a token.
+    """
+
+    loss: float
+    perplexity: float | None
+    bits_per_byte: float | None
+    tokens: int | None
+    tokens_per_s: float | None
+
+
+class EvaluationSet:
+    """`num_batches` batches of samples in an order; with `with_rest` the samples that are left over too."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        order: Order,
+        batch_size: int,
+        num_batches: int,
+        *,
+        with_rest: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        self._samples, self._order = samples, order
+        self._batch_size, self._num_batches = batch_size, num_batches
+        self._num_workers = num_workers
+        end = num_batches * batch_size
+        self._rest = Part(samples, end, len(samples)) if with_rest and end < len(samples) else None
+        self._counts: dict[float, _Text | None] = {}
+
+    @classmethod
+    def of_run(cls, run: RunFile, samples: Samples) -> "EvaluationSet":
+        """What a run is evaluated on."""
+        size = run.training.batch_size
+        count = min(run.training.evaluation_batches, len(samples) // size) or 1
+        return cls(samples, Order(len(samples), run.data.seed), min(size, len(samples)), count)
+
+    @classmethod
+    def of_all(
+        cls, samples: Samples, batch_size: int, most_batches: int | None, *, with_rest: bool, num_workers: int
+    ) -> "EvaluationSet":
+        """All samples as they come, or the first `most_batches` batches of them."""
+        size = min(batch_size, len(samples))
+        count = len(samples) // size
+        is_all = most_batches is None or most_batches > count
+        return cls(
+            samples,
+            Order(len(samples), shuffled=False),
+            size,
+            count if most_batches is None else min(count, most_batches),
+            with_rest=with_rest and is_all,
+            num_workers=num_workers,
+        )
+
+    def __len__(self) -> int:
+        """How many batches there are."""
+        return self._num_batches + (self._rest is not None)
+
+    def batches(self, wanted: Callable[[int, int], tuple[Rows, ...]]) -> Iterator[PartlyRead]:
+        """The batches, as far as a rank wants them."""
+        with RankBatches(
+            self._samples,
+            self._order,
+            self._batch_size,
+            0,
+            self._num_batches,
+            wanted=wanted,
+            num_workers=self._num_workers,
+        ) as batches:
+            yield from batches
+        if self._rest is not None:
+            order = Order(len(self._rest), shuffled=False)
+            with RankBatches(self._rest, order, len(self._rest), 0, 1, wanted=wanted) as batches:
+                yield from batches
+
+    def figures(self, found: Evaluation, seconds: float, tokenizer: Tokenizer | None) -> Figures:
+        """What follows from the loss over all of the batches."""
+        if not self._is_text():
+            return Figures(found.loss, None, None, None, None)
+        if found.weight not in self._counts:
+            self._counts[found.weight] = self._count(found.weight, tokenizer)
+        text = self._counts[found.weight]
+        tokens = found.num_samples * self._length() if text is None else text.tokens
+        bits = None
+        if text is not None and text.num_bytes:
+            bits = found.loss * text.tokens / text.num_bytes / math.log(2)
+        perplexity = math.exp(found.loss) if found.loss < LARGEST_EXPONENT else math.inf
+        return Figures(found.loss, perplexity, bits, tokens, tokens / seconds if seconds > 0 else None)
+
+    def _is_text(self) -> bool:
+        """Whether the model predicts the tokens that it reads."""
+        sample = self._samples.take([0])
+        ids, labels = sample.get(IDS), sample.get(LABELS)
+        return ids is not None and labels is not None and ids.shape == labels.shape
+
+    def _length(self) -> int:
+        return int(self._samples.take([0], (IDS,))[IDS].shape[1])
+
+    def _count(self, weight: float, tokenizer: Tokenizer | None) -> "_Text | None":
+        """The text that the loss is the mean over, if its labels tell which it is.
+
+        A model that predicts the next token passes over the first label of each sample, another one does not:
+        the weight of the batches says which it was.
+        """
+        if not self._samples.is_quick:
+            return None
+        lengths = None if tokenizer is None else tokenizer.byte_lengths()
+        of_ids = None if lengths is None else torch.from_numpy(lengths)
+        counts = {begin: [0, 0] for begin in (1, 0)}
+        for samples, numbers in self._taken():
+            labels = samples.take(numbers, (LABELS,))[LABELS]
+            for begin, sums in counts.items():
+                counted = labels[:, begin:][labels[:, begin:] != IGNORED]
+                sums[0] += len(counted)
+                if of_ids is not None:
+                    sums[1] += int(of_ids[counted.clamp(max=len(of_ids) - 1)].sum())
+        for tokens, num_bytes in counts.values():
+            if tokens == weight:
+                return _Text(tokens, num_bytes)
+        return None
+
+    def _taken(self) -> Iterator[tuple[Samples, list[int]]]:
+        """The numbers of all samples, batch by batch."""
+        for number in range(self._num_batches):
+            yield self._samples, [int(one) for one in self._order.batch(number, self._batch_size)]
+        if self._rest is not None:
+            yield self._rest, list(range(len(self._rest)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Tokens that a loss is the mean over, and the bytes of text that they stand for; 0 if nobody knows."""
+
+    tokens: int
+    num_bytes: int

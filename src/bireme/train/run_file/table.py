@@ -1,0 +1,71 @@
+"""What all tables of a run file have in common: how they are checked, and the types that several need.
+
+A key whose values are words takes them in any letters, and by the names that other programs give them.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+__all__ = ["Devices", "Samples", "Share", "Steps", "StepsOrNever", "Table", "Text", "Texts"]
+
+OTHER_WORDS: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "pipedream-2bw": "2bw",
+    "one-f-one-b": "1f1b",
+    "interleaved-1f1b": "interleaved",
+    "zbh1": "zb-h1",
+    "zb-v": "zbv",
+}
+"""What other programs write for words of ours."""
+
+
+def _filled(value: str) -> str:
+    if not value.strip():
+        raise ValueError("more than nothing")
+    return value
+
+
+def _several(value: Any) -> Any:
+    """One text stands for a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+Text = Annotated[str, AfterValidator(_filled)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_several)]
+Devices = Annotated[int, Field(ge=1, le=4096)]
+Samples = Annotated[int, Field(ge=1, le=10**9)]
+Steps = Annotated[int, Field(ge=1, le=10**9)]
+StepsOrNever = Annotated[int, Field(ge=0, le=10**9)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Table(BaseModel):
+    """A table of keys: unknown ones are refused, values must be of just their type; it is frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_our_words(cls, data: Any) -> Any:
+        if not isinstance(data, dict | cls):
+            raise ValueError("a table of keys")  # noqa: TRY004 (pydantic takes a ValueError alone)
+        if not isinstance(data, dict):
+            return data
+        return {
+            key: _our_word(cls.model_fields[key].annotation, value) if key in cls.model_fields else value
+            for key, value in data.items()
+        }
+
+
+def _our_word(annotation: Any, value: Any) -> Any:
+    """The word of a choice that a value stands for; the value itself where it is none."""
+    if get_origin(annotation) is not Literal or not isinstance(value, str):
+        return value
+    plain = value.strip().lower().replace("_", "-")
+    word = OTHER_WORDS.get(plain, plain)
+    return next((known for known in get_args(annotation) if word == str(known).replace("_", "-")), value)

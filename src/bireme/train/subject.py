@@ -1,0 +1,193 @@
+"""What `bireme evaluate` evaluates: a run at its last checkpoint, or a folder with a model.
+
+Either becomes a run file that makes the model, and the place where its weights are.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.sources import load_source
+from bireme.model.weight_folder import check_weights, load_weights
+from bireme.plan.plan_file import load_plan
+from bireme.runtime.prepared import Weights
+from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
+from bireme.train.export import ABOUT, exported_step
+from bireme.train.folder import RunFolder
+from bireme.train.model import RunModel
+from bireme.train.run_file import RunFile, load_run_file
+from bireme.train.run_file.text import toml_value
+
+__all__ = ["Subject", "subject_of"]
+
+LONGEST = 1024
+"""Tokens of a sample where a transformers model takes as many and nobody says otherwise."""
+
+LENGTHS = ("max_position_embeddings", "n_positions")
+
+BATCH_SIZE = 8
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model with its weights: those of `checkpoint` or in `folder`, or else those that its source has.
+
+    `run` makes the model, and says which data were kept apart to evaluate it with if `is_run`. `graph` is
+    where its graph for evaluation is, if that was captured before. A batch goes through in
+    `num_microbatches` parts. `step` is that of the weights, where it is known.
+    """
+
+    name: str
+    run: RunFile
+    step: int | None = None
+    checkpoint: Path | None = None
+    folder: Path | None = None
+    graph: Path | None = None
+    num_microbatches: int = 1
+    is_run: bool = False
+
+    def weights(self, model: RunModel, graph: Graph) -> Weights:
+        """Reads parameters and buffers by name; those that are nowhere kept are made anew."""
+        if self.checkpoint is not None:
+            return _of_checkpoint(open_checkpoint(self.checkpoint), model.weights(graph))
+        if self.folder is not None:
+            return _of_folder(self.folder, graph, model)
+        return model.weights(graph)
+
+    def check(self, model: RunModel, graph: Graph) -> None:
+        """Refuse weights that are not those of the model, or not there."""
+        if self.folder is not None:
+            check_weights(graph, self.folder, model=model.source.model)
+        elif self.checkpoint is None and model.source.folder is None:
+            raise BiremeError(
+                f"{self.name} holds a model without weights: there are no safetensors beside its config.json."
+            )
+        elif self.checkpoint is None:
+            model.check_weights(graph)
+
+
+def subject_of(text: str, sets: Sequence[str], tell: Tell) -> Subject:
+    """The run or the model that `text` names; `sets` change keys of its run file.
+
+    `tell` is told of checkpoints that are damaged.
+    """
+    path = Path(text.removeprefix("hf:")).expanduser()
+    if not path.is_dir():
+        raise BiremeError(
+            f"There is no folder {path}. Name the folder of a run, of a model that a run has exported, or of "
+            "a transformers model. Nothing is downloaded."
+        )
+    if RunFolder(path).run_file.is_file():
+        return _of_run(RunFolder.of(path), sets, tell)
+    if (path / "config.json").is_file():
+        source = f"hf:{path.resolve()}"
+        usual = {"source": source, "length": _length_of_config(path), "tokenizer": "auto"}
+        return Subject(str(path), _run_of(usual, sets), step=exported_step(path))
+    if (path / ABOUT).is_file():
+        source = _exported_source(path / ABOUT)
+        usual = {"source": source, "length": _length_of_source(source), "tokenizer": "auto"}
+        return Subject(str(path), _run_of(usual, sets), exported_step(path), folder=path.resolve())
+    raise BiremeError(
+        f"{path} is neither the folder of a run nor that of a model: it has no run.toml, no config.json and "
+        f"no {ABOUT}. Name one that `bireme train` made, or a folder that transformers can load."
+    )
+
+
+def _of_run(folder: RunFolder, sets: Sequence[str], tell: Tell) -> Subject:
+    before = load_run_file(folder.run_file)
+    run = load_run_file(folder.run_file, sets)
+    changed = (run.model, run.data.length) != (before.model, before.data.length)
+    plan = load_plan(folder.plan).plan
+    exported = exported_step(folder.model)
+    try:
+        checkpoint = newest_good(folder.checkpoints(run), on_bad=tell)
+    except BiremeError:
+        if exported is None:
+            raise
+        checkpoint = None
+    if checkpoint is None and exported is None:
+        raise BiremeError(
+            f"{folder.path} has no checkpoint and no exported model yet, so there are no weights to evaluate."
+            " Let the run go on until it has saved one."
+        )
+    kept = checkpoint is not None and (exported is None or checkpoint.manifest.step >= exported)
+    return Subject(
+        str(folder.path),
+        run,
+        step=checkpoint.manifest.step if checkpoint is not None and kept else exported,
+        checkpoint=checkpoint.folder if checkpoint is not None and kept else None,
+        folder=None if kept else folder.model.resolve(),
+        graph=None if changed else folder.evaluation_graph,
+        num_microbatches=plan.width * plan.num_microbatches,
+        is_run=True,
+    )
+
+
+def _run_of(usual: dict[str, object], sets: Sequence[str]) -> RunFile:
+    """The run file that makes a model of a folder, as far as `sets` do not change it."""
+    own = {
+        "model.source": usual["source"],
+        "data.length": usual["length"],
+        "data.tokenizer": usual["tokenizer"],
+        "training.batch_size": BATCH_SIZE,
+    }
+    return load_run_file(None, [*(f"{key}={toml_value(value)}" for key, value in own.items()), *sets])
+
+
+def _exported_source(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BiremeError(f"{path} does not say which model is beside it. Export the model again.") from error
+
+
+def _length_of_config(folder: Path) -> int:
+    """As many tokens as the model takes, up to a number that fits most machines."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return LONGEST  # who loads the model says what is wrong with it
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    known = [int(part[name]) for part in parts for name in LENGTHS if isinstance(part.get(name), int)]
+    return max(2, min([LONGEST, *known]))
+
+
+def _length_of_source(source: str) -> int:
+    """The tokens of the samples that a model was made for; the usual number where it takes no tokens."""
+    ids = load_source(source).example_inputs.get("input_ids")
+    return RunFile().data.length if ids is None or ids.ndim < 2 else int(ids.shape[1])
+
+
+def _of_checkpoint(checkpoint: Checkpoint, otherwise: Weights) -> Weights:
+    saved = checkpoint.snapshot().tensors
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        keys = {
+            name: f"{part}/{name}"
+            for name in names
+            for part in ("weights", "buffers")
+            if f"{part}/{name}" in saved
+        }
+        rest = [name for name in names if name not in keys]
+        found = {name: saved[key] for name, key in keys.items()}
+        return found | dict(otherwise(rest)) if rest else found
+
+    return read
+
+
+def _of_folder(folder: Path, graph: Graph, model: RunModel) -> Weights:
+    otherwise = model.weights(graph)
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        found = load_weights(graph, names, folder, dtype=torch.float32, model=model.source.model)
+        rest = [name for name in names if name not in found]
+        return found | dict(otherwise(rest)) if rest else found
+
+    return read

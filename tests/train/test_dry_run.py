@@ -1,0 +1,72 @@
+"""`bireme train --dry-run`, and what a run file asks of its plan: seen before anything is trained."""
+
+from pathlib import Path
+
+import pytest
+
+from bireme.train.machines import machines_of
+from bireme.train.run_file import load_run_file
+from tests.support.command import bireme
+from tests.support.training import GPT, settings, write_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+Capture = pytest.CaptureFixture[str]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_a_dry_run_says_what_plan_says_and_leaves_nothing(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pins, a range and a largest batch, which are those of `bireme plan`."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("BIREME_CACHE", str(cache))
+    path, runs = write_run(tmp_path / "given"), tmp_path / "given" / "runs"
+    before = _files(tmp_path / "given")
+    devices = machines_of(load_run_file(path), num_cuda=0, num_cores=2).cluster.devices()
+    first, second = (placed.name for placed in devices)
+    asked = settings(plan__file="", plan__schedule="gpipe", plan__pin=f"0={second}", plan__together="0..3")
+    words = ["train", str(path), *asked, *settings(plan__largest_batch=16), "--name", "mine", "--dry-run"]
+    found = bireme(capsys, *words, "--json")
+    assert found.status == 0, found.err
+    document = found.document
+    assert [stage["devices"] for stage in document["stages"]] == [[second], [first]]
+    assert document["stages"][0]["units"][:4] == [0, 1, 2, 3]
+    assert document["batch_size"] == 16, "a larger batch has less of a bubble"
+    assert str(runs / "mine" / "run.toml") in document["writes"]
+    assert str(runs / "mine" / "checkpoints") in document["writes"]
+    assert _files(tmp_path / "given") == before
+
+    by_hand = bireme(capsys, "train", str(path), "--steps", "3", "--dry-run", "--json").document
+    planned = ["--model", GPT, "--measure-on", "meta", "-B", "8", "--cluster", "one-server-of-8"]
+    fields = set(bireme(capsys, "plan", *planned, "--json").document)
+    assert set(document) == set(by_hand) == fields | {"writes"}
+    assert (by_hand["schedule"], by_hand["num_stages"], by_hand["predicted_batch_s"]) == ("2bw", 2, None)
+
+    shown = bireme(capsys, "train", str(path), "--dry-run")
+    assert f"Nothing was written. The run would write:\n  {runs}/run/run.toml\n" in shown.out
+    assert _files(tmp_path / "given") == before
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"plan__devices": "nowhere"}, "There is no device 'nowhere' in the cluster."),
+        ({"plan__largest_batch": 4}, "plan.largest_batch is 4, but training.batch_size is 8"),
+        ({"plan__largest_batch": 16, "plan__microbatches": 2}, "Leave out one of the two."),
+        ({"plan__memory_fraction": 1.5}, "it must be less than or equal to 1"),
+        ({"plan__pin": "[]"}, "plan.pin is []"),
+    ],
+)
+def test_wrong_wishes_of_a_run_file_are_a_sentence_before_anything_is_measured(
+    values: dict[str, object], part: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bireme.train.prepare.profile", lambda *_, **__: 1 / 0)
+    words = settings(plan__file="", **values)
+    found = bireme(capsys, "train", str(write_run(tmp_path)), *words, "--dry-run")
+    assert found.status == 2, found.err
+    assert part in found.err
+    assert len(found.err.strip().splitlines()) == 1
