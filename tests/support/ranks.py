@@ -85,7 +85,6 @@ def start_script(text: str, folder: Path, *words: str, launcher: Sequence[str] =
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         start_new_session=True,
     )
 

@@ -143,7 +143,7 @@ class Running:
     @property
     def ranks(self) -> list[int]:
         """The processes of its ranks, in their order."""
-        return sorted(pid for pid in _children(self.process.pid) if "spawn_main" in _command(pid))
+        return sorted(pid for pid in _group(self.process.pid) if _name(pid).startswith("bireme rank"))
 
     def ended(self, timeout_s: float = 60.0) -> "Ended":
         """What came of it; nobody of its group may be left."""
@@ -185,7 +185,7 @@ def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
         text=True,
         start_new_session=True,
         cwd=run.parent if run.parent.is_dir() else ROOT,
-        env=os.environ | {PACE: str(pace_s), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {PACE: str(pace_s)},
     )
     try:
         yield Running(process, run, Path(said))
@@ -197,16 +197,6 @@ def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
         process.wait()
         os.close(handle)
         Path(said).unlink()
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = _fields(stat)
-            if fields[1] == str(pid) and fields[0] != "Z":
-                found.append(int(stat.parent.name))
-    return found
 
 
 def _group(number: int) -> list[int]:
@@ -222,6 +212,12 @@ def _group(number: int) -> list[int]:
 def _fields(stat: Path) -> list[str]:
     """State, parent and group of a process, behind its name."""
     return re.sub(r"^.*\) ", "", stat.read_text()).split()
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
 
 
 def _command(pid: int) -> str:

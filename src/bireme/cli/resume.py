@@ -36,18 +36,20 @@ def resume(
 
     [dim]bireme resume runs/20260101-120000-gpt-layers-4[/dim]
     """
-    from bireme.cli.train import run_to_end
-    from bireme.report.progress import progress_bar
-    from bireme.train.brake import NoProgressError, check_progress, note_start
-    from bireme.train.checkpoint.checkpoint import newest_good
-    from bireme.train.export import exported_step
+    from bireme.cli.train import begin, run_to_end
     from bireme.train.folder import RunFolder
-    from bireme.train.going_on import check_finds_checkpoints
-    from bireme.train.prepare import prepared_again
     from bireme.train.run_file import load_run_file
 
     folder = RunFolder.of(run_dir)
     run = load_run_file(folder.run_file, set_ or ())
+    begin()
+    from bireme.report.progress import progress_bar
+    from bireme.train.brake import NoProgressError, check_progress, note_start
+    from bireme.train.checkpoint.checkpoint import newest_good
+    from bireme.train.export import exported_step
+    from bireme.train.going_on import check_finds_checkpoints
+    from bireme.train.prepare import prepared_again
+
     check_finds_checkpoints(run, folder)
     checkpoint = newest_good(
         folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)

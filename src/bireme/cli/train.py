@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bireme.train.launching import Finished
     from bireme.train.prepare import Prepared
 
-__all__ = ["run_to_end", "show_finished", "show_prepared", "train"]
+__all__ = ["begin", "run_to_end", "show_finished", "show_prepared", "train"]
 
 INTERRUPTED_STATUS = 130
 """What shells have for a command that ended of Ctrl-C."""
@@ -48,16 +48,26 @@ def train(
     from bireme.train.run_file import load_run_file
 
     run = load_run_file(run_file, set_ or ())
-    from bireme.report.progress import progress_bar
     from bireme.train.folder import RunFolder
-    from bireme.train.prepare import prepare, write_prepared
 
     RunFolder.check_new(run)  # now too, for what comes next may take long
+    begin()
+    from bireme.report.progress import progress_bar
+    from bireme.train.prepare import prepare, write_prepared
+
     with progress_bar("preparing") as progress:
         prepared = prepare(run, progress)
     folder = RunFolder.new(run, datetime.now())
     write_prepared(prepared, folder)
     run_to_end(prepared, folder, None, as_json=as_json)
+
+
+def begin() -> None:
+    """Import what all processes of a run need, so that they need not, and it is done once."""
+    from bireme.runtime.processes import serve_from_here
+
+    # An optimiser imports torch's compiler when it is made, and what captures a model needs it too.
+    serve_from_here("bireme.train.launching", "torch._dynamo")
 
 
 def run_to_end(
