@@ -25,6 +25,7 @@ from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
+from bireme.profile.timing import BRIEF, Effort
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.companions import Companions
@@ -38,10 +39,16 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 from bireme.train.tensorboard import check_tensorboard
 
-__all__ = ["Prepared", "data_of", "prepare", "prepared_again", "wishes_of", "write_prepared"]
+__all__ = ["Prepared", "data_of", "is_short", "prepare", "prepared_again", "wishes_of", "write_prepared"]
 
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
+
+SHORT_S = 10.0
+"""A run that is over sooner is measured and planned briefly."""
+
+FLOPS_PER_S, CALL_S, MICRO_BATCHES = 2e10, 2e-5, 4
+"""What a slow core computes, what it takes to call an operator, and how often one is called in a step."""
 
 Progress = Callable[[float, str], None]
 
@@ -79,8 +86,11 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     if run.plan.file is not None:
         plan = _of_file(Path(run.plan.file), graph, machines)
     else:
-        measured = _measured(run, model, machines, sizes, progress)
-        answer = _planned(run, measured, machines, progress)
+        is_brief = is_short(run, graph)
+        if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
+            sizes = sizes[::-2]
+        measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
+        answer = _planned(run, measured, machines, progress, is_brief=is_brief)
         plan = saved_plan(answer, planned_units(measured))
     return Prepared(run, machines, graph, evaluation, plan, answer, measured, data)
 
@@ -180,8 +190,24 @@ def _divides(width: int, run: RunFile) -> bool:
     return run.training.batch_size % (width * run.plan.microbatches) == 0
 
 
+def is_short(run: RunFile, graph: Graph) -> bool:
+    """Whether a run will be over so soon that to measure and to plan well would take longer than it saves.
+
+    That is a guess from what its operators compute, and how many they are.
+    """
+    computed = 3 * run.training.batch_size * sum(one.flops for one in graph.operators) / graph.batch
+    called = 3 * MICRO_BATCHES * len(graph.operators)  # a backward is worth two forwards
+    return run.training.steps * (computed / FLOPS_PER_S + called * CALL_S) < SHORT_S
+
+
 def _measured(
-    run: RunFile, model: RunModel, machines: Machines, sizes: list[int], progress: Progress
+    run: RunFile,
+    model: RunModel,
+    machines: Machines,
+    sizes: list[int],
+    progress: Progress,
+    *,
+    is_brief: bool,
 ) -> Profile:
     """What the model costs on a device of this machine, with as many threads as a process will have.
 
@@ -206,6 +232,7 @@ def _measured(
             examples=model.source.example_inputs,
             optimizer=run.training.optimizer,
             halves=True,
+            effort=BRIEF if is_brief else Effort(),
             progress=progress,
             measurer=measurer,
         )
@@ -241,12 +268,20 @@ def _start(run: RunFile) -> float | None:
     return start_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
-def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:
+def _planned(
+    run: RunFile, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
+) -> Answer:
     wishes = wishes_of(run)
     if run.plan.depth is None and run.plan.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
         wishes = replace(wishes, depth=min(machines.cluster.num_devices, len(measured.units)))
-    found = find_plan(measured, machines.cluster, wishes, progress=lambda done: progress(done, "planning"))
+    found = find_plan(
+        measured,
+        machines.cluster,
+        wishes,
+        progress=lambda done: progress(done, "planning"),
+        is_brief=is_brief,
+    )
     if not isinstance(found, Answer):
         raise BiremeError(str(found))
     return found
