@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import TypeVar
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
@@ -24,6 +25,7 @@ from bireme.profile.control import Control
 from bireme.profile.here import device_here, versions_here
 from bireme.profile.measuring import BatchEnd, Job, Measured, Progress, measure_units
 from bireme.profile.timing import Seconds
+from bireme.profile.waits import waited_s
 from bireme.runtime.launch import launch
 from bireme.runtime.measuring.batch_end import batch_end_of, batch_end_of_next_to_nothing
 from bireme.runtime.measuring.messages import lopsided_graph, message_costs
@@ -39,6 +41,9 @@ Figures = TypeVar("Figures")
 
 LOOK_S = 0.2
 """How often to look how far they are."""
+
+QUIET_SHARE = 0.05
+"""Of the time that a process may wait for a core, and what it measures is still as good on another day."""
 
 UNITS_SHARE = 0.9
 """Of the work that timing units is, as the progress tells it."""
@@ -80,7 +85,7 @@ class Companions:
             )
         there = [one for one in found if one is not None]
         measured = mean_of([one.measured for one in there])
-        if known is None and measured.engine is not None:
+        if known is None and measured.engine is not None and all(one.was_quiet for one in there):
             grown_bytes = max(one.grown_bytes for one in there)
             keep_engine(replace(measured.engine, process_bytes=grown_bytes), kept)
         return measured
@@ -96,10 +101,13 @@ class _Unknown:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a process measured, and by how much it has grown when the engine ran in it."""
+    """What a process measured, by how much it has grown when the engine ran in it, and whether it had a core
+    nearly all the time then: else what was found of the engine is good for now and not for later.
+    """
 
     measured: Measured
     grown_bytes: int
+    was_quiet: bool
 
 
 def _rounded(num_bytes: int) -> int:
@@ -124,11 +132,13 @@ def _measure(
     model = RunModel.of(run, 1)
     data = data_of(run, model)
     loaded_bytes = resident_bytes()
+    began_s, waited_before_s = perf_counter(), waited_s()
     if isinstance(engine, EngineCost):
         costs, grown_bytes = engine, engine.process_bytes
     else:
         costs = message_costs(world, engine.lopsided, engine.large_bytes) if world.size > 1 else NO_ENGINE
         grown_bytes = resident_bytes() - loaded_bytes
+    was_quiet = waited_s() - waited_before_s < QUIET_SHARE * (perf_counter() - began_s)
     del model, data
     if world.rank >= at_once:
         return None
@@ -152,7 +162,7 @@ def _measure(
         control_s=control.median_s,
         num_processes=at_once,
     )
-    return _Found(Measured(seconds, ends, costs), grown_bytes)
+    return _Found(Measured(seconds, ends, costs), grown_bytes, was_quiet)
 
 
 def mean_of(found: Sequence[Measured]) -> Measured:

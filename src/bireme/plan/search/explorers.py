@@ -34,7 +34,7 @@ MOST_DEVICES = 8
 MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 40_000, 8_000
 """To be simulated in the likely part of the space, with few devices and with many; the walk may as many."""
 
-BRIEF_INSTRUCTIONS = 10_000
+BRIEF_INSTRUCTIONS = 20_000
 """To be simulated where the run is so short that a better plan would save less than it takes to find."""
 
 MOST_GRIDS = 24
@@ -128,12 +128,14 @@ class Thorough:
         """Judge every plan, the most promising shapes first."""
         ledger = self._ledger
         ordered = sorted(shapes, key=lambda outline: self._outlines.least_s(outline) / outline.batch_size)
+        most = math.inf
         if self._is_brief:
-            ordered = _in_turns(ordered)
+            ordered, most = _in_turns(ordered), BRIEF_INSTRUCTIONS
+        num_kinds = len({Kind.of(outline) for outline in shapes})
         num_plans = 0
         for place, outline in enumerate(ordered):
             ledger.progress(place / len(ordered))
-            if self._is_brief and ledger.judge.num_instructions > BRIEF_INSTRUCTIONS and ledger.all_best():
+            if place >= num_kinds and ledger.judge.num_instructions > most and ledger.all_best():
                 self.how = f"the {ledger.num_judged:,} most promising plans simulated, as the run is short"
                 return
             for grid in all_grids(self._ground, outline, MOST_PLANS) or []:
