@@ -103,6 +103,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
     from rich.console import Console
 
     from bireme.report.train_table import print_prepared
+    from bireme.train.prepare import is_short
     from bireme.train.warmup import delayed_from
 
     print_prepared(
@@ -114,6 +115,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         Console(stderr=as_json),
         answer=prepared.answer,
         delayed_from=delayed_from(prepared.run, prepared.plan),
+        is_brief=is_short(prepared.run, prepared.graph),
     )
 
 

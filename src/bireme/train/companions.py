@@ -112,7 +112,7 @@ class _Found:
 
 def _rounded(num_bytes: int) -> int:
     """A power of four that is not less: costs grow evenly with the bytes, so one serves many models."""
-    return 4 ** math.ceil(math.log(max(num_bytes, 1), 4))
+    return 1 << 2 * math.ceil(math.log(max(num_bytes, 1), 4))
 
 
 def _measure(
