@@ -52,7 +52,7 @@ def test_what_a_sample_draws_does_not_depend_on_which_others_a_rank_reads() -> N
 
 def test_an_error_in_a_worker_names_the_sample_and_keeps_its_trace() -> None:
     with pytest.raises(
-        BiremeError, match=r"Sample 7 of tests\.slow_samples:failing fails: ValueError"
+        BiremeError, match=r"Sample 7 of tests\.support\.slow_samples:failing fails: ValueError"
     ) as caught:
         made_by(2, "failing")
     assert "in __getitem__" in "".join(caught.value.__notes__)
