@@ -33,6 +33,7 @@ __all__ = ["launch", "signal_ranks"]
 Result = TypeVar("Result")
 
 OWN = "bireme."
+"""How the names of modules begin that may be imported before processes are started."""
 
 POLL_S = 0.1
 """How often to look for a root cause that is no process's end."""
@@ -68,8 +69,9 @@ def launch(
             "must be positive."
         )
     call = _pickled(function, args)
-    if function.__module__.startswith(OWN):  # what somebody else's import does, it does in each process
-        preload(function.__module__)
+    module = getattr(function, "__module__", None) or ""
+    if module.startswith(OWN):  # what somebody else's import does, it does in each process
+        preload(module)
     # It imports torch, which the processes must not do before their environment is set.
     from bireme.runtime.stores import open_store
 
