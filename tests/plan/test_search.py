@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
+from bireme.cluster.engine_cost import EngineCost
 from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
@@ -179,3 +181,32 @@ def test_a_plan_can_be_seen_as_it_will_run() -> None:
     timeline = timeline_of(answer.best.plan, profile, cluster, wishes, num_batches=12)
     assert timeline.program.num_batches == 12
     assert timeline.steady_batch_s == pytest.approx(answer.best.forecast.batch_s, rel=0.01)
+
+
+# --- for a run that is over soon
+
+
+def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
+    """Eight steps of a tiny model waited for half a minute of planning."""
+    units = 5
+    profile = profile_of(
+        [3, 5, 2, 4, 6],
+        [6, 9, 4, 8, 11],
+        sizes=(1, 2),
+        parameter_bytes=[10] * units,
+        kept_bytes=[5] * units,
+        boundary_bytes=[2] * units,
+        update_s=[1] * units,
+    )
+    # Where the engine takes as much as the model, as it does of a tiny one, bounds rule little out.
+    profile = replace(profile, engine=EngineCost(instruction_s=2.0, send_s=4.0, take_s=2.0, late_s=5.0))
+    cluster = Cluster((Server("here", (Device("any", "emulated", 10_000),) * 2),))
+    full = find_plan(profile, cluster, Wishes(batch_size=12))
+    brief = find_plan(profile, cluster, Wishes(batch_size=12), is_brief=True)
+    assert isinstance(full, Answer)
+    assert isinstance(brief, Answer)
+    assert "as the run is short" in brief.origin.how
+    assert brief.num_tried < full.num_tried
+    kinds = [{Kind.of(one.plan) for one in answer.candidates} for answer in (full, brief)]
+    assert kinds[0] == kinds[1]
+    assert brief.best.forecast.cost_s_per_sample <= 1.2 * full.best.forecast.cost_s_per_sample

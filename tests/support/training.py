@@ -144,7 +144,7 @@ class Running:
     @property
     def ranks(self) -> list[int]:
         """The processes of its ranks, in their order."""
-        return sorted(pid for pid in _children(self.process.pid) if "spawn_main" in _command(pid))
+        return sorted(pid for pid in _group(self.process.pid) if _name(pid).startswith("bireme rank"))
 
     def ended(self) -> "Ended":
         """What came of it; nobody of its group may be left."""
@@ -200,16 +200,6 @@ def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
         Path(said).unlink()
 
 
-def _children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = _fields(stat)
-            if fields[1] == str(pid) and fields[0] != "Z":
-                found.append(int(stat.parent.name))
-    return found
-
-
 def _group(number: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -223,6 +213,12 @@ def _group(number: int) -> list[int]:
 def _fields(stat: Path) -> list[str]:
     """State, parent and group of a process, behind its name."""
     return re.sub(r"^.*\) ", "", stat.read_text()).split()
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
 
 
 def _command(pid: int) -> str:

@@ -39,17 +39,19 @@ def resume(
 
     [dim]bireme resume runs/20260101-120000-gpt-layers-4[/dim]
     """
-    from bireme.cli.train import run_to_end
+    from bireme.cli.train import begin, run_to_end
+    from bireme.train.folder import RunFolder
+
+    folder = RunFolder.of(run_dir)
+    run = folder.load_run(set_ or ())
+    begin()
     from bireme.report.progress import progress_bar
     from bireme.train.brake import NoProgressError, check_progress, note_start
     from bireme.train.checkpoint.checkpoint import newest_good
     from bireme.train.export import has_ended
-    from bireme.train.folder import RunFolder
     from bireme.train.going_on import check_finds_checkpoints, check_rate
     from bireme.train.prepare import prepared_again
 
-    folder = RunFolder.of(run_dir)
-    run = folder.load_run(set_ or ())
     check_finds_checkpoints(run, folder)
     checkpoint = newest_good(folder.checkpoints(run), on_bad=_tell)
     at = 0 if checkpoint is None else checkpoint.manifest.step

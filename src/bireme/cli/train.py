@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bireme.train.launching import Finished
     from bireme.train.prepare import Prepared
 
-__all__ = ["run_to_end", "show_finished", "show_prepared", "train"]
+__all__ = ["begin", "run_to_end", "show_finished", "show_prepared", "train"]
 
 INTERRUPTED_STATUS = 130
 """What shells have for a command that ended of Ctrl-C."""
@@ -59,10 +59,12 @@ def train(
     from bireme.train.folder import RunFolder, load_asked
 
     run = load_asked(run_file, sets)
+
+    RunFolder.check_new(run)  # now too, for what comes next may take long
+    begin()
     from bireme.report.progress import progress_bar
     from bireme.train.prepare import prepare, write_prepared
 
-    RunFolder.check_new(run)  # now too, for what comes next may take long
     with progress_bar("preparing") as progress:
         prepared = prepare(run, progress)
     if dry_run:
@@ -85,6 +87,14 @@ def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> No
     typer.echo("Nothing was written. The run would write:")
     for path in paths:
         typer.echo(f"  {path}")
+
+
+def begin() -> None:
+    """Import what all processes of a run need, so that they need not, and it is done once."""
+    from bireme.runtime.processes import serve_from_here
+
+    # An optimiser imports torch's compiler when it is made, and what captures a model needs it too.
+    serve_from_here("bireme.train.launching", "torch._dynamo")
 
 
 def run_to_end(
@@ -120,6 +130,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
     from rich.console import Console
 
     from bireme.report.train_table import print_prepared
+    from bireme.train.prepare import is_short
     from bireme.train.warmup import delayed_from
 
     print_prepared(
@@ -131,6 +142,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         Console(stderr=as_json),
         answer=prepared.answer,
         delayed_from=delayed_from(prepared.run, prepared.plan),
+        is_brief=is_short(prepared.run, prepared.graph),
     )
 
 

@@ -1,19 +1,24 @@
-"""Profiles that were measured before, on disk: the same graph on the same device with the same software.
+"""What was measured before, on disk: profiles of the same graph, and the engine, on the same device with the
+same software.
 
 They lie in `$BIREME_CACHE`, or in `bireme` under `$XDG_CACHE_HOME` or `~/.cache`. A cache that cannot be
 read or written is as good as an empty one.
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from bireme.cluster.engine_cost import EngineCost
 from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 
-__all__ = ["cache_folder", "cache_path", "cached_profile", "keep_profile"]
+__all__ = ["cache_folder", "cache_path", "cached_engine", "cached_profile", "keep_engine", "keep_profile"]
 
 
 def cache_folder() -> Path:
@@ -24,9 +29,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bireme"
 
 
-def cache_path(what: Sequence[object]) -> Path:
-    """The file of the profile that these words, all of what its numbers depend on, describe."""
-    return cache_folder() / "profiles" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.json"
+def cache_path(what: Sequence[object], kind: str = "profiles") -> Path:
+    """The file of what these words, all that its numbers depend on, describe."""
+    return cache_folder() / kind / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.json"
 
 
 def cached_profile(path: Path) -> Profile | None:
@@ -42,5 +47,22 @@ def keep_profile(profile: Profile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_profile(profile, path)
+    except (OSError, BiremeError):
+        return
+
+
+def cached_engine(path: Path) -> EngineCost | None:
+    """The costs of the engine in a file of the cache, None where there are none that can be used."""
+    try:
+        return EngineCost(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, BiremeError):
+        return None
+
+
+def keep_engine(engine: EngineCost, path: Path) -> None:
+    """Put the costs of the engine into the cache, if that is possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, json.dumps(asdict(engine)) + "\n")
     except (OSError, BiremeError):
         return

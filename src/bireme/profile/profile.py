@@ -132,3 +132,8 @@ class Profile:
     def micro_batches(self) -> tuple[int, ...]:
         """The micro-batch sizes that it knows."""
         return tuple(cost.micro_batch for cost in self.units[0].costs)
+
+    @property
+    def spread(self) -> float:
+        """The widest that measurements of a unit lie apart: how sure its seconds are."""
+        return max((cost.spread for unit in self.units for cost in unit.costs), default=0.0)

@@ -19,7 +19,7 @@ from bireme.profile.optimizers import is_hidden_matrix
 from bireme.profile.waits import waited_s
 from bireme.profile.workbench import Workbench
 
-__all__ = ["Effort", "Seconds", "time_benches", "time_update"]
+__all__ = ["BRIEF", "Effort", "Seconds", "time_benches", "time_update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,10 @@ class Effort:
             raise BiremeError("Measure at least three rounds, after at least one that does not count.")
         if not self.seconds_per_unit > 0:
             raise BiremeError(f"A unit is measured for {self.seconds_per_unit} s; it must be more than 0.")
+
+
+BRIEF = Effort(num_warmup=1, num_least=5, num_most=15, seconds_per_unit=0.1)
+"""For what is over soon: medians of a few rounds, which may be several per cent off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ def print_prepared(
     *,
     answer: Answer | None,
     delayed_from: int,
+    is_brief: bool = False,
 ) -> None:
     """The devices that were found, and the plan with what it promises."""
     say = console.print
@@ -92,6 +93,12 @@ def print_prepared(
         say(
             f"Predicted: {seconds_text(forecast.batch_s)} a step, {forecast.samples_per_s:,.1f} samples/s; "
             f"limited by {escape(forecast.bottleneck)}.",
+            highlight=False,
+        )
+    if is_brief and profile is not None:
+        say(
+            "The run is short, so it was measured and planned briefly: measurements of a unit lie up to "
+            f"{profile.spread:.0%} apart.",
             highlight=False,
         )
     if answer is not None:

@@ -12,23 +12,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, current_process, get_context
+from multiprocessing import connection, current_process
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import Blame, Failure, grace_s
+from bireme.runtime.processes import Process, preload, start_process
 from bireme.runtime.rank_process import LOCALHOST, UNGUARDED_STATUS, Order, run_rank
 
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend
 
-__all__ = ["launch"]
+__all__ = ["launch", "signal_ranks"]
 
 Result = TypeVar("Result")
+
+OWN = "bireme."
+"""How the names of modules begin that may be imported before processes are started."""
 
 POLL_S = 0.1
 """How often to look for a root cause that is no process's end."""
@@ -64,12 +69,14 @@ def launch(
             "must be positive."
         )
     call = _pickled(function, args)
+    module = getattr(function, "__module__", None) or ""
+    if module.startswith(OWN):  # what somebody else's import does, it does in each process
+        preload(module)
     # It imports torch, which the processes must not do before their environment is set.
     from bireme.runtime.stores import open_store
 
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
     order = Order(
-        parent_pid=os.getpid(),
         port=store.port,
         num_processes=num_processes,
         timeout_s=timeout_s,
@@ -85,43 +92,53 @@ def launch(
     return [pickle.loads(rank.result) for rank in crew.ranks if rank.result is not None]
 
 
+def signal_ranks(number: signal.Signals) -> bool:
+    """Send a signal to all processes of the launches under way; False if there are none."""
+    ranks = [rank for crew in list(_under_way) for rank in crew.ranks if rank.lives]
+    for rank in ranks:
+        rank.signal(number)
+    return bool(ranks)
+
+
 class _Rank:
     """One process, and the thread that hands it its work and takes its result."""
 
     def __init__(self, order: Order, rank: int, call: bytes) -> None:
         self.number = rank
         self.result: bytes | None = None
-        self._call = call
-        self._near, self._far = connection.Pipe()
-        self.process = get_context("spawn").Process(
-            target=run_rank, args=(order, rank, self._far), name=f"bireme rank {rank}"
-        )
-        # A thread, because a process that is stopped halfway through a message would block its reader.
-        self._talker = threading.Thread(target=self._talk, name=f"bireme talk {rank}", daemon=True)
+        self.process: Process | None = None
+        self._order, self._call = order, call
 
     def start(self) -> None:
-        self.process.start()
-        self._far.close()
+        self.process, talk = start_process(f"bireme rank {self.number}", run_rank, self._order, self.number)
+        # A thread, because a process that is stopped halfway through a message would block its reader.
+        name = f"bireme talk {self.number}"
+        self._talker = threading.Thread(target=self._talk, args=(talk,), name=name, daemon=True)
         self._talker.start()
 
     @property
     def lives(self) -> bool:
-        return self.process.pid is not None and self.process.is_alive()
+        return self.process is not None and self.process.status is None
 
     def signal(self, number: signal.Signals) -> None:
-        if self.lives and self.process.pid is not None:
+        if self.process is not None:
             with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+                self.process.send_signal(number)
+
+    def end(self) -> None:
+        """See to it that there is no such process any more."""
+        if self.process is not None:
+            self.process.close()
 
     def last_words(self) -> bytes | None:
         """The result of a process that has ended."""
         self._talker.join(DELIVERY_S)
         return self.result
 
-    def _talk(self) -> None:
-        with self._near, suppress(EOFError, OSError):
-            self._near.send_bytes(self._call)
-            self.result = self._near.recv_bytes()
+    def _talk(self, talk: Connection) -> None:
+        with talk, suppress(EOFError, OSError):
+            talk.send_bytes(self._call)
+            self.result = talk.recv_bytes()
 
 
 class _Crew:
@@ -142,7 +159,7 @@ class _Crew:
         """Wait for all results or the first failure."""
         running = list(self.ranks)
         while running:
-            connection.wait([rank.process.sentinel for rank in running], POLL_S)
+            connection.wait(_sentinels(running), POLL_S)
             # First what the ranks say: a process that ended of a failure has written it down before.
             ended = [rank for rank in running if not rank.lives]
             self.cause = self._board.cause()
@@ -156,7 +173,7 @@ class _Crew:
     def _obituary(self, rank: _Rank) -> Failure:
         """Why a process ended that said nothing."""
         (pulse,) = self._board.pulses([rank.number])
-        status = rank.process.exitcode or 0
+        status = (rank.process.status if rank.process else 0) or 0
         doing = None if pulse is None else pulse.doing
         if status == UNGUARDED_STATUS and pulse is None:
             return Failure.of(BiremeError(UNGUARDED), rank.number, None)
@@ -168,6 +185,7 @@ class _Crew:
         )
 
     def __enter__(self) -> Self:
+        _under_way.add(self)
         return self
 
     def __exit__(
@@ -184,10 +202,9 @@ class _Crew:
         finally:
             # Also if the user has no more patience and interrupts this. A stopped process ends of this only.
             with _interrupts_held():
-                self._signal_all(signal.SIGKILL)
                 for rank in self.ranks:
-                    if rank.process.pid is not None:
-                        rank.process.join()
+                    rank.end()
+                _under_way.discard(self)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for rank in self.ranks:
@@ -195,8 +212,16 @@ class _Crew:
 
     def _wait(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
-        while (living := [r.process.sentinel for r in self.ranks if r.lives]) and time.monotonic() < end:
-            connection.wait(living, max(0.0, end - time.monotonic()))
+        while (living := [rank for rank in self.ranks if rank.lives]) and time.monotonic() < end:
+            connection.wait(_sentinels(living), max(0.0, end - time.monotonic()))
+
+
+_under_way: set[_Crew] = set()
+
+
+def _sentinels(ranks: Iterable[_Rank]) -> list[Any]:
+    """What says that one of their processes has ended."""
+    return [rank.process.sentinel for rank in ranks if rank.process is not None]
 
 
 UNGUARDED = (

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from bireme.errors import BiremeError
-from bireme.runtime.lifeline import die_with_parent
 
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend, World
@@ -32,7 +31,6 @@ LOOPBACK = ("lo", "lo0")
 class Order:
     """How to be a rank: the same for all of them."""
 
-    parent_pid: int
     port: int
     num_processes: int
     timeout_s: float
@@ -41,12 +39,11 @@ class Order:
     device: str | None = None
 
 
-def run_rank(order: Order, rank: int, starter: Connection) -> None:
+def run_rank(starter: Connection, order: Order, rank: int) -> None:
     """Be that rank until its function has returned or anything has failed.
 
     From its starter comes the pickled function with its arguments, to it goes the pickled result.
     """
-    die_with_parent(order.parent_pid)
     world = _world(order, rank)
     try:
         signal.signal(signal.SIGINT, _interrupt_once)

@@ -7,20 +7,25 @@ are the simulator's business. The same processes find out what the engine takes 
 message, and what a process holds before it has a tensor of the model.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import TypeVar
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
 from bireme.model.graph import Graph
+from bireme.profile.cache import cache_path, cached_engine, keep_engine
 from bireme.profile.control import Control
+from bireme.profile.here import device_here, versions_here
 from bireme.profile.measuring import BatchEnd, Job, Measured, Progress, measure_units
 from bireme.profile.timing import Seconds
+from bireme.profile.waits import waited_s
 from bireme.runtime.launch import launch
 from bireme.runtime.measuring.batch_end import batch_end_of, batch_end_of_next_to_nothing
 from bireme.runtime.measuring.messages import lopsided_graph, message_costs
@@ -36,6 +41,9 @@ Figures = TypeVar("Figures")
 
 LOOK_S = 0.2
 """How often to look how far they are."""
+
+QUIET_SHARE = 0.05
+"""Of the time that a process may wait for a core, and what it measures is still as good on another day."""
 
 UNITS_SHARE = 0.9
 """Of the work that timing units is, as the progress tells it."""
@@ -59,6 +67,10 @@ class Companions:
         """Do a job."""
         size = max(self._at_once, min(self._num_workers, 2))
         progress(0.0, f"starting {size} processes to measure in")
+        own = (device_here(job.device), versions_here(), self._num_threads, size, job.optimizer)
+        large_bytes = _rounded(job.message_bytes)
+        kept = cache_path([*own, *self.circumstances, large_bytes], "engines")
+        known = cached_engine(kept)
         with TemporaryDirectory() as folder, _followed(Path(folder, "progress"), progress) as path:
             found = launch(
                 _measure,
@@ -66,18 +78,50 @@ class Companions:
                 self._run,
                 job,
                 self._at_once,
-                lopsided_graph(size),
+                known or _Unknown(lopsided_graph(size), large_bytes),
                 path,
                 timeout_s=self._run.cluster.timeout_s,
                 threads_per_process=self._num_threads,
             )
-        return mean_of([one for one in found if one is not None])
+        there = [one for one in found if one is not None]
+        measured = mean_of([one.measured for one in there])
+        if known is None and measured.engine is not None and all(one.was_quiet for one in there):
+            grown_bytes = max(one.grown_bytes for one in there)
+            keep_engine(replace(measured.engine, process_bytes=grown_bytes), kept)
+        return measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """How to find out what the engine takes: with this model, and messages of so many bytes."""
+
+    lopsided: Graph
+    large_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a process measured, by how much it has grown when the engine ran in it, and whether it had a core
+    nearly all the time then: else what was found of the engine is good for now and not for later.
+    """
+
+    measured: Measured
+    grown_bytes: int
+    was_quiet: bool
+
+
+def _rounded(num_bytes: int) -> int:
+    """A power of four that is not less: costs grow evenly with the bytes, so one serves many models."""
+    return 1 << 2 * math.ceil(math.log(max(num_bytes, 1), 4))
 
 
 def _measure(
-    world: World, run: RunFile, job: Job, at_once: int, lopsided: Graph, path: Path
-) -> Measured | None:
-    """Measure as one of several; None from a process that there is no core for."""
+    world: World, run: RunFile, job: Job, at_once: int, engine: EngineCost | _Unknown, path: Path
+) -> _Found | None:
+    """Measure as one of several; None from a process that there is no core for.
+
+    What is known of the engine is not measured again. Its `process_bytes` are by how much a process grows.
+    """
 
     def tell(done: float, what: str) -> None:
         if world.rank == 0:
@@ -87,8 +131,14 @@ def _measure(
     # What a process of the run has, too, before it has its part of the pipeline.
     model = RunModel.of(run, 1)
     data = data_of(run, model)
-    engine = message_costs(world, lopsided, job.message_bytes) if world.size > 1 else NO_ENGINE
-    process_bytes = resident_bytes()
+    loaded_bytes = resident_bytes()
+    began_s, waited_before_s = perf_counter(), waited_s()
+    if isinstance(engine, EngineCost):
+        costs, grown_bytes = engine, engine.process_bytes
+    else:
+        costs = message_costs(world, engine.lopsided, engine.large_bytes) if world.size > 1 else NO_ENGINE
+        grown_bytes = resident_bytes() - loaded_bytes
+    was_quiet = waited_s() - waited_before_s < QUIET_SHARE * (perf_counter() - began_s)
     del model, data
     if world.rank >= at_once:
         return None
@@ -96,21 +146,23 @@ def _measure(
     seconds = measure_units(job, lambda done, what: tell(UNITS_SHARE * done, what), in_turns=control.time)
     tell(UNITS_SHARE, "measuring the end of a batch")
     first = job.first
-    alone = batch_end_of_next_to_nothing(job.optimizer)
+    alone = BatchEnd(costs.reduce_s, costs.update_s, costs.trial_s)
+    if costs is not engine:
+        alone = batch_end_of_next_to_nothing(job.optimizer)
     ends = {
         index: batch_end_of(first.graph, first.units[index], job.optimizer).beyond(alone)
         for index in first.distinct
     }
-    found = replace(
-        engine,
+    costs = replace(
+        costs,
         reduce_s=alone.reduce_s,
         update_s=alone.update_s,
         trial_s=alone.trial_s,
-        process_bytes=process_bytes,
+        process_bytes=loaded_bytes + grown_bytes,
         control_s=control.median_s,
         num_processes=at_once,
     )
-    return Measured(seconds, ends, found)
+    return _Found(Measured(seconds, ends, costs), grown_bytes, was_quiet)
 
 
 def mean_of(found: Sequence[Measured]) -> Measured:

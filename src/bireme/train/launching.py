@@ -4,19 +4,18 @@ A signal to the process that people started is passed on to its ranks, which agr
 processes are ended the hard way only if somebody asks a second time.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from bireme.devices import num_accelerators
-from bireme.runtime.launch import launch
+from bireme.runtime.launch import launch, signal_ranks
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
@@ -145,16 +144,11 @@ def _signals_passed_on() -> Iterator[None]:
             interrupts += 1
             if interrupts > 1:
                 raise KeyboardInterrupt
-        children = multiprocessing.active_children()
-        if not children:  # there is nothing to save yet, or any more
+        if not signal_ranks(signal.SIGUSR1):  # there is nothing to save yet, or any more
             signal.signal(number, before[signal.Signals(number)])
             os.kill(os.getpid(), number)
             return
         print("bireme: stopping behind this step, and saving …", file=sys.stderr, flush=True)  # noqa: T201 (for people)
-        for child in children:
-            if child.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGUSR1)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, pass_on) for number in numbers}

@@ -6,6 +6,7 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -90,6 +91,8 @@ class Loop:
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
+        self._reading = ExitStack()
+        self._read: Iterator[PartlyRead] | None = None
         self._to_record = True
         self._record_from = self._recorded_first()
 
@@ -101,12 +104,13 @@ class Loop:
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
         steps = self.run.training.steps
-        while self._ends is None and self.step < steps:
-            if self._later is not None and self.step >= self._later.step:
-                self._hand_over(self._later)
-            self._train_until(self._window_end())
-            if self._ends is None:
-                self._evaluate_if_due()
+        with ExitStack() as self._reading:
+            while self._ends is None and self.step < steps:
+                if self._later is not None and self.step >= self._later.step:
+                    self._hand_over(self._later)
+                self._train_until(self._window_end())
+                if self._ends is None:
+                    self._evaluate_if_due()
         if self.step >= steps:
             self._reason = Reason.NONE  # who asked to stop has come too late
         is_done = self._reason in (Reason.NONE, Reason.TIME)
@@ -140,6 +144,8 @@ class Loop:
     def _hand_over(self, later: Later) -> None:
         """Go on with the other pipeline from where this one is, which is drained."""
         snapshot = self.pipeline.snapshot(all_held=True)
+        self._reading.close()
+        self._read = None
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
         self.pipeline, self._later = later.make(), None
@@ -200,23 +206,28 @@ class Loop:
             self.timeline = self.pipeline.timeline()
 
     def _batches(self, end: int) -> Iterator[PartlyRead]:
-        """The batches of a window. It ends early where the ranks have agreed to stop."""
+        """The batches of a window. It ends early where the ranks have agreed to stop.
+
+        What reads them goes on from window to window: its worker processes stay, and its next batches are
+        ready when an evaluation is over.
+        """
         asked, first = self.run.data, self.step
-        order = Order(len(self.data.training), asked.seed)
-        with RankBatches(
-            self.data.training,
-            order,
-            self.run.training.batch_size,
-            first,
-            end - first,
-            prefetch=asked.prefetch,
-            num_workers=asked.num_workers,
-            wanted=self.pipeline.cutter.wanted,
-        ) as batches:
-            for number, batch in enumerate(batches, first):
-                if self._ends is not None and number >= self._ends:
-                    return
-                yield batch
+        if self._read is None:
+            loader = RankBatches(
+                self.data.training,
+                Order(len(self.data.training), asked.seed),
+                self.run.training.batch_size,
+                first,
+                self.run.training.steps - first,
+                prefetch=asked.prefetch,
+                num_workers=asked.num_workers,
+                wanted=self.pipeline.cutter.wanted,
+            )
+            self._read = iter(self._reading.enter_context(loader))
+        for number, batch in zip(range(first, end), self._read, strict=False):
+            if self._ends is not None and number >= self._ends:
+                return
+            yield batch
 
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the wish to stop."""

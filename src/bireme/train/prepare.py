@@ -28,6 +28,7 @@ from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
+from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
@@ -46,6 +47,7 @@ from bireme.train.tensorboard import check_tensorboard
 __all__ = [
     "Prepared",
     "data_of",
+    "is_short",
     "prepare",
     "prepared_again",
     "prepared_document",
@@ -55,6 +57,12 @@ __all__ = [
 
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
+
+SHORT_S = 10.0
+"""A run that is over sooner is measured and planned briefly."""
+
+FLOPS_PER_S, CALL_S, MICRO_BATCHES = 2e10, 2e-5, 4
+"""What a slow core computes, what it takes to call an operator, and how often one is called in a step."""
 
 Progress = Callable[[float, str], None]
 
@@ -96,9 +104,12 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
         plan = _of_file(Path(run.plan.file), graph, machines)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity)
-    measured = _measured(run, model, machines, sizes, progress)
+    is_brief = is_short(run, graph)
+    if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
+        sizes = sizes[::-2]
+    measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
     begin_s = perf_counter()
-    answer = _planned(run, measured, machines, progress)
+    answer = _planned(run, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
     plan = saved_plan(answer, planned_units(measured))
     if run.plan.largest_batch is not None:
@@ -280,8 +291,24 @@ def _divides(width: int, run: RunFile) -> bool:
     return run.training.batch_size % (width * run.plan.microbatches) == 0
 
 
+def is_short(run: RunFile, graph: Graph) -> bool:
+    """Whether a run will be over so soon that to measure and to plan well would take longer than it saves.
+
+    That is a guess from what its operators compute, and how many they are.
+    """
+    computed = 3 * run.training.batch_size * sum(one.flops for one in graph.operators) / graph.batch
+    called = 3 * MICRO_BATCHES * len(graph.operators)  # a backward is worth two forwards
+    return run.training.steps * (computed / FLOPS_PER_S + called * CALL_S) < SHORT_S
+
+
 def _measured(
-    run: RunFile, model: RunModel, machines: Machines, sizes: list[int], progress: Progress
+    run: RunFile,
+    model: RunModel,
+    machines: Machines,
+    sizes: list[int],
+    progress: Progress,
+    *,
+    is_brief: bool,
 ) -> Profile:
     """What the model costs on a device of this machine, with as many threads as a process will have.
 
@@ -306,6 +333,7 @@ def _measured(
             examples=model.source.example_inputs,
             optimizer=run.training.optimizer,
             halves=True,
+            effort=BRIEF if is_brief else Effort(),
             progress=progress,
             measurer=measurer,
         )
@@ -344,7 +372,9 @@ def _start(run: RunFile) -> float | None:
     return start_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
-def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Progress) -> Answer:
+def _planned(
+    run: RunFile, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
+) -> Answer:
     asked, names = run.plan, [unit.name for unit in measured.units]
     wishes = replace(
         wishes_of(run),
@@ -355,7 +385,13 @@ def _planned(run: RunFile, measured: Profile, machines: Machines, progress: Prog
         # On this machine alone a run shows the pipeline; who wants replicas says so.
         num_devices = len(wishes.devices) or machines.cluster.num_devices
         wishes = replace(wishes, depth=min(num_devices, len(names)))
-    found = find_plan(measured, machines.cluster, wishes, progress=lambda done: progress(done, "planning"))
+    found = find_plan(
+        measured,
+        machines.cluster,
+        wishes,
+        progress=lambda done: progress(done, "planning"),
+        is_brief=is_brief,
+    )
     if not isinstance(found, Answer):
         raise BiremeError(str(found))
     return found

@@ -70,6 +70,7 @@ class Summary:
     predicted_batch_s: float | None
     measured_batch_s: float | None
     predicted_bubble: float | None
+    profile_spread: float | None
     bubble: float | None
     stages: tuple[StageSummary, ...]
     ranks: tuple[RankSummary, ...]
@@ -110,6 +111,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         predicted_batch_s=None if forecast is None else forecast.batch_s,
         measured_batch_s=own.batch_s,
         predicted_bubble=None if forecast is None else 1 - forecast.busy_share,
+        profile_spread=None if prepared.profile is None else prepared.profile.spread,
         bubble=_bubble(outcomes),
         stages=_stages(prepared, outcomes),
         ranks=_ranks(prepared, outcomes),

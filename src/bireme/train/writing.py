@@ -14,6 +14,9 @@ __all__ = ["written"]
 
 TEMPERATURE = 0.8
 
+LEAST_SHARED_BYTES = 64 * 2**20
+"""Of a model whose products are worth several threads: in a smaller one these mostly wait."""
+
 LARGEST_BYTES = 8 * 2**30
 """Of a model that is loaded whole only to write a sample."""
 
@@ -25,8 +28,13 @@ def written(run: RunFile, weights: NewestWeights, tokenizer: Tokenizer | None) -
         return ""
     model = _model(run, weights)
     first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
-    ids = _continued(model, first, run.log.sample_tokens, run.data.length, tokenizer)
-    return tokenizer.decode(ids)
+    before = torch.get_num_threads()
+    if weights.num_bytes < LEAST_SHARED_BYTES:
+        torch.set_num_threads(1)
+    try:
+        return tokenizer.decode(_continued(model, first, run.log.sample_tokens, run.data.length, tokenizer))
+    finally:
+        torch.set_num_threads(before)
 
 
 def _model(run: RunFile, weights: NewestWeights) -> Any:

@@ -7,7 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
+from operator import itemgetter
 from typing import Protocol
 
 from bireme.plan.search.contention import links_between
@@ -32,6 +33,9 @@ MOST_DEVICES = 8
 
 MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 40_000, 8_000
 """To be simulated in the likely part of the space, with few devices and with many; the walk may as many."""
+
+BRIEF_INSTRUCTIONS = 20_000
+"""To be simulated where the run is so short that a better plan would save less than it takes to find."""
 
 MOST_GRIDS = 24
 """Mappings of a shape that are compared by their links."""
@@ -74,14 +78,14 @@ def few_enough(ground: Ground, shapes: Sequence[Outline]) -> bool:
     """Whether all plans can be gone through."""
     if len(ground.devices) > MOST_DEVICES:
         return False
-    count = 0
+    num_plans = 0
     grids: dict[tuple[int, tuple[int, ...]], int] = {}
     for outline in shapes:
         each = num_cuts_and_sets(ground, outline) * len(
             list(_variants(outline, runs_ahead=ground.wishes.lookahead))
         )
-        count += each
-        if count > MOST_PLANS:
+        num_plans += each
+        if num_plans > MOST_PLANS:
             return False
         key = outline.num_ranks, outline.sizes
         if key not in grids:
@@ -89,8 +93,8 @@ def few_enough(ground: Ground, shapes: Sequence[Outline]) -> bool:
             if found is None:
                 return False
             grids[key] = len(found)
-        count += each * (grids[key] - 1)
-    return count <= MOST_PLANS
+        num_plans += each * (grids[key] - 1)
+    return num_plans <= MOST_PLANS
 
 
 def _variants(outline: Outline, *, runs_ahead: bool) -> Iterator[tuple[int | None, int]]:
@@ -108,28 +112,41 @@ def _variants(outline: Outline, *, runs_ahead: bool) -> Iterator[tuple[int | Non
 
 
 class Thorough:
-    """Goes through all plans, leaving out those that cannot be the best of their kind."""
+    """Goes through all plans, leaving out those that cannot be the best of their kind.
 
-    def __init__(self, ground: Ground, outlines: Outlines, ledger: Ledger) -> None:
+    If it is to be brief it goes through the most promising ones of every kind in turns, and stops early.
+    """
+
+    def __init__(self, ground: Ground, outlines: Outlines, ledger: Ledger, *, is_brief: bool) -> None:
         self._ground = ground
         self._outlines = outlines
         self._ledger = ledger
+        self._is_brief = is_brief
         self.how = ""
 
     def explore(self, shapes: Sequence[Outline]) -> None:
         """Judge every plan, the most promising shapes first."""
         ledger = self._ledger
         ordered = sorted(shapes, key=lambda outline: self._outlines.least_s(outline) / outline.batch_size)
-        count = 0
+        most = math.inf
+        if self._is_brief:
+            ordered, most = _in_turns(ordered), BRIEF_INSTRUCTIONS
+        num_kinds = len({Kind.of(outline) for outline in shapes})
+        num_plans = 0
         for place, outline in enumerate(ordered):
             ledger.progress(place / len(ordered))
+            if place >= num_kinds and ledger.judge.num_instructions > most and ledger.all_best():
+                self.how = f"the {ledger.num_judged:,} most promising plans simulated, as the run is short"
+                return
             for grid in all_grids(self._ground, outline, MOST_PLANS) or []:
                 for draft in all_drafts(self._ground, outline, grid):
                     for num_sliced, lookahead in _variants(outline, runs_ahead=self._ground.wishes.lookahead):
-                        count += 1
+                        num_plans += 1
                         self._look(replace(draft, num_sliced=num_sliced, lookahead=lookahead))
         ledger.progress(1.0)
-        self.how = f"all {count:,} plans gone through, {ledger.num_judged:,} simulated, the others ruled out"
+        self.how = (
+            f"all {num_plans:,} plans gone through, {ledger.num_judged:,} simulated, the others ruled out"
+        )
 
     def _look(self, draft: Draft) -> None:
         ledger, outline = self._ledger, draft.outline
@@ -137,6 +154,14 @@ class Thorough:
             return
         if ledger.could_win(outline, ledger.judge.least_s(draft)):
             ledger.judged(draft)
+
+
+def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
+    """The first of every kind, then the second of every kind, …"""
+    places: defaultdict[Kind, count[int]] = defaultdict(count)
+    return [
+        one for _, one in sorted(((next(places[Kind.of(one)]), one) for one in shapes), key=itemgetter(0))
+    ]
 
 
 class Likely:

@@ -32,9 +32,17 @@ Progress = Callable[[float], None]
 
 
 def find_plan(
-    profile: Profile, cluster: Cluster, wishes: Wishes, *, progress: Progress | None = None
+    profile: Profile,
+    cluster: Cluster,
+    wishes: Wishes,
+    *,
+    progress: Progress | None = None,
+    is_brief: bool = False,
 ) -> Answer | NothingFits:
-    """The best plans for a model of that profile on that cluster, or why there is none."""
+    """The best plans for a model of that profile on that cluster, or why there is none.
+
+    With `is_brief`, for a run that is over soon, the search stops early where it would go through all plans.
+    """
     ground = Ground(profile, cluster, wishes)
     outlines = Outlines(ground)
     shapes = list(outlines)
@@ -43,7 +51,7 @@ def find_plan(
     ledger = Ledger(ground, Judge(ground), progress or (lambda _share: None))
     explorer: Explorer
     if few_enough(ground, shapes):
-        explorer = Thorough(ground, outlines, ledger)
+        explorer = Thorough(ground, outlines, ledger, is_brief=is_brief)
     else:
         explorer = Likely(ground, outlines, ledger)
     explorer.explore(shapes)

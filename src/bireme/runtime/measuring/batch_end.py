@@ -10,9 +10,9 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bireme.model.graph import Graph, State
+from bireme.model.graph import Graph, Operator, Output, Reference, State, Value
 from bireme.model.units import Unit
 from bireme.plan.plan import Plan
 from bireme.profile.measuring import BatchEnd
@@ -32,27 +32,6 @@ OTHER_BYTES = 32 * 2**20
 RATE = 1e-6
 
 
-class _Holder(nn.Module):
-    """Parameters of the given names and shapes, each of which has a part in the loss."""
-
-    def __init__(self, states: Sequence[State]) -> None:
-        super().__init__()
-        for state in states:
-            *path, name = state.name.split(".")
-            where: nn.Module = self
-            for part in path:
-                if part not in where._modules:
-                    where.add_module(part, nn.Module())
-                where = where.get_submodule(part)
-            dtype = getattr(torch, state.dtype)
-            where.register_parameter(name, nn.Parameter(torch.full(state.shape, 0.01, dtype=dtype)))
-
-    def forward(self, given: Tensor) -> dict[str, Tensor]:
-        """The sum of all parameters' first numbers, as far as it matters."""
-        firsts = [parameter.reshape(-1)[:1].float() for parameter in self.parameters()]
-        return {"loss": (torch.cat(firsts) * given.mean()).sum()}
-
-
 def batch_end_of(graph: Graph, unit: Unit, optimizer: str) -> BatchEnd:
     """The medians for the parameters of a unit; nothing where none of them learns. On the CPU."""
     states = [state for state in graph.parameters if state.name in unit.parameters and state.trainable]
@@ -68,9 +47,13 @@ def _batch_end_of(states: Sequence[State], optimizer: str) -> BatchEnd:
     shortest = min((getattr(torch, state.dtype) for state in states), key=lambda one: one.itemsize)
     laps = _Laps()
     pipeline = Pipeline(
-        _Holder(states),
+        _graph_of(states),
         Plan((), 1, "2bw-fresh"),
-        example_inputs={"given": torch.ones(2, 1)},
+        weights=lambda names: {
+            one.name: torch.full(one.shape, 0.01, dtype=getattr(torch, one.dtype))
+            for one in states
+            if one.name in names
+        },
         optimizer=named_optimizer(optimizer, lr=RATE),
         clip_norm=1.0,
         on_instruction=laps,
@@ -91,6 +74,43 @@ def _batch_end_of(states: Sequence[State], optimizer: str) -> BatchEnd:
         median(laps.seconds[kind][-NUM_COUNTED:]) for kind in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
     )
     return BatchEnd(reduce_s, update_s, trial_s)
+
+
+def _graph_of(states: Sequence[State]) -> Graph:
+    """A model of these parameters alone, whose loss is the sum of the first number of each.
+
+    It is written down and not captured, which would take longer than what is measured.
+    """
+    given = Value("given", ("b", 1), "float32")
+    operators = [_call("mean.default", "sum", Reference("given"))]
+    for place, state in enumerate(states):
+        flat, first = Value(f"flat{place}", (state.num_elements,), state.dtype), f"first{place}"
+        before = operators[-1].outputs[0]
+        assert before is not None, "each has a result"
+        operators += [
+            Operator("aten.reshape.default", (Reference(state.name), (-1,)), (), (flat,)),
+            Operator("aten.select.int", (Reference(flat.name), 0, 0), (), (Value(first, (), state.dtype),)),
+            _call("add.Tensor", f"sum{place}", Reference(before.name), Reference(first)),
+        ]
+    loss = operators[-1].outputs[0]
+    assert loss is not None, "each has a result"
+    return Graph(
+        name="the end of a batch",
+        training=True,
+        batch=2,
+        any_batch=True,
+        inputs=(given,),
+        parameters=tuple(states),
+        buffers=(),
+        constants=(),
+        operators=tuple(operators),
+        outputs=(Output("loss", Reference(loss.name)),),
+    )
+
+
+def _call(name: str, result: str, *arguments: Reference) -> Operator:
+    """An operator that makes a number."""
+    return Operator(f"aten.{name}", arguments, (), (Value(result, (), "float32"),))
 
 
 class _Laps:

@@ -33,7 +33,8 @@ class Loader(Generic[Given]):
 
     A background thread keeps up to `prefetch` of them ready; with 0, and no workers, each is made when it is
     asked for. Samples that are not quick are made by `num_workers` processes, if there are to be some: a
-    batch by each, in turns.
+    batch by each, in turns. `wanted` says what to read of a batch, by its number and how many samples it has;
+    without it that is all.
 
     It can be iterated more than once, one iteration at a time: each begins where the last one was left. The
     end of an iteration, `close` and the end of a `with` block end threads and processes.
@@ -49,6 +50,7 @@ class Loader(Generic[Given]):
         *,
         prefetch: int = 2,
         num_workers: int = 0,
+        wanted: Callable[[int, int], tuple[Rows, ...]] | None = None,
     ) -> None:
         for what, number, least in (
             ("batch size", batch_size, 1),
@@ -70,7 +72,10 @@ class Loader(Generic[Given]):
         self._next = first_batch
         self._end = None if num_batches is None else first_batch + num_batches
         self._prefetch = prefetch
-        self._num_workers = 0 if samples.is_quick else num_workers
+        self._wants = wanted
+        self._has_workers = num_workers > 0 and not samples.is_quick
+        # Who wants nothing of a batch has it at once.
+        self._num_workers = num_workers if self._has_workers and self._wanted(first_batch) != () else 0
         self._ahead: _Ahead[Given] | None = None
 
     def state(self) -> int:
@@ -102,7 +107,7 @@ class Loader(Generic[Given]):
 
     def _wanted(self, number: int) -> tuple[Rows, ...] | None:
         """What is read of a batch; None is all of it."""
-        return None
+        return None if self._wants is None else self._wants(number, self._batch_size)
 
     def _given(self, done: Made) -> Given:
         """What to give for a batch that was made."""

@@ -4,9 +4,10 @@ The ranks of a run are given the same batches, and none of them has a whole one.
 in a stamp, which is made from what each batch is, and not from what was read of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from zlib import crc32
 
 import numpy as np
@@ -15,8 +16,7 @@ import torch
 from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
 from bireme.train.data.loader import Loader
-from bireme.train.data.order import Order
-from bireme.train.data.samples import Batch, Samples
+from bireme.train.data.samples import Batch
 from bireme.train.data.workers import Made
 
 __all__ = ["PartlyRead", "RankBatches"]
@@ -43,46 +43,25 @@ class PartlyRead:
 
 
 class RankBatches(Loader[PartlyRead]):
-    """Like `Batches`; `wanted` says what to read of a batch, by its number and how many samples it has."""
-
-    def __init__(
-        self,
-        samples: Samples,
-        order: Order,
-        batch_size: int,
-        first_batch: int = 0,
-        num_batches: int | None = None,
-        *,
-        wanted: Callable[[int, int], tuple[Rows, ...]],
-        prefetch: int = 2,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__(
-            samples, order, batch_size, first_batch, num_batches, prefetch=prefetch, num_workers=num_workers
-        )
-        self._wants = wanted
-        self._identity: int | None = None
-
-    def _wanted(self, number: int) -> tuple[Rows, ...]:
-        return self._wants(number, self._batch_size)
+    """Like `Batches`, of which there is what is wanted and no more."""
 
     def _given(self, done: Made) -> PartlyRead:
         numbers = np.asarray(done.task.numbers, np.int64)
-        return PartlyRead(len(numbers), crc32(numbers.tobytes(), self._seen()), done.parts)
+        return PartlyRead(len(numbers), crc32(numbers.tobytes(), self._identity), done.parts)
 
-    def _seen(self) -> int:
+    @cached_property
+    def _identity(self) -> int:
         """What ranks would have differently whose samples are others, or in another order.
 
         Not with workers: what samples draw is the same on all ranks in them alone.
         """
-        if self._identity is None:
-            self._identity = crc32(f"{self._order} {self._batch_size}".encode())
-            if not self._num_workers:
-                last = len(self._samples) - 1
-                places = sorted({last * i // (NUM_LOOKED_AT - 1) for i in range(NUM_LOOKED_AT)})
-                for place in places:
-                    with suppress(BiremeError):  # which is raised where a batch needs the sample, if one does
-                        for name, tensor in self._samples.take([place]).items():
-                            plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                            self._identity = crc32(plain.data, crc32(name.encode(), self._identity))
-        return self._identity
+        identity = crc32(f"{self._order} {self._batch_size}".encode())
+        if self._has_workers:
+            return identity
+        last = len(self._samples) - 1
+        for place in sorted({last * i // (NUM_LOOKED_AT - 1) for i in range(NUM_LOOKED_AT)}):
+            with suppress(BiremeError):  # which is raised where a batch needs the sample, if one does
+                for name, tensor in self._samples.take([place]).items():
+                    plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                    identity = crc32(plain.data, crc32(name.encode(), identity))
+        return identity

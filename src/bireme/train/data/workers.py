@@ -5,12 +5,9 @@ ended that. What goes wrong in it is raised in the parent, with the number of th
 """
 
 import contextlib
-import multiprocessing
-import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
+from bireme.runtime.processes import start_process
 from bireme.train.data.samples import Batch, Samples, take_rows
 
 __all__ = ["Made", "Task", "batches_of_workers", "made"]
@@ -121,12 +119,8 @@ class _Worker:
     def __init__(self, place: int, num_workers: int, pickled: bytes) -> None:
         self._name = f"data worker {place + 1} of {num_workers}"
         self._task: Task | None = None
-        self.connection, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=_work, args=(theirs, pickled), name=f"bireme {self._name}")
         with _signals_waiting():
-            self.process.start()
-        theirs.close()  # so that the end of the worker is the end of what it sends
+            self.process, self.connection = start_process(f"bireme {self._name}", _work, pickled)
 
     def start_next(self, tasks: Iterator[Task], waiting: "list[_Worker]") -> None:
         """Give the worker the next task, if there is one, and put it with those whose results are due."""
@@ -160,7 +154,7 @@ class _Worker:
 
     def _death(self) -> BiremeError:
         self.process.join(GRACE_S)
-        code = self.process.exitcode
+        code = self.process.status
         number = None if self._task is None else self._task.batch
         how = (
             f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
@@ -176,9 +170,7 @@ def _end(workers: Sequence[_Worker]) -> None:
         worker.connection.close()
     for worker in workers:
         worker.process.join(GRACE_S / len(workers))
-        if worker.process.is_alive():
-            worker.process.kill()
-        worker.process.join()
+        worker.process.close()
 
 
 @contextlib.contextmanager
@@ -200,7 +192,6 @@ def _work(connection: Connection, pickled: bytes) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    threading.Thread(target=_end_with_parent, name="bireme lifeline", daemon=True).start()
     torch.set_num_threads(1)
     samples: Samples | None = None
     while True:
@@ -225,13 +216,6 @@ def _work(connection: Connection, pickled: bytes) -> None:
             connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
         except OSError:
             return
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,269 @@
+"""The fork server: a process that imports torch once, and then starts others as copies of itself.
+
+It does nothing but wait: it runs no operator, starts no thread and touches no device, so a copy of it is as
+good as a new process. Its clients ask over a socket; each copy has a socket to it too, and may ask for more.
+
+A copy lives no longer than the socket that its client holds about it, and no longer than the server. The
+server ends when its owner, the first client, does. So whatever ends the owner ends all.
+"""
+
+import atexit
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import current_process, spawn
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bireme.runtime.lifeline import die_with_parent
+
+__all__ = ["FORK", "HELD", "IMPORT", "Preparation", "inherited", "serve", "told"]
+
+FORK, IMPORT = b"fork", b"import "
+"""What a client may ask: for a copy, together with four files; and to import a module for all copies."""
+
+NUM_FILES = 4
+MESSAGE_BYTES = 4096
+NUMBER_BYTES = 8
+
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals to a whole group of processes, which are for others to act on."""
+
+LOOK_S = 1.0
+"""How often to look for the owner, in case that another process has its socket, too."""
+
+CALLED_BYTES = 15
+"""Of a process's name, as Linux keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What a copy has to be like before it can unpickle its task.
+
+    `main` is what `multiprocessing` tells new processes: the path to import from, the main module, the
+    folder. `held` are the signals that are held back from it.
+    """
+
+    name: str
+    main: dict[str, Any]
+    environment: dict[str, str]
+    held: frozenset[int]
+
+
+def serve(owner: socket.socket, owner_pid: int) -> NoReturn:
+    """Be the server for that owner until it ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.close(nowhere)
+    server = _Server(owner)
+    while os.getppid() == owner_pid:
+        server.wait(LOOK_S)
+    server.end()
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A process that was started, and the socket of who asked for it. None is who needs it no more."""
+
+    holder: socket.socket | None
+    has_ended: bool = False
+
+
+class _Server:
+    def __init__(self, owner: socket.socket) -> None:
+        self._owner = owner
+        self._copies: dict[int, _Copy] = {}
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._watch(self._woken, self._note_ends)
+        self._watch(owner, lambda: self._hear(owner))
+
+    def wait(self, limit_s: float) -> None:
+        """Do what there is to do, and else wait for it."""
+        for key, _ in self._selector.select(limit_s):
+            key.data()
+
+    def end(self) -> NoReturn:
+        """Kill all copies, and leave."""
+        for pid, copy in self._copies.items():
+            if not copy.has_ended:
+                os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _watch(self, end: socket.socket, act: Callable[[], None]) -> None:
+        self._selector.register(end, selectors.EVENT_READ, act)
+
+    def _hear(self, client: socket.socket) -> None:
+        try:
+            asked, files, _, _ = socket.recv_fds(client, MESSAGE_BYTES, NUM_FILES)
+        except OSError:
+            asked, files = b"", []
+        if asked == FORK and len(files) == NUM_FILES:
+            self._fork(files)
+        elif asked.startswith(IMPORT):
+            # Who needs it finds out what is wrong with it.
+            with suppress(Exception):
+                importlib.import_module(asked.removeprefix(IMPORT).decode())
+        elif client is self._owner:
+            self.end()
+        else:
+            self._selector.unregister(client)
+            client.close()
+
+    def _fork(self, files: list[int]) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        holder, *others = files
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._leave_to_the_server(here, holder)
+            _live(server_pid, there, *others)
+        there.close()
+        for file in others:
+            os.close(file)
+        copy = self._copies[pid] = _Copy(socket.socket(fileno=holder))
+        self._tell(copy, pid)
+        self._watch(here, lambda: self._hear(here))
+        if copy.holder is not None:
+            self._watch(copy.holder, lambda: self._let_go(pid))
+
+    def _leave_to_the_server(self, *more: socket.socket | int) -> None:
+        """In a copy: give up what is the server's alone."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._waker.close()
+        self._selector.close()
+        for one in more:
+            if isinstance(one, int):
+                os.close(one)
+            else:
+                one.close()
+
+    def _note_ends(self) -> None:
+        """Some copies may have ended: tell who asked for them. They stay known to the system until then."""
+        with suppress(BlockingIOError):
+            self._woken.recv(MESSAGE_BYTES)
+        for pid, copy in list(self._copies.items()):
+            if copy.has_ended:
+                continue
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None:
+                continue
+            copy.has_ended = True
+            self._tell(copy, found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+            if copy.holder is None:
+                self._forget(pid)
+
+    def _tell(self, copy: _Copy, number: int) -> None:
+        if copy.holder is not None:
+            with suppress(OSError):  # who asked is gone, which shows soon
+                copy.holder.send(number.to_bytes(NUMBER_BYTES, "little", signed=True))
+
+    def _let_go(self, pid: int) -> None:
+        """Nobody needs that copy any more."""
+        copy = self._copies[pid]
+        assert copy.holder is not None, "it was let go before"
+        self._selector.unregister(copy.holder)
+        copy.holder.close()
+        copy.holder = None
+        if copy.has_ended:
+            self._forget(pid)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+    def _forget(self, pid: int) -> None:
+        os.waitpid(pid, 0)
+        del self._copies[pid]
+
+
+def told(holder: socket.socket) -> int | None:
+    """What the server says next of a copy: its number, later its status. None where it says no more."""
+    try:
+        number = holder.recv(NUMBER_BYTES)
+    except OSError:
+        number = b""
+    return int.from_bytes(number, "little", signed=True) if number else None
+
+
+_inherited: socket.socket | None = None
+
+
+def inherited() -> socket.socket | None:
+    """The socket of this process to the server that it is a copy of, if it is one."""
+    return _inherited
+
+
+def _live(server_pid: int, server: socket.socket, talk: int, output: int, errors: int) -> NoReturn:
+    """The life of a copy, from the fork to its end."""
+    global _inherited  # noqa: PLW0603 (a process has one server)
+    status = 1
+    try:
+        die_with_parent(server_pid)
+        for file, number in ((output, 1), (errors, 2)):
+            os.dup2(file, number)
+            os.close(file)
+        _inherited = server
+        status = _status_of(lambda: _work(Connection(talk)))
+        # As at the end of any Python process.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _work(talk: Connection) -> None:
+    """Become what is asked for, and do it."""
+    prepared = talk.recv()
+    assert isinstance(prepared, Preparation)
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(prepared.name[:CALLED_BYTES], encoding="utf-8")
+    for name in os.environ.keys() - prepared.environment.keys():
+        del os.environ[name]
+    os.environ.update(prepared.environment)
+    if (
+        "numpy.random" in sys.modules
+    ):  # it draws the same in all copies else; Python's own sees to that itself
+        sys.modules["numpy.random"].seed()
+    signal.pthread_sigmask(signal.SIG_SETMASK, prepared.held)
+    this: Any = current_process()
+    this._inheriting = True
+    try:
+        spawn.prepare(prepared.main)
+        function, arguments = talk.recv()
+    finally:
+        del this._inheriting
+    function(talk, *arguments)
+
+
+def _status_of(work: Callable[[], None]) -> int:
+    """Do that, and say with which status a process ends that has done it."""
+    try:
+        work()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)  # noqa: T201 (as Python does)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,312 @@
+"""Starting processes: as copies of a fork server where there can be one, and as new ones of Python elsewhere.
+
+A process that is started here has the environment, the folder, the import path and the main module of the one
+that starts it, whenever the server was started. It ends when that one ends.
+"""
+
+import atexit
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, get_context, spawn
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from bireme.runtime.fork_server import FORK, HELD, IMPORT, Preparation, inherited, serve, told
+from bireme.runtime.lifeline import die_with_parent
+
+__all__ = ["Process", "preload", "serve_from_here", "start_process"]
+
+CAN_FORK = sys.platform == "linux"
+"""Elsewhere a copy of a process that has loaded much is no good one, or there are none."""
+
+READ_AT_LOAD = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
+"""Variables that begin so are read when a library is loaded: a server with other ones is of no use."""
+
+SERVER = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from bireme.runtime.processes import be_server; be_server({file}, {pid})"
+)
+
+THREADS = Path("/proc/self/task")
+THREADS_OF_NUMPY = "OPENBLAS_NUM_THREADS"
+
+SERVER_ENDED = -signal.SIGKILL
+"""The status of a process whose server is gone, for it ends with that."""
+
+ALWAYS = "bireme.runtime.pipeline"
+"""What a new server imports: nearly all that it starts need it."""
+
+
+class Process(Protocol):
+    """A process that was started. Who forgets it ends it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    @property
+    def sentinel(self) -> Any:
+        """For `multiprocessing.connection.wait`: is ready once the process has ended."""
+
+    @property
+    def status(self) -> int | None:
+        """How it ended, negative for a signal; None while it lives."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it lives."""
+
+    def join(self, limit_s: float | None = None) -> None:
+        """Wait for its end, for so long at most."""
+
+    def close(self) -> None:
+        """End it, if it lives, and forget it."""
+
+
+def start_process(name: str, function: Callable[..., None], *arguments: object) -> tuple[Process, Connection]:
+    """A process that calls `function(talk, *arguments)`, and the other end of what it talks through.
+
+    Signals that the calling thread holds back are held back from it too. The arguments go through pickle.
+    """
+    return _copied(name, function, arguments) if CAN_FORK else _spawned(name, function, arguments)
+
+
+def preload(*modules: str) -> None:
+    """Have the server import these, for all processes that it will start. This does not wait for it."""
+    if CAN_FORK:
+        for module in modules:
+            _ask(IMPORT + module.encode())
+
+
+def serve_from_here(*modules: str) -> None:
+    """Import these, and then make a copy of this process the server: what it has imported is there for all.
+
+    It is for a process that has only just begun. Where there is a server already, or a thread that a copy
+    would lack, it only imports.
+    """
+    global _server  # noqa: PLW0603 (a process has one)
+    with _one_thread():
+        for module in modules:
+            importlib.import_module(module)
+    if not CAN_FORK or _server is not None or len(list(THREADS.iterdir())) > 1:
+        return
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own = os.getpid()
+    sys.stdout.flush()  # or each copy would print what is left there
+    sys.stderr.flush()
+    with _signals_held():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                here.close()
+                serve(there, own)
+            finally:
+                os._exit(1)
+    there.close()
+    _server = _Server(here, _at_load(), pid)
+
+
+def be_server(file: int, owner_pid: int) -> None:
+    """What a new Python process does that is to be the server; it answers once it has imported all."""
+    importlib.import_module(ALWAYS)
+    serve(socket.socket(fileno=file), owner_pid)
+
+
+def _copied(
+    name: str, function: Callable[..., None], arguments: tuple[object, ...]
+) -> tuple[Process, Connection]:
+    near, far = connection.Pipe()
+    here, there = socket.socketpair()
+    with far, there:
+        _ask(FORK, there.fileno(), far.fileno(), 1, 2)
+    pid = told(here)
+    if pid is None:
+        raise RuntimeError("The process that starts others has ended; what it printed may say why.")
+    held = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    main = spawn.get_preparation_data(name)
+    del main["authkey"]  # nobody here uses it, and it cannot be pickled
+    near.send(Preparation(name, main, dict(os.environ), held))
+    near.send((function, arguments))
+    return _Copy(pid, here), near
+
+
+class _Copy:
+    """A copy of the server, as long as this object is kept."""
+
+    def __init__(self, pid: int, holder: socket.socket) -> None:
+        holder.setblocking(False)
+        self.pid = pid
+        self.sentinel = holder
+        self._status: int | None = None
+
+    @property
+    def status(self) -> int | None:
+        """How it ended."""
+        self.join(0.0)
+        return self._status
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal. Its number is nobody else's before this object has let go of it."""
+        if self.status is None:
+            os.kill(self.pid, number)
+
+    def join(self, limit_s: float | None = None) -> None:
+        """Wait for its end."""
+        if self._status is None and connection.wait([self.sentinel], limit_s):
+            found = told(self.sentinel)
+            if self._status is None:  # a handler of signals may have asked meanwhile
+                self._status = SERVER_ENDED if found is None else found
+
+    def close(self) -> None:
+        """End it, if it lives, and let its number go."""
+        self.send_signal(signal.SIGKILL)
+        self.join()
+        self.sentinel.close()
+
+
+class _Server:
+    """This process's way to the server; `pid` is None where that was there before this process."""
+
+    def __init__(self, way: socket.socket, loaded_with: object, pid: int | None) -> None:
+        self.owner_pid = os.getpid()
+        self._way, self._loaded_with, self._pid = way, loaded_with, pid
+        if pid is not None:
+            atexit.register(self.end)
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether libraries would be loaded now as they were there."""
+        return self._pid is None or self._loaded_with == _at_load()
+
+    def ask(self, what: bytes, files: tuple[int, ...]) -> bool:
+        """Ask for something; False where nobody is there any more."""
+        try:
+            socket.send_fds(self._way, [what], files)
+        except ConnectionError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """End the server, if it is this process's own."""
+        self._way.close()
+        if self._pid is not None and self.owner_pid == os.getpid():
+            atexit.unregister(self.end)
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+
+
+_server: _Server | None = None
+_lock = threading.Lock()
+
+
+def _ask(what: bytes, *files: int) -> None:
+    """Ask the server, which is started where there is none."""
+    global _server  # noqa: PLW0603 (a process has one)
+    with _lock:
+        if _server is None and (way := inherited()) is not None:
+            _server = _Server(way, None, None)
+        if _server is not None and _server.owner_pid == os.getpid():
+            if _server.is_of_use and _server.ask(what, files):
+                return
+            _server.end()
+        _server = _started()
+        _server.ask(what, files)
+
+
+def _started() -> _Server:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = SERVER.format(path=sys.path, file=there.fileno(), pid=os.getpid())
+    words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code]  # type: ignore[attr-defined]
+    with there, _signals_held():
+        # With one thread a library starts none when it is imported. A copy has as many as it asks for.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        started = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment
+        )
+        started.returncode = 0  # it is waited for below, and not by this object
+    return _Server(here, _at_load(), started.pid)
+
+
+def _at_load() -> tuple[object, ...]:
+    """What the libraries that a process loads depend on."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
+    return tuple(sys.path), tuple(sorted(own.items()))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """What is imported in the block starts no thread for matrices: numpy does, and has no use for it here."""
+    before = os.environ.get(THREADS_OF_NUMPY)
+    os.environ[THREADS_OF_NUMPY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[THREADS_OF_NUMPY]
+        if before is not None:
+            os.environ[THREADS_OF_NUMPY] = before
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """What is started in the block ignores signals to the whole group until it says otherwise."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _spawned(
+    name: str, function: Callable[..., None], arguments: tuple[object, ...]
+) -> tuple[Process, Connection]:
+    near, far = connection.Pipe()
+    words = (os.getpid(), far, function, arguments)
+    process = get_context("spawn").Process(target=_live, args=words, name=name)
+    process.start()
+    far.close()
+    return _Spawned(process), near
+
+
+def _live(
+    parent_pid: int, talk: Connection, function: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
+    die_with_parent(parent_pid)
+    function(talk, *arguments)
+
+
+class _Spawned:
+    """A process of Python's own way to start one."""
+
+    def __init__(self, process: SpawnProcess) -> None:
+        assert process.pid is not None, "it was started"
+        self._process = process
+        self.pid, self.sentinel = process.pid, process.sentinel
+
+    @property
+    def status(self) -> int | None:
+        """How it ended."""
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it lives."""
+        if self.status is None:
+            os.kill(self.pid, number)
+
+    def join(self, limit_s: float | None = None) -> None:
+        """Wait for its end."""
+        self._process.join(limit_s)
+
+    def close(self) -> None:
+        """End it, if it lives."""
+        self._process.kill()
+        self._process.join()

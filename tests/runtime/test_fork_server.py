@@ -1,0 +1,57 @@
+"""Processes of a launch are copies of one that has imported torch: each as if new, and none outlives it."""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bireme.runtime.failures import RankFailed
+from bireme.runtime.launch import launch
+from bireme.runtime.processes import CAN_FORK
+from bireme.runtime.world import World
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAN_FORK, reason="processes are not copies on this system"),
+]
+
+
+def report(world: World) -> tuple[str | None, str, int, tuple[float, float], str]:
+    """What this process was given, and what it draws."""
+    sys.stdout.write(f"rank {world.rank} speaks\n")
+    word = os.environ.get("BIREME_TEST_WORD")
+    name = Path("/proc/self/comm").read_text().strip()
+    return word, str(Path.cwd()), os.getppid(), (random.random(), float(np.random.rand())), name
+
+
+def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = launch(report, 1)
+    monkeypatch.setenv("BIREME_TEST_WORD", "now")
+    monkeypatch.chdir(tmp_path)
+    first, second = launch(report, 2)
+    for one in (first, second):
+        assert one[:2] == ("now", str(tmp_path))
+        assert one[2] == before[0][2], "all are copies of one server"
+    assert before[0][0] is None
+    draws = {draw for one in (*before, first, second) for draw in one[3]}
+    assert len(draws) == 6, "each draws its own"
+    assert [one[4] for one in (first, second)] == ["bireme rank 0", "bireme rank 1"]
+    assert capfd.readouterr().out.count("rank 0 speaks") == 2
+
+
+def test_ranks_end_with_the_server_and_the_next_launch_has_another() -> None:
+    with pytest.raises(RankFailed, match="killed by signal 9"):
+        launch(kill_the_server, 2, timeout_s=10.0)
+    assert [one[0] for one in launch(report, 1)] == [None]
+
+
+def kill_the_server(world: World) -> None:
+    if world.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()

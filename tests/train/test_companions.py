@@ -1,0 +1,69 @@
+"""What the engine takes is measured once on a machine, and a short run is measured briefly."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from bireme.cluster.engine_cost import EngineCost
+from bireme.profile.profiler import profile
+from bireme.profile.timing import BRIEF
+from bireme.runtime.world import World
+from bireme.train import companions
+from bireme.train.companions import Companions
+from bireme.train.model import RunModel
+from bireme.train.prepare import is_short
+from bireme.train.run_file import load_run_file
+
+MODEL = "gpt:layers=1,width=8,heads=2,vocab=257,context=8"
+
+
+def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 50)
+    run = load_run_file(None, [f"model.source={MODEL}", f"data.source={text}", "data.length=8"])
+    model = RunModel.of(run, 2)
+    given: list[object] = []
+
+    def launch_here(function: Callable[..., Any], _count: int, *arguments: Any, **_ways: Any) -> list[Any]:
+        given.append(arguments[3])
+        with World.alone() as world:
+            return [function(world, *arguments)]
+
+    def measured() -> EngineCost:
+        measurer = Companions(run, num_workers=1, num_threads=1, num_cores=1)
+        found = profile(
+            model.training.graph,
+            torch.device("cpu"),
+            [2],
+            examples=model.source.example_inputs,
+            effort=BRIEF,
+            use_cache=False,
+            measurer=measurer,
+        )
+        assert found.engine is not None
+        return found.engine
+
+    monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(companions, "launch", launch_here)
+    monkeypatch.setattr(companions, "waited_s", perf_counter)
+    measured()  # on a machine with other things to do
+    monkeypatch.setattr(companions, "waited_s", lambda: 0.0)
+    first, again = measured(), measured()
+    assert [isinstance(one, EngineCost) for one in given] == [False, False, True]
+    assert again.update_s == first.update_s
+    assert again.process_bytes > 2**26, "the process of this run, and not only what was kept"
+    assert again.control_s != first.control_s, "how fast the machine is now"
+
+
+def test_a_run_is_short_by_its_steps_and_by_what_they_compute() -> None:
+    run = load_run_file(None, [f"model.source={MODEL}", "data.length=8", "training.steps=8"])
+    graph = RunModel.of(run, 2).training.graph(2)
+    long = load_run_file(None, [f"model.source={MODEL}", "data.length=8", "training.steps=100000"])
+    assert is_short(run, graph)
+    assert not is_short(long, graph)
