@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bireme.train.metrics import Metrics, read_metrics
+from bireme.train.tensorboard import TensorBoard
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, settings, write_run
 
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def started(folder: Path) -> Metrics:
-    return Metrics(folder.parent / "metrics.jsonl", tensorboard=folder)
+    return Metrics(folder.parent / "metrics.jsonl", trackers=[TensorBoard(folder)])
 
 
 def test_numbers_of_training_and_evaluation_are_curves(folder: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_disk_that_is_full_ends_the_curves_and_not_the_run(
     log.note("train", 3, loss=1.0)
     log.close()
 
-    assert log.board_failure == "No space left on device"
+    assert log.tracker_failures == {"TensorBoard": "No space left on device"}
     assert [line["step"] for line in read_metrics(folder.parent / "metrics.jsonl")] == [1, 2, 3]
 
 

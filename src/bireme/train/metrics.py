@@ -1,4 +1,4 @@
-"""What a run writes down while it goes: a line of JSON for everything that happens, and TensorBoard if asked.
+"""What a run writes down while it goes: a line of JSON for everything that happens, and trackers if asked.
 
 Lines are appended one by one, so that whoever reads them sees whole ones, but for the last one of a run that
 was killed. A disk that takes none does not end a run: its lines wait until it does.
@@ -6,6 +6,7 @@ was killed. A disk that takes none does not end a run: its lines wait until it d
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -14,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from bireme.errors import BiremeError
-from bireme.train.tensorboard import TensorBoard
+from bireme.train.tracker import Tracker
 
 __all__ = ["Metrics", "read_metrics"]
 
@@ -22,7 +23,7 @@ __all__ = ["Metrics", "read_metrics"]
 class Metrics:
     """Appends to the log of a run, whose clock goes on where it stopped before; from any thread."""
 
-    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path, *, trackers: Sequence[Tracker] = ()) -> None:
         before = read_metrics(path) if path.exists() else []
         self._offset_s = max((one["time_s"] for one in before), default=0.0)
         self._begin_s = perf_counter()
@@ -33,12 +34,12 @@ class Metrics:
         """Why lines could not be written, since the last one that was."""
         if path.exists() and not path.read_bytes().endswith(b"\n"):
             _cut_half_line(path)
-        self._board = None if tensorboard is None else TensorBoard(tensorboard)
+        self._trackers = trackers
 
     @property
-    def board_failure(self) -> str | None:
-        """Why TensorBoard gets no more curves."""
-        return None if self._board is None else self._board.failure
+    def tracker_failures(self) -> dict[str, str]:
+        """Why trackers get no more curves, by their titles."""
+        return {one.title: one.failure for one in self._trackers if one.failure is not None}
 
     @property
     def time_s(self) -> float:
@@ -52,15 +53,15 @@ class Metrics:
         with self._lock:
             self._waiting += text.encode()
             self._write()
-        if self._board is not None:
-            self._board.note(kind, step, values)
+        for tracker in self._trackers:
+            tracker.note(kind, step, values)
 
     def close(self) -> None:
         """End the files."""
         with suppress(OSError):
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _write(self) -> None:
         try:
