@@ -16,6 +16,7 @@ from bireme.model.graph import Graph, Reference
 from bireme.model.sources import Source, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
+from bireme.train.documents_apart import check_documents_apart, with_positions
 from bireme.train.run_file import RunFile
 
 __all__ = ["RunModel"]
@@ -43,6 +44,8 @@ class RunModel:
     def of(cls, run: RunFile, batch: int) -> "RunModel":
         """The model that a run names; `batch` is the size of its example inputs."""
         source = load_source(run.model.source, batch=batch, length=run.data.length, dtype=run.model.dtype)
+        if run.data.packing == "documents":
+            source = with_positions(source)
         loss = _loss(run.model.loss)
         name = run.model.source
         return cls(
@@ -61,6 +64,11 @@ class RunModel:
         """Refuse a folder whose weights do not fit."""
         if self.reads_weights and self.source.folder is not None:
             check_weights(graph, self.source.folder, model=self.source.model)
+
+    def check_documents(self, *graphs: Graph) -> None:
+        """Refuse a captured model that does not keep documents apart, where it is to."""
+        for graph in graphs if self.run.data.packing == "documents" else ():
+            check_documents_apart(graph, self.run.model.source)
 
     def check_loss(self, graph: Graph) -> None:
         """Refuse a captured model without a loss: nothing in it would ever learn."""
