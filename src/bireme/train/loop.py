@@ -5,22 +5,25 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
 from bireme.errors import BiremeError
 from bireme.profile.control import Control
+from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.mixture import shares_of, sources_of
 from bireme.train.data.order import Order
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
+from bireme.train.data.samples import Samples
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.run_file import RunFile
@@ -52,7 +55,8 @@ class Later:
 class Loop:
     """The steps of a run, from where its pipeline stands; `later` is for those behind its own.
 
-    The schedule that stays begins behind step `delayed_from`, which may be long past.
+    The schedule that stays begins behind step `delayed_from`, which may be long past. `notes` are warnings
+    about the data.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Loop:
         control: Control | None = None,
         later: Later | None = None,
         delayed_from: int = 0,
+        notes: Sequence[str] = (),
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
@@ -88,6 +93,7 @@ class Loop:
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
+        self._notes = notes
         self._to_record = True
         self._record_from = self._recorded_first()
 
@@ -99,6 +105,8 @@ class Loop:
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
         steps = self.run.training.steps
+        for text in self._notes:
+            self._warn(text)
         while self._ends is None and self.step < steps:
             if self._later is not None and self.step >= self._later.step:
                 self._hand_over(self._later)
@@ -197,10 +205,9 @@ class Loop:
     def _batches(self, end: int) -> Iterator[PartlyRead]:
         """The batches of a window. It ends early where the ranks have agreed to stop."""
         asked, first = self.run.data, self.step
-        order = Order(len(self.data.training), asked.seed)
         with RankBatches(
             self.data.training,
-            order,
+            self.data.order(asked.seed),
             self.run.training.batch_size,
             first,
             end - first,
@@ -216,7 +223,7 @@ class Loop:
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the wish to stop."""
         step = result.batch + 1
-        tokens = result.num_samples * self.run.data.length if self.data.num_tokens is not None else 0
+        tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
             for place, value in enumerate((result.seconds, result.num_samples, tokens)):
                 sums[place] += value
@@ -299,17 +306,33 @@ class Loop:
         samples = self.data.evaluation
         if samples is None:
             return
+        sources, shares = sources_of(samples), shares_of(samples)
+        # A mixture is evaluated source by source, with as many batches as any other evaluation.
+        most = max(1, self.run.training.evaluation_batches // len(sources))
+        found = {name: self._evaluated_on(one, most) for name, one in sources.items()}
+        counted = {name: one for name, one in found.items() if one.weight}
+        total = sum(shares[name] for name in counted)
+        loss = math.fsum(one.loss * shares[name] / total for name, one in counted.items())
+        self._evaluated, self._evaluated_at = loss if counted else None, self.step
+        if not counted:
+            self._warn("The evaluation has no loss: nothing in its batches counts for one.")
+        of_sources = {name: one.loss if one.weight else None for name, one in found.items()}
+        self.tell(
+            "evaluation",
+            self.step,
+            loss=loss,
+            num_samples=sum(one.num_samples for one in found.values()),
+            **({"sources": of_sources} if len(found) > 1 else {}),
+        )
+
+    def _evaluated_on(self, samples: Samples, most: int) -> Evaluation:
+        """The same samples every time, from everywhere in the data: so many batches at most."""
         size = self.run.training.batch_size
-        count = min(self.run.training.evaluation_batches, len(samples) // size) or 1
-        # The same samples every time, from everywhere in the data.
+        count = min(most, len(samples) // size) or 1
         order = Order(len(samples), self.run.data.seed)
         wanted = self.pipeline.cutter.wanted_to_evaluate
         with RankBatches(samples, order, min(size, len(samples)), 0, count, wanted=wanted) as batches:
-            found = self.pipeline.evaluate(batches)
-        self._evaluated, self._evaluated_at = found.loss if found.weight else None, self.step
-        if not found.weight:
-            self._warn("The evaluation has no loss: nothing in its batches counts for one.")
-        self.tell("evaluation", self.step, loss=found.loss, num_samples=found.num_samples)
+            return self.pipeline.evaluate(batches)
 
     def _outcome(self) -> Outcome:
         seconds, samples, tokens = self._all

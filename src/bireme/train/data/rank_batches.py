@@ -15,14 +15,11 @@ import torch
 from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
 from bireme.train.data.loader import Loader
-from bireme.train.data.order import Order
+from bireme.train.data.order import SampleOrder
 from bireme.train.data.samples import Batch, Samples
 from bireme.train.data.workers import Made
 
 __all__ = ["PartlyRead", "RankBatches"]
-
-NUM_LOOKED_AT = 4
-"""Samples by which ranks can tell that their data differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class RankBatches(Loader[PartlyRead]):
     def __init__(
         self,
         samples: Samples,
-        order: Order,
+        order: SampleOrder,
         batch_size: int,
         first_batch: int = 0,
         num_batches: int | None = None,
@@ -78,9 +75,7 @@ class RankBatches(Loader[PartlyRead]):
         if self._identity is None:
             self._identity = crc32(f"{self._order} {self._batch_size}".encode())
             if not self._num_workers:
-                last = len(self._samples) - 1
-                places = sorted({last * i // (NUM_LOOKED_AT - 1) for i in range(NUM_LOOKED_AT)})
-                for place in places:
+                for place in self._order.probes:
                     with suppress(BiremeError):  # which is raised where a batch needs the sample, if one does
                         for name, tensor in self._samples.take([place]).items():
                             plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

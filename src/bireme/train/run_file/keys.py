@@ -93,6 +93,8 @@ def _allowed(schema: dict[str, Any]) -> str:
         case "number":
             return f"number, {_range(schema)}"
         case "array":
+            if "prefixItems" not in schema:
+                return "list of {source = text, weight = number}"
             inner = schema["prefixItems"]
             return f"{len(inner)} numbers, {_range(inner[0])}"
     return "text"
