@@ -48,6 +48,9 @@ WORDS = st.text(min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
 PLAIN = st.text("abc-_ äß", min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "model.loss": st.sampled_from(["cross_entropy", "mse", "my.module:function"]),
+    "data.mixture": st.lists(
+        st.fixed_dictionaries({"source": WORDS, "weight": st.floats(1e-9, 100)}), min_size=1, max_size=3
+    ),
     "training.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     "checkpoint.folder": PLAIN,
     "log.name": PLAIN,

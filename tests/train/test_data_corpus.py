@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.train.data import corpus
+from bireme.train.data import encoding
 from bireme.train.data.corpus import tokenised
 from bireme.train.data.text_files import TextFiles, one_file, text_folder
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_progress_goes_up_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "MOST_PASSAGES", 2)
+    monkeypatch.setattr(encoding, "MOST_PASSAGES", 2)
     seen: list[float] = []
     tokenised(folder_of(tmp_path, ["one", "two", "three"]), BYTES, lambda done, what: seen.append(done))
     assert seen == sorted(seen)

@@ -53,7 +53,7 @@ class Drawing:
 
 
 def data(samples: OwnSamples) -> RunData:
-    return RunData(split_samples(samples, 0.2).training, None, None, None, None, 0)
+    return RunData(split_samples(samples, 0.2).training, None, None, None, None, 0, is_text=False)
 
 
 def test_samples_that_are_made_are_compared_where_they_can_be_had_again(tmp_path: Path) -> None:

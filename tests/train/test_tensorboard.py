@@ -8,6 +8,7 @@ import pytest
 
 from bireme.documents import read_json_lines
 from bireme.train.metrics import Metrics
+from bireme.train.tensorboard import TensorBoard
 from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, settings, write_run
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def started(folder: Path) -> Metrics:
-    return Metrics(folder.parent / "metrics.jsonl", tensorboard=folder)
+    return Metrics(folder.parent / "metrics.jsonl", trackers=[TensorBoard(folder)])
 
 
 def test_numbers_of_training_and_evaluation_are_curves(folder: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_disk_that_is_full_ends_the_curves_and_not_the_run(
     log.note("train", 3, loss=1.0)
     log.close()
 
-    assert log.board_failure == "No space left on device"
+    assert log.tracker_failures == {"TensorBoard": "No space left on device"}
     lines = read_json_lines(folder.parent / "metrics.jsonl", start="start")
     assert [line["step"] for line in lines.records.values()] == [1, 2, 3]
 

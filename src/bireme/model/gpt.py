@@ -66,11 +66,14 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The `logits` for every place in a batch of token ids, and with labels the mean `loss`.
 
         Labels are token ids in the same places as the input's: the shift to the next token happens here. A
-        label of -100 does not count.
+        label of -100 does not count. With `position_ids` several documents may share a sequence: each begins
+        with a position of 0, and none looks at another.
         """
         length = input_ids.shape[1]
         if length > self.config.context:
@@ -78,10 +81,11 @@ class GPT(nn.Module):
                 f"A sequence has {length} tokens, but this GPT looks at {self.config.context}. Give a larger "
                 "context, or shorter sequences."
             )
-        x = self.tokens(input_ids) + self.positions(torch.arange(length, device=input_ids.device))
-        x = self.dropout(x)
+        positions = torch.arange(length, device=input_ids.device) if position_ids is None else position_ids
+        mask = None if position_ids is None else _mask(position_ids)
+        x = self.dropout(self.tokens(input_ids) + self.positions(positions))
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, mask)
         logits = self.head(self.norm(x))
         if labels is None:
             return {"logits": logits}
@@ -99,14 +103,14 @@ class _Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.width)
         self.feed_forward = _FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        attended: Tensor = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        attended: Tensor = x + self.attention(self.attention_norm(x), mask)
         fed: Tensor = attended + self.feed_forward(self.feed_forward_norm(attended))
         return fed
 
 
 class _Attention(nn.Module):
-    """Every token looks at itself and at those before it."""
+    """Every token looks at itself and at those before it, or of these at what the mask lets it see."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -115,13 +119,15 @@ class _Attention(nn.Module):
         self.out = _Linear(config.width, config.width, deviation=_residual_deviation(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.query_key_value(x).chunk(3, dim=-1)
         )
         dropout = self.dropout.p if self.training else 0.0
-        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        seen = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )
         out: Tensor = self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
         return out
 
@@ -138,6 +144,14 @@ class _FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         down: Tensor = self.dropout(self.down(functional.gelu(self.up(x))))
         return down
+
+
+def _mask(position_ids: Tensor) -> Tensor:
+    """For each sequence, one head for all, which places see which: those before them of the same document."""
+    document = (position_ids == 0).cumsum(1)
+    is_same = document[:, None, :, None] == document[:, None, None, :]
+    place = torch.arange(position_ids.shape[1], device=position_ids.device)
+    return is_same & (place[:, None] >= place[None, :])
 
 
 def _residual_deviation(config: GPTConfig) -> float:

@@ -230,7 +230,7 @@ class Feed:
         del self._portions[batch]
 
 
-def apportioned(num_samples: int, shares: Sequence[int]) -> list[int]:
+def apportioned(num_samples: int, shares: Sequence[float]) -> list[int]:
     """So many samples in these proportions, as nearly as can be, and at least one each."""
     exact = [num_samples * share / sum(shares) for share in shares]
     sizes = [max(int(part), 1) for part in exact]

@@ -25,9 +25,10 @@ from bireme.runtime.forward_pipeline import ForwardPipeline
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
 from bireme.train.data.checks import check_sizes
+from bireme.train.data.mixture import shares_of
 from bireme.train.data.samples import Samples
 from bireme.train.data.tokenizer import Tokenizer
-from bireme.train.evaluation_set import EvaluationSet, Figures
+from bireme.train.evaluation_set import EvaluationSet, Figures, combined, sets_of_run
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
@@ -37,6 +38,9 @@ from bireme.train.subject import Subject
 __all__ = ["Evaluated", "evaluate"]
 
 Progress = Callable[[float, str], None]
+
+WHOLE = ""
+"""What data are called that are no mixture."""
 
 FILLED = 0.8
 """How much of a device's memory weights may take, so that there is some for what goes through."""
@@ -85,15 +89,21 @@ def evaluate(
         job = replace(job, graph=Path(scratch) / "graph.json")
         save_graph(graph, job.graph)
         measured = _measure(None, job, progress) if num_stages == 1 else _over_workers(job, machines)
-    if not measured.evaluation.weight:
+    if not any(one.weight for one in measured.evaluations.values()):
         raise BiremeError(f"Nothing in {job.data} counts for the loss, so there is none. Give other data.")
-    figures = _set(job, found.samples).figures(measured.evaluation, measured.seconds, found.tokenizer)
+    figures = combined(
+        measured.evaluations,
+        _sets(job, found.samples),
+        shares_of(found.samples) if job.is_as_in_run else {WHOLE: 1.0},
+        seconds=measured.seconds,
+        tokenizer=found.tokenizer,
+    )
     return Evaluated(
         subject.name,
         subject.step,
         job.data,
         figures,
-        measured.evaluation.num_samples,
+        sum(one.num_samples for one in measured.evaluations.values()),
         measured.seconds,
         num_stages,
         job.device,
@@ -122,7 +132,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    evaluation: Evaluation
+    evaluations: dict[str, Evaluation]
     seconds: float
 
 
@@ -145,9 +155,9 @@ def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
         limited = run.training.model_copy(update={"evaluation_batches": most_batches})
         run = run.model_copy(update={"training": limited})
     if not is_apart:
-        other = {"source": data, "evaluation_source": None, "evaluation_fraction": 0.0}
+        other = {"source": data, "mixture": None, "evaluation_source": None, "evaluation_fraction": 0.0}
         run = run.model_copy(update={"data": asked.model_copy(update=other)})
-    own = asked.evaluation_source or f"what {asked.source} has for evaluation"
+    own = asked.evaluation_source or f"what {asked.named} has for evaluation"
     as_in_run = is_apart and most_batches != 0
     return _Job(subject, run, own if data is None else data, is_apart, as_in_run, most_batches or None)
 
@@ -164,16 +174,18 @@ def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> _Fou
     return _Found(samples, data.tokenizer, data.num_tokens is not None)
 
 
-def _set(job: _Job, samples: Samples) -> EvaluationSet:
+def _sets(job: _Job, samples: Samples) -> dict[str, EvaluationSet]:
+    """What to take of each source of a run's mixture; all else is one source."""
     if job.is_as_in_run:
-        return EvaluationSet.of_run(job.run, samples)
-    return EvaluationSet.of_all(
+        return sets_of_run(job.run, samples)
+    everything = EvaluationSet.of_all(
         samples,
         job.run.training.batch_size,
         job.most_batches,
         with_rest=job.with_rest,
         num_workers=job.run.data.num_workers,
     )
+    return {WHOLE: everything}
 
 
 def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines, int]:
@@ -223,7 +235,7 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
     """What every process does: make its part of the model, and run its part of all batches."""
     device = device_of_process(job.device, 0) if world is None else world.device
     model, graph = RunModel.of(job.run, 1), load_graph(job.graph)
-    taken = _set(job, _found(job, model).samples)
+    sets = _sets(job, _found(job, model).samples)
     pipeline = ForwardPipeline(
         graph,
         world,
@@ -234,11 +246,13 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
     )
     try:
         begin_s = perf_counter()
-        batches: Iterable[Batch] = taken.batches(pipeline.cutter.wanted_to_evaluate)
-        if progress is not None:
-            batches = _told(batches, len(taken), progress)
-        with torch.no_grad():
-            found = pipeline.evaluate(batches)
+        found: dict[str, Evaluation] = {}
+        for name, taken in sets.items():
+            batches: Iterable[Batch] = taken.batches(pipeline.cutter.wanted_to_evaluate)
+            if progress is not None:
+                batches = _told(batches, len(taken), progress)
+            with torch.no_grad():
+                found[name] = pipeline.evaluate(batches)
         return _Measured(found, perf_counter() - begin_s)
     finally:
         pipeline.close()

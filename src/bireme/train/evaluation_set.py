@@ -5,13 +5,14 @@ the data too, with a smaller batch at the end.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from bireme.runtime.batches import Rows
 from bireme.runtime.evaluation import Evaluation
+from bireme.train.data.mixture import sources_of
 from bireme.train.data.order import Order
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.data.samples import Part, Samples
@@ -19,7 +20,7 @@ from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.tokens import IGNORED
 from bireme.train.run_file import RunFile
 
-__all__ = ["EvaluationSet", "Figures"]
+__all__ = ["EvaluationSet", "Figures", "combined", "sets_of_run"]
 
 IDS, LABELS = "input_ids", "labels"
 
@@ -61,10 +62,10 @@ class EvaluationSet:
         self._counts: dict[float, _Text | None] = {}
 
     @classmethod
-    def of_run(cls, run: RunFile, samples: Samples) -> "EvaluationSet":
-        """What a run is evaluated on."""
+    def of_run(cls, run: RunFile, samples: Samples, most_batches: int) -> "EvaluationSet":
+        """What a run is evaluated on: the same samples every time, from everywhere in the data."""
         size = run.training.batch_size
-        count = min(run.training.evaluation_batches, len(samples) // size) or 1
+        count = min(most_batches, len(samples) // size) or 1
         return cls(samples, Order(len(samples), run.data.seed), min(size, len(samples)), count)
 
     @classmethod
@@ -116,8 +117,9 @@ class EvaluationSet:
         bits = None
         if text is not None and text.num_bytes:
             bits = found.loss * text.tokens / text.num_bytes / math.log(2)
-        perplexity = math.exp(found.loss) if found.loss < LARGEST_EXPONENT else math.inf
-        return Figures(found.loss, perplexity, bits, tokens, tokens / seconds if seconds > 0 else None)
+        return Figures(
+            found.loss, _perplexity(found.loss), bits, tokens, tokens / seconds if seconds > 0 else None
+        )
 
     def _is_text(self) -> bool:
         """Whether the model predicts the tokens that it reads."""
@@ -157,6 +159,41 @@ class EvaluationSet:
             yield self._samples, [int(one) for one in self._order.batch(number, self._batch_size)]
         if self._rest is not None:
             yield self._rest, list(range(len(self._rest)))
+
+
+def sets_of_run(run: RunFile, samples: Samples) -> dict[str, EvaluationSet]:
+    """What a run is evaluated on, source by source, with as many batches in all as it asks for."""
+    sources = sources_of(samples)
+    most = max(1, run.training.evaluation_batches // len(sources))
+    return {name: EvaluationSet.of_run(run, one, most) for name, one in sources.items()}
+
+
+def combined(
+    found: Mapping[str, Evaluation],
+    sets: Mapping[str, EvaluationSet],
+    shares: Mapping[str, float],
+    *,
+    seconds: float,
+    tokenizer: Tokenizer | None,
+) -> Figures:
+    """The figures of several sources as one: losses by the shares that the sources have in training.
+
+    The bytes of a mixture's tokens are not told apart by source, so it has no bits per byte.
+    """
+    figures = {name: sets[name].figures(one, seconds, tokenizer) for name, one in found.items()}
+    counted = {name: figures[name] for name, one in found.items() if one.weight}
+    if len(found) == 1 or not counted:
+        return next(iter(figures.values()))
+    total = sum(shares[name] for name in counted)
+    loss = math.fsum(one.loss * shares[name] / total for name, one in counted.items())
+    if any(one.tokens is None for one in counted.values()):
+        return Figures(loss, None, None, None, None)
+    tokens = sum(one.tokens or 0 for one in counted.values())
+    return Figures(loss, _perplexity(loss), None, tokens, tokens / seconds if seconds > 0 else None)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
 
 
 @dataclass(frozen=True, slots=True)

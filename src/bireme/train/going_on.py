@@ -132,7 +132,7 @@ def check_goes_on(
     if known is None:
         doubt = (
             f"{folder.path} was begun by a Bireme that kept no digest of the data: see to it that "
-            f"{run.data.source} is what it was trained on."
+            f"{run.data.named} is what it was trained on."
         )
     else:
         doubt = check_same_data(known, identity, data, str(where))

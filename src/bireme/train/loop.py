@@ -5,7 +5,7 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -19,10 +19,10 @@ from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.order import Order
+from bireme.train.data.mixture import shares_of
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
-from bireme.train.evaluation_set import EvaluationSet, Figures
+from bireme.train.evaluation_set import Figures, combined, sets_of_run
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.run_file import RunFile
@@ -54,7 +54,8 @@ class Later:
 class Loop:
     """The steps of a run, from where its pipeline stands; `later` is for those behind its own.
 
-    The schedule that stays begins behind step `delayed_from`, which may be long past.
+    The schedule that stays begins behind step `delayed_from`, which may be long past. `notes` are warnings
+    about the data.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Loop:
         control: Control | None = None,
         later: Later | None = None,
         delayed_from: int = 0,
+        notes: Sequence[str] = (),
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
@@ -86,11 +88,12 @@ class Loop:
         self._batch_s: list[float] = []
         self._since = [0.0, 0.0, 0.0]  # seconds, samples, tokens since the last line
         self._all = [0.0, 0.0, 0.0]
-        self._evaluations = None if data.evaluation is None else EvaluationSet.of_run(run, data.evaluation)
+        self._evaluations = {} if data.evaluation is None else sets_of_run(run, data.evaluation)
         self._evaluated: Figures | None = None
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
+        self._notes = notes
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = True
@@ -104,6 +107,8 @@ class Loop:
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
         steps = self.run.training.steps
+        for text in self._notes:
+            self._warn(text)
         with ExitStack() as self._reading:
             while self._ends is None and self.step < steps:
                 if self._later is not None and self.step >= self._later.step:
@@ -215,7 +220,7 @@ class Loop:
         if self._read is None:
             loader = RankBatches(
                 self.data.training,
-                Order(len(self.data.training), asked.seed),
+                self.data.order(asked.seed),
                 self.run.training.batch_size,
                 first,
                 self.run.training.steps - first,
@@ -232,7 +237,7 @@ class Loop:
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the wish to stop."""
         step = result.batch + 1
-        tokens = result.num_samples * self.run.data.length if self.data.num_tokens is not None else 0
+        tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
             for place, value in enumerate((result.seconds, result.num_samples, tokens)):
                 sums[place] += value
@@ -312,15 +317,30 @@ class Loop:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        if self._evaluations is None:
+        if self.data.evaluation is None:
             return
         begin_s = perf_counter()
-        found = self.pipeline.evaluate(self._evaluations.batches(self.pipeline.cutter.wanted_to_evaluate))
-        figures = self._evaluations.figures(found, perf_counter() - begin_s, self.data.tokenizer)
-        self._evaluated, self._evaluated_at = figures if found.weight else None, self.step
-        if not found.weight:
+        wanted = self.pipeline.cutter.wanted_to_evaluate
+        found = {name: self.pipeline.evaluate(one.batches(wanted)) for name, one in self._evaluations.items()}
+        figures = combined(
+            found,
+            self._evaluations,
+            shares_of(self.data.evaluation),
+            seconds=perf_counter() - begin_s,
+            tokenizer=self.data.tokenizer,
+        )
+        counts = any(one.weight for one in found.values())
+        self._evaluated, self._evaluated_at = figures if counts else None, self.step
+        if not counts:
             self._warn("The evaluation has no loss: nothing in its batches counts for one.")
-        self.tell("evaluation", self.step, num_samples=found.num_samples, **asdict(figures))
+        of_sources = {name: one.loss if one.weight else None for name, one in found.items()}
+        self.tell(
+            "evaluation",
+            self.step,
+            num_samples=sum(one.num_samples for one in found.values()),
+            **asdict(figures),
+            **({"sources": of_sources} if len(found) > 1 else {}),
+        )
 
     def _outcome(self) -> Outcome:
         seconds, samples, tokens = self._all

@@ -1,4 +1,4 @@
-"""What a run writes down while it goes: a line of JSON for everything that happens, and TensorBoard if asked.
+"""What a run writes down while it goes: a line of JSON for everything that happens, and trackers if asked.
 
 Lines are appended one by one, so that whoever reads them sees whole ones, but for the last one of a run that
 was killed. A disk that takes none does not end a run: its lines wait until it does.
@@ -6,6 +6,7 @@ was killed. A disk that takes none does not end a run: its lines wait until it d
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -14,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from bireme.documents import read_json_lines
-from bireme.train.tensorboard import TensorBoard
+from bireme.train.tracker import Tracker
 
 __all__ = ["Metrics"]
 
@@ -25,7 +26,7 @@ LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u202
 class Metrics:
     """Appends to the log of a run, whose clock goes on where it stopped before; from any thread."""
 
-    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path, *, trackers: Sequence[Tracker] = ()) -> None:
         self._offset_s = _last_time_s(path) if path.exists() else 0.0
         self._begin_s = perf_counter()
         self._lock = Lock()
@@ -35,12 +36,12 @@ class Metrics:
         """Why lines could not be written, since the last one that was."""
         if path.exists() and not path.read_bytes().endswith(b"\n"):
             _cut_half_line(path)
-        self._board = None if tensorboard is None else TensorBoard(tensorboard)
+        self._trackers = trackers
 
     @property
-    def board_failure(self) -> str | None:
-        """Why TensorBoard gets no more curves."""
-        return None if self._board is None else self._board.failure
+    def tracker_failures(self) -> dict[str, str]:
+        """Why trackers get no more curves, by their titles."""
+        return {one.title: one.failure for one in self._trackers if one.failure is not None}
 
     @property
     def time_s(self) -> float:
@@ -54,15 +55,15 @@ class Metrics:
         with self._lock:
             self._waiting += text.translate(LINE_ENDS).encode()
             self._write()
-        if self._board is not None:
-            self._board.note(kind, step, values)
+        for tracker in self._trackers:
+            tracker.note(kind, step, values)
 
     def close(self) -> None:
         """End the files."""
         with suppress(OSError):
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _write(self) -> None:
         try:

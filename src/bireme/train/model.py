@@ -17,6 +17,7 @@ from bireme.model.learned import learned_values
 from bireme.model.sources import Source, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
+from bireme.train.documents_apart import check_documents_apart, with_positions
 from bireme.train.run_file import RunFile
 
 __all__ = ["RunModel"]
@@ -50,6 +51,8 @@ class RunModel:
             dtype=run.model.dtype,
             part=run.model.part,
         )
+        if run.data.packing == "documents":
+            source = with_positions(source)
         loss = _loss(run.model.loss)
         name = run.model.source
         return cls(
@@ -74,6 +77,11 @@ class RunModel:
                 f"with, and {self.run.model.source} begins with new ones from a seed. Set model.lora.merge "
                 "= true to export the whole model, or name a folder with weights in model.source."
             )
+
+    def check_documents(self, *graphs: Graph) -> None:
+        """Refuse a captured model that does not keep documents apart, where it is to."""
+        for graph in graphs if self.run.data.packing == "documents" else ():
+            check_documents_apart(graph, self.run.model.source)
 
     def check_loss(self, graph: Graph) -> None:
         """Refuse a captured model without a loss: nothing in it would ever learn."""

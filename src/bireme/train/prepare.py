@@ -34,6 +34,7 @@ from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.companions import Companions
 from bireme.train.data.checks import check_sizes
+from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.going_on import check_goes_on
@@ -42,7 +43,7 @@ from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
-from bireme.train.tensorboard import check_tensorboard
+from bireme.train.tracker import check_trackers
 
 __all__ = [
     "Prepared",
@@ -87,7 +88,7 @@ class Prepared:
 
 def prepare(run: RunFile, progress: Progress) -> Prepared:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`."""
-    check_tensorboard(is_asked=run.log.tensorboard)
+    check_trackers(run.log.trackers)
     progress(0.0, "loading the model")
     machines = _machines(run)
     _check_devices(run, machines)
@@ -99,6 +100,7 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     model.check_loss(graph)
     _check_samples(data, graph)
     evaluation = model.evaluation.graph(sizes[0])
+    model.check_documents(graph, evaluation)
     model.check_weights(graph)
     if run.plan.file is not None:
         plan = _of_file(Path(run.plan.file), graph, machines)
@@ -136,7 +138,7 @@ def prepared_again(
     """A run that was begun, ready to go on from a checkpoint: with its own plan, unless what that rests on
     was changed. `tell` is for sentences to people.
     """
-    check_tensorboard(is_asked=run.log.tensorboard)
+    check_trackers(run.log.trackers)
     if run.plan.largest_batch is not None:  # a launcher that starts a run again gives the file it began with
         run = _with_batch(run, folder.load_run().training.batch_size)
     progress(0.0, "reading the run")
@@ -250,10 +252,9 @@ def _check_devices(run: RunFile, machines: Machines) -> None:
 
 def _check_samples(data: RunData, graph: Graph) -> None:
     """Samples that the captured model cannot take are found here, and not by a rank."""
-    is_text = data.num_tokens is not None
     for what, samples in (("training", data.training), ("evaluation", data.evaluation)):
-        if samples is not None:
-            check_sizes(samples, graph.inputs, what, is_text=is_text)
+        for one in () if samples is None else sources_of(samples).values():
+            check_sizes(one, graph.inputs, what, is_text=data.is_text)
 
 
 def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:

@@ -22,7 +22,8 @@ def data_of(
     """
     asked = run.data
     request = DataRequest(
-        source=asked.source,
+        source=asked.source or "",
+        mixture=tuple((one.source, one.weight) for one in asked.mixture or ()),
         tokenizer=asked.tokenizer,
         length=asked.length,
         evaluation_fraction=asked.evaluation_fraction or 0.0,
@@ -30,6 +31,10 @@ def data_of(
         text_column=asked.text_column,
         pattern=asked.pattern,
         dtype=asked.dtype,
+        packing=asked.packing,
+        evaluation_samples=run.training.batch_size * run.training.evaluation_batches,
+        seed=asked.seed,
+        shuffle_buffer=asked.shuffle_buffer,
     )
     source = model.source
     folder = Path(source.text.partition(":")[2]) if source.text.startswith("hf:") else None

@@ -52,7 +52,7 @@ def data_identity(run: RunFile, data: RunData) -> DataIdentity:
     """The identity of a run's data."""
     apart = None if run.data.evaluation_source is None else data.evaluation
     return DataIdentity(
-        source=run.data.source,
+        source=run.data.named,
         num_samples=len(data.training),
         num_tokens=data.num_tokens,
         sha256=samples_digest(data.training),

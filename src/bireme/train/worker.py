@@ -20,12 +20,15 @@ from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.notes import data_notes
+from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.going_on import circumstances
 from bireme.train.loop import Later, Loop
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.metrics import Metrics
+from bireme.train.mlflow_tracker import MLflow
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import data_of
@@ -34,6 +37,9 @@ from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.screen import Screen
 from bireme.train.stops import Stops
+from bireme.train.tensorboard import TensorBoard
+from bireme.train.tracker import Tracker
+from bireme.train.wandb_tracker import WandB
 from bireme.train.warmup import delayed_from, flush_twin
 
 __all__ = ["Start", "train_rank"]
@@ -70,6 +76,9 @@ def train_rank(world: World, start: Start) -> Outcome:
     with (stops := _stops(run, world)).listening():
         model = RunModel.of(run, run.plan.micro_batch or 1)
         data = data_of(run, model)
+        if start.checkpoint is not None:
+            step = open_checkpoint(start.checkpoint).manifest.step
+            find_place(data, run.data.seed, step * run.training.batch_size, is_shown=not world.rank)
         with MemoryUsed(world.device) as memory:
             return _trained(_Part(world, start, folder, run, model, data), memory, stops)
 
@@ -127,6 +136,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             delayed_from=begin,
+            notes=() if log is None else data_notes(part.data),
         )
         del pipeline  # the loop may have another one later, and no room for two
         if log is not None:
@@ -238,10 +248,10 @@ class _Log:
     """What rank 0 writes down and says."""
 
     def __init__(self, world: World, folder: RunFolder, run: RunFile, start: Start) -> None:
-        board = folder.path / "tensorboard" if run.log.tensorboard else None
-        self._metrics = Metrics(folder.metrics, tensorboard=board)
+        self._metrics = Metrics(folder.metrics, trackers=_trackers(folder, run))
         self._words = start.words
         self._screen = Screen(run.training.steps) if start.is_shown else None
+        self._failed: set[str] = set()
 
     @property
     def tell(self) -> Callable[..., None]:
@@ -256,20 +266,38 @@ class _Log:
         """The run is over, for now."""
         self._tell("stop", outcome.steps, reason=outcome.reason)
         self._metrics.close()
+        self._tell_failures(outcome.steps)
 
     def _tell(self, kind: str, step: int, **values: Any) -> None:
-        before, board_before = self._metrics.failure, self._metrics.board_failure
+        before = self._metrics.failure
         self._metrics.note(kind, step, **values)
         if self._screen is None:
             return
         self._screen.show(kind, step, values)
-        failure, board_failure = self._metrics.failure, self._metrics.board_failure
+        failure = self._metrics.failure
         if failure is not None and failure != before:
             text = f"The log takes no lines ({failure}); they wait, and the run goes on."
             self._screen.show("warning", step, {"text": text})
-        if board_failure != board_before:
-            text = f"TensorBoard gets no more curves ({board_failure}); the run and its log go on."
-            self._screen.show("warning", step, {"text": text})
+        self._tell_failures(step)
+
+    def _tell_failures(self, step: int) -> None:
+        """Say once of each tracker that it gets no more curves."""
+        for title, failure in self._metrics.tracker_failures.items():
+            if title not in self._failed and self._screen is not None:
+                self._failed.add(title)
+                text = f"{title} gets no more curves ({failure}); the run and its log go on."
+                self._screen.show("warning", step, {"text": text})
+
+
+def _trackers(folder: RunFolder, run: RunFile) -> list[Tracker]:
+    """Those that are asked for."""
+    asked, config = run.log, run.model_dump(mode="json")
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(folder.path / "tensorboard"),
+        "wandb": lambda: WandB(folder.path, asked.project, config),
+        "mlflow": lambda: MLflow(folder.path, asked.project, config),
+    }
+    return [make() for key, make in makers.items() if asked.trackers[key]]
 
 
 def first_of(outcomes: Sequence[Outcome]) -> Outcome:

@@ -10,7 +10,6 @@ import contextlib
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,9 +21,10 @@ from bireme.documents import read_json
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_chunks_atomically, write_text_atomically
 from bireme.profile.cache import cache_folder
+from bireme.train.data.encoding import Encoded, dtype_of, encoded, encoding_identity
 from bireme.train.data.saved_rows import SavedRows
-from bireme.train.data.text_files import Passage, TextFiles
-from bireme.train.data.tokenizer import Ids, Tokenizer
+from bireme.train.data.text_files import TextFiles
+from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.tokens import Tokens
 
 __all__ = ["Progress", "tokenised"]
@@ -33,10 +33,6 @@ Progress = Callable[[float, str], None]
 """Is told what part is done, from 0 to 1, and what is being done."""
 
 FORMAT = 1
-MOST_PASSAGES = 1 << 12
-MOST_CHARACTERS = 1 << 20
-MOST_UINT16 = 1 << 16
-ID_LIMIT = 1 << 31
 
 
 class _Record(BaseModel):
@@ -54,11 +50,7 @@ class _Record(BaseModel):
 def tokenised(
     source: TextFiles | SavedRows, tokenizer: Tokenizer | None, progress: Progress | None = None
 ) -> Tokens:
-    """The tokens of a source's documents, with the end of text behind each, from the cache if they are there.
-
-    A source that holds ids needs no tokenizer; if there is one, its end of text is put behind each row that
-    does not have it.
-    """
+    """The tokens of a source's documents, as `encoded` makes them, from the cache if they are there."""
     folder = _folder(source, tokenizer)
     kept = _kept(folder, source)
     if kept is not None:
@@ -89,7 +81,7 @@ def _quietly(done: float, what: str) -> None:
 
 
 def _folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> Path:
-    words = f"{FORMAT} {source.identity} {'ids' if tokenizer is None else tokenizer.identity}"
+    words = f"{FORMAT} {encoding_identity(source, tokenizer)}"
     return cache_folder() / "tokens" / sha256(words.encode()).hexdigest()[:24]
 
 
@@ -124,16 +116,10 @@ def _write(
     folder: Path, source: TextFiles | SavedRows, tokenizer: Tokenizer | None, progress: Progress
 ) -> None:
     skipped: list[str] = []
-    if isinstance(source, SavedRows) and source.holds_ids:
-        encoded = _of_ids(source, tokenizer)
-        dtype = "int32" if source.has_labels else "uint32"
-    else:
-        if tokenizer is None:
-            raise BiremeError(f"{source.origin} holds text, and there is no tokenizer to make tokens of it.")
-        encoded = _of_text(source, tokenizer, skipped.append)
-        dtype = "uint16" if tokenizer.num_tokens <= MOST_UINT16 else "uint32"
+    dtype = dtype_of(source, tokenizer)
     writer = _Writer(source, dtype, progress)
-    write_chunks_atomically(folder / TOKENS, writer.chunks(encoded, skipped))
+    documents = encoded(source, tokenizer, skipped.append)
+    write_chunks_atomically(folder / TOKENS, writer.chunks(documents, skipped))
     write_bytes_atomically(folder / ENDS, writer.ends.tobytes())
     record = _Record(
         format=FORMAT,
@@ -143,15 +129,6 @@ def _write(
         num_skipped=len(skipped),
     )
     write_text_atomically(folder / RECORD, record.model_dump_json(indent=2) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """Ids of one document, the end of it if `ends_document`; `size` of the source went into them."""
-
-    ids: Ids
-    size: int
-    ends_document: bool
 
 
 class _Writer:
@@ -164,68 +141,20 @@ class _Writer:
         self.num_tokens = 0
         self.ends: array[Any] = array("q")
 
-    def chunks(self, encoded: Iterator[_Encoded], skipped: list[str]) -> Iterator[bytes]:
+    def chunks(self, documents: Iterator[Encoded], skipped: list[str]) -> Iterator[bytes]:
         """The ids as bytes. Raises where there are none at all."""
         done = 0
-        for part in encoded:
+        for part in documents:
             self.num_tokens += len(part.ids)
             if part.ends_document and self.num_tokens > (self.ends[-1] if self.ends else 0):
                 self.ends.append(self.num_tokens)
             done += part.size
             yield part.ids.astype(self._dtype).tobytes()
-            self._progress(min(done / max(self._source.size, 1), 1.0), f"tokenising {self._source.origin}")
+            self._progress(
+                min(done / max(self._source.size or 1, 1), 1.0), f"tokenising {self._source.origin}"
+            )
         if not self.num_tokens:
             named = f" Left out as no text: {len(skipped)}, such as {skipped[0]}." if skipped else ""
             raise BiremeError(
                 f"{self._source.origin} has no text in it, so there is nothing to train on.{named}"
             )
-
-
-def _of_text(
-    source: TextFiles | SavedRows, tokenizer: Tokenizer, skip: Callable[[str], None]
-) -> Iterator[_Encoded]:
-    """The tokens of all text. An empty document has none, not even its end."""
-    has_begun = False
-    for passages in _gathered(source.passages(skip)):
-        many = tokenizer.encode_many([passage.text for passage in passages])
-        for passage, ids in zip(passages, many, strict=True):
-            has_begun = has_begun or len(ids) > 0
-            if passage.ends_document:
-                yield _Encoded(_ended(ids, tokenizer) if has_begun else ids, passage.size, ends_document=True)
-                has_begun = False
-            else:
-                yield _Encoded(ids, passage.size, ends_document=False)
-
-
-def _gathered(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
-    """Passages by the many, for tokenizers are quick where they have much to do at once."""
-    gathered: list[Passage] = []
-    length = 0
-    for passage in passages:
-        gathered.append(passage)
-        length += len(passage.text)
-        if length >= MOST_CHARACTERS or len(gathered) == MOST_PASSAGES:
-            yield gathered
-            gathered, length = [], 0
-    if gathered:
-        yield gathered
-
-
-def _of_ids(source: SavedRows, tokenizer: Tokenizer | None) -> Iterator[_Encoded]:
-    """The ids of all rows; those that do not count as negative numbers."""
-    for row in source.id_rows():
-        ids = row.ids
-        if len(ids) and ids.max() >= ID_LIMIT:
-            raise BiremeError(f"{source.origin} holds the token id {ids.max()}; ids are below {ID_LIMIT}.")
-        signed = np.where(row.counts, ids, -1 - ids)
-        end = None if tokenizer is None else tokenizer.end_of_text
-        is_ended = not len(ids) or end is None or ids[-1] == end
-        yield _Encoded(signed if is_ended else _with(signed, end), 1, ends_document=True)
-
-
-def _ended(ids: Ids, tokenizer: Tokenizer) -> Ids:
-    return ids if tokenizer.end_of_text is None else _with(ids, tokenizer.end_of_text)
-
-
-def _with(ids: Ids, end: int | None) -> Ids:
-    return np.append(ids, np.int64(-1 if end is None else end))

@@ -1,8 +1,8 @@
 """Whether data are the data that a run was trained on: a digest of what its samples hold.
 
 It tells nothing of where the data lie or what their files are called, so data that were moved or copied are
-the same. Tokens are digested whole up to 64 million, and in blocks spread over them beyond. Of other samples
-some are made and digested: the first, the last and others between them.
+the same. Tokens are digested whole up to 64 million, and in blocks spread over them beyond. Of a stream its
+first sample is, of other samples some: the first, the last and others between them.
 """
 
 import random
@@ -13,7 +13,9 @@ from hashlib import sha256
 import numpy as np
 import torch
 
+from bireme.train.data.mixture import MixedSamples
 from bireme.train.data.samples import PackedSamples, Part, Samples
+from bireme.train.data.stream import StreamSamples
 
 __all__ = ["is_repeatable", "samples_digest"]
 
@@ -30,6 +32,12 @@ def samples_digest(samples: Samples) -> str:
         case Part():
             part = f"{samples.begin} {samples.end} {samples_digest(samples.samples)}"
             return sha256(part.encode()).hexdigest()
+        case MixedSamples():
+            parts = [f"{one.weight} {samples_digest(one.samples)}" for one in samples.sources]
+            return sha256("\n".join(parts).encode()).hexdigest()
+        case StreamSamples():
+            first = samples.take([0])["input_ids"].numpy().tobytes()
+            return sha256(f"{samples.order}".encode() + first).hexdigest()
     words = sha256(str(len(samples)).encode())
     most = NUM_READ if samples.is_quick or samples.is_columnar else NUM_MADE
     with _draws_put_back():

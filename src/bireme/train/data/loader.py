@@ -14,7 +14,7 @@ from typing import Generic, Self, TypeVar
 
 from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
-from bireme.train.data.order import Order
+from bireme.train.data.order import SampleOrder
 from bireme.train.data.samples import Batch, Samples
 from bireme.train.data.workers import Made, Task, batches_of_workers, made
 
@@ -43,7 +43,7 @@ class Loader(Generic[Given]):
     def __init__(
         self,
         samples: Samples,
-        order: Order,
+        order: SampleOrder,
         batch_size: int,
         first_batch: int = 0,
         num_batches: int | None = None,

@@ -6,19 +6,45 @@ number of ranks and workers, and after an interruption, and no list of all sampl
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
 
-__all__ = ["Order"]
+__all__ = ["Numbers", "Order", "SampleOrder", "StreamOrder", "hashed"]
 
 Numbers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 NUM_ROUNDS = 8
 """Fewer than four rounds show patterns; more than these change nothing that could be seen."""
+
+NUM_PROBES = 4
+"""Samples by which ranks can tell that their data differ."""
+
+
+class SampleOrder(Protocol):
+    """Which sample has which place of a run. Its text (`str`) differs where the order does."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are."""
+
+    @property
+    def seed(self) -> int:
+        """What the order, and whatever samples draw, is derived from."""
+
+    @property
+    def probes(self) -> tuple[int, ...]:
+        """Numbers of samples that may be read at any time, to compare the data of two ranks."""
+
+    def batch(self, number: int, batch_size: int) -> Numbers:
+        """The numbers of the samples in a batch of the run."""
+
+    def numbers(self, first: int, count: int) -> Numbers:
+        """The numbers of the samples at `count` places of the run, from `first` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +63,12 @@ class Order:
         if self.num_samples < 1:
             raise BiremeError("There are no samples to put in an order. Give data with at least one.")
 
+    @property
+    def probes(self) -> tuple[int, ...]:
+        """Samples spread over the data."""
+        last = self.num_samples - 1
+        return tuple(sorted({last * place // (NUM_PROBES - 1) for place in range(NUM_PROBES)}))
+
     def batch(self, number: int, batch_size: int) -> Numbers:
         """The numbers of the samples in a batch of the run."""
         return self.numbers(number * batch_size, batch_size)
@@ -48,8 +80,30 @@ class Order:
         if not self.shuffled:
             return within
         epochs = (places // self.num_samples).astype(np.uint64)
-        seed = _mixed(np.array([self.seed % (1 << 64)], np.uint64))
-        return _shuffled(within, self.num_samples, _mixed(seed ^ epochs))
+        seed = hashed(np.array([self.seed % (1 << 64)], np.uint64))
+        return _shuffled(within, self.num_samples, hashed(seed ^ epochs))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOrder:
+    """Samples as a stream gives them. The stream shuffles itself, within a buffer of so many rows."""
+
+    num_samples: int
+    seed: int
+    shuffle_buffer: int
+
+    @property
+    def probes(self) -> tuple[int, ...]:
+        """None: a stream is read once, from its beginning on."""
+        return ()
+
+    def batch(self, number: int, batch_size: int) -> Numbers:
+        """The numbers of the samples in a batch of the run."""
+        return self.numbers(number * batch_size, batch_size)
+
+    def numbers(self, first: int, count: int) -> Numbers:
+        """The numbers of the samples at `count` places of the run, from `first` on."""
+        return np.arange(first, first + count, dtype=np.int64)
 
 
 def _shuffled(numbers: Numbers, size: int, keys: Words) -> Numbers:
@@ -71,16 +125,16 @@ def _shuffled(numbers: Numbers, size: int, keys: Words) -> Numbers:
 def _through_rounds(numbers: Words, a: int, b: int, keys: Words) -> Words:
     left, right = numbers // np.uint64(b), numbers % np.uint64(b)
     for round_number in range(NUM_ROUNDS):
-        round_keys = _mixed(keys + np.uint64(round_number))
+        round_keys = hashed(keys + np.uint64(round_number))
         if round_number % 2:
-            right = (right + _mixed(left ^ round_keys) % np.uint64(b)) % np.uint64(b)
+            right = (right + hashed(left ^ round_keys) % np.uint64(b)) % np.uint64(b)
         else:
-            left = (left + _mixed(right ^ round_keys) % np.uint64(a)) % np.uint64(a)
+            left = (left + hashed(right ^ round_keys) % np.uint64(a)) % np.uint64(a)
     mixed: Words = left * np.uint64(b) + right
     return mixed
 
 
-def _mixed(words: Words) -> Words:
+def hashed(words: Words) -> Words:
     """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,10 +1,10 @@
 """From what a run asks for to its samples: opened, tokenised, split and checked.
 
-It is called once ahead of the run, where it may take long and shows its progress, and again by every rank,
+It is called once before the run, where it may take long and shows its progress, and again by every rank,
 which then finds the tokens in the cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,15 @@ from torch import Tensor
 
 from bireme.train.data.checks import check_batch, check_inputs, check_token_ids, check_tokenizer
 from bireme.train.data.corpus import Progress, tokenised
+from bireme.train.data.documents import Cut
+from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
+from bireme.train.data.order import SampleOrder
 from bireme.train.data.own import OwnSamples
-from bireme.train.data.samples import Samples, Split, packed, split_samples, split_tokens
-from bireme.train.data.saved_rows import SavedRows
+from bireme.train.data.packing import Packing
+from bireme.train.data.samples import Samples, Split, split_samples, split_tokens
+from bireme.train.data.saved_rows import Content, SavedRows
 from bireme.train.data.source import Source, open_source
+from bireme.train.data.stream import Held, StreamCut, StreamSamples, held_apart
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from bireme.train.data.tokens import Tokens
@@ -27,9 +32,11 @@ __all__ = ["DataRequest", "ModelSide", "RunData", "prepare_data"]
 class DataRequest:
     """What a run asks of its data.
 
-    Samples of text have `length` tokens. For evaluation there is a source of its own, or else the last
-    fraction of the one to train on, one batch at least; none if the fraction is 0. `dtype` is that of .bin
-    files.
+    `mixture` are several sources with their weights, in the place of `source`. Samples of text have `length`
+    tokens. For evaluation there is a source of its own, or else the last fraction of each one to train on;
+    none if the fraction is 0. A stream has no last fraction: `evaluation_samples` of its beginning are kept
+    apart. `dtype` is that of .bin files. Without `packing` conversations have a sample each, and all else is
+    a stream.
     """
 
     source: str = "stdlib"
@@ -40,6 +47,11 @@ class DataRequest:
     text_column: str | None = None
     pattern: str = "*"
     dtype: str = "uint16"
+    mixture: tuple[tuple[str, float], ...] = ()
+    packing: Packing | None = None
+    evaluation_samples: int = 256
+    seed: int = 0
+    shuffle_buffer: int = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +68,11 @@ class ModelSide:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The samples of a run. `tokenizer` is None where there is no text; so are the numbers of tokens.
+    """The samples of a run.
 
-    `num_skipped` counts files and rows that were left out, of both sources.
+    `is_text` says that they are cut from tokens. `tokenizer` is None where there is no text. The numbers of
+    tokens and documents are None where nobody knows them, as of a stream. `num_skipped` counts files and rows
+    that were left out, of all sources.
     """
 
     training: Samples
@@ -67,6 +81,11 @@ class RunData:
     num_tokens: int | None
     num_documents: int | None
     num_skipped: int
+    is_text: bool
+
+    def order(self, seed: int) -> SampleOrder:
+        """The order in which a run goes through the samples to train on."""
+        return order_of(self.training, seed)
 
 
 def prepare_data(
@@ -81,25 +100,49 @@ def prepare_data(
 
     `what` says what the data of its first source are for.
     """
-    source = _opened(request, request.source)
+    names = [name for name, _ in request.mixture] or [request.source]
+    sources = [_opened(request, name) for name in names]
     apart = None if request.evaluation_source is None else _opened(request, request.evaluation_source)
-    tokenizer = _tokenizer(request, model, [source] if apart is None else [source, apart])
-    opened = _in_tokens(source, tokenizer, model, progress)
-    evaluation = None if apart is None else _in_tokens(apart, tokenizer, model, progress)
-    split = _split(opened, evaluation, request, model, batch_size)
-    for purpose, samples in ((what, split.training), ("evaluation", split.evaluation)):
+    everything = sources if apart is None else [*sources, apart]
+    maker = _Maker(request, model, _tokenizer(request, model, everything), progress)
+    made = [maker.made(source) for source in sources]
+    held = None if apart is None else maker.made(apart)
+    fraction = request.evaluation_fraction if held is None else 0.0
+    splits = [maker.split(one, fraction, least=-(-batch_size // len(made))) for one in made]
+    training, evaluation = splits[0].training, splits[0].evaluation
+    if request.mixture:
+        training = _mixed(request, [split.training for split in splits])
+        held_back = [split.evaluation for split in splits if split.evaluation is not None]
+        evaluation = _mixed(request, held_back) if held_back else None
+    if held is not None:
+        evaluation = maker.all_to_evaluate(held)
+    for purpose, samples in ((what, training), ("evaluation", evaluation)):
         if samples is not None:
             check_batch(samples, batch_size, purpose)
-            check_inputs(samples, model.inputs, purpose)
-    tokens = opened if isinstance(opened, Tokens) else None
-    ends = None if tokens is None else tokens.document_ends
+            for one in sources_of(samples).values():
+                check_inputs(one, model.inputs, purpose)
+    corpora = [one.data for one in made if isinstance(one.data, Tokens)]
+    ends = [one.document_ends for one in corpora if one.document_ends is not None]
     return RunData(
-        training=split.training,
-        evaluation=split.evaluation,
-        tokenizer=tokenizer,
-        num_tokens=None if tokens is None else len(tokens),
-        num_documents=None if ends is None else len(ends),
-        num_skipped=sum(one.num_skipped for one in (opened, evaluation) if isinstance(one, Tokens)),
+        training=training,
+        evaluation=evaluation,
+        tokenizer=maker.tokenizer,
+        num_tokens=sum(map(len, corpora)) if len(corpora) == len(made) else None,
+        num_documents=sum(map(len, ends)) if len(ends) == len(made) else None,
+        num_skipped=sum(
+            one.data.num_skipped for one in (*made, held) if one and isinstance(one.data, Tokens)
+        ),
+        is_text=not any(isinstance(one.data, OwnSamples) for one in made),
+    )
+
+
+def _mixed(request: DataRequest, samples: Sequence[Samples]) -> MixedSamples:
+    """The samples of all sources; either each of them has samples to evaluate with, or none."""
+    return MixedSamples(
+        tuple(
+            MixedSource(name, weight, one)
+            for (name, weight), one in zip(request.mixture, samples, strict=True)
+        )
     )
 
 
@@ -126,33 +169,75 @@ def _holds_text(source: Source) -> bool:
     return isinstance(source, TextFiles) or (isinstance(source, SavedRows) and not source.holds_ids)
 
 
-def _in_tokens(
-    source: Source, tokenizer: Tokenizer | None, model: ModelSide, progress: Progress | None
-) -> Tokens | OwnSamples:
-    if isinstance(source, OwnSamples):
-        return source
-    tokens = source if isinstance(source, Tokens) else tokenised(source, tokenizer, progress)
-    if not _holds_text(source):
-        check_token_ids(tokens, model.vocabulary)
-    return tokens
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A source on its way to samples: as tokens, as a stream of rows, or as samples of the user's own."""
+
+    data: Tokens | SavedRows | OwnSamples
+    packing: Packing
 
 
-def _split(
-    source: Tokens | OwnSamples,
-    apart: Tokens | OwnSamples | None,
-    request: DataRequest,
-    model: ModelSide,
-    least: int,
-) -> Split:
-    fraction = request.evaluation_fraction
-    if apart is not None:
-        return Split(_samples(source, request, model), _samples(apart, request, model))
-    if isinstance(source, Tokens):
-        return split_tokens(source, request.length, fraction, least=least, vocabulary=model.vocabulary)
-    return split_samples(source, fraction, least=least)
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes samples of sources, all in the same way."""
 
+    request: DataRequest
+    model: ModelSide
+    tokenizer: Tokenizer | None
+    progress: Progress | None
 
-def _samples(source: Tokens | OwnSamples, request: DataRequest, model: ModelSide) -> Samples:
-    if isinstance(source, Tokens):
-        return packed(source, request.length, model.vocabulary)
-    return source
+    def made(self, source: Source) -> _Made:
+        """A source with its tokens, if they can be had at once."""
+        is_chat = isinstance(source, SavedRows) and source.content is Content.CHATS
+        packing = self.request.packing or ("none" if is_chat else "stream")
+        if isinstance(source, OwnSamples) or (isinstance(source, SavedRows) and source.size is None):
+            return _Made(source, packing)
+        tokens = source if isinstance(source, Tokens) else tokenised(source, self.tokenizer, self.progress)
+        if not _holds_text(source):
+            check_token_ids(tokens, self.model.vocabulary)
+        return _Made(tokens, packing)
+
+    def split(self, made: _Made, fraction: float, *, least: int) -> Split:
+        """Samples to train on and others to evaluate with: `least` at least, and none if the fraction is "
+        "0."""
+        match made.data:
+            case OwnSamples():
+                return split_samples(made.data, fraction, least=least)
+            case SavedRows():
+                held = self._held(made.data, made.packing) if fraction else None
+                stream = self._stream(made.data, made.packing, 0 if held is None else held.num_rows)
+                return Split(stream, None if held is None else OwnSamples(made.data.origin, held.samples))
+        if made.packing == "stream":
+            vocabulary, length = self.model.vocabulary, self.request.length
+            return split_tokens(made.data, length, fraction, least=least, vocabulary=vocabulary)
+        return self._cut(made.packing).split(made.data, fraction, least=least)
+
+    def all_to_evaluate(self, made: _Made) -> Samples:
+        """Samples to evaluate with, of all that there is, or of the beginning of a stream."""
+        if isinstance(made.data, SavedRows):
+            return OwnSamples(made.data.origin, self._held(made.data, made.packing).samples)
+        return self.split(made, 0.0, least=0).training
+
+    def _held(self, rows: SavedRows, packing: Packing) -> Held:
+        return held_apart(rows, self.tokenizer, self._stream_cut(packing), self.request.evaluation_samples)
+
+    def _stream(self, rows: SavedRows, packing: Packing, num_apart: int) -> StreamSamples:
+        return StreamSamples(
+            rows,
+            self.tokenizer,
+            self._stream_cut(packing),
+            seed=self.request.seed,
+            shuffle_buffer=self.request.shuffle_buffer,
+            num_apart=num_apart,
+        )
+
+    def _stream_cut(self, packing: Packing) -> StreamCut:
+        return StreamCut(self.request.length, packing, self._padding, self.model.vocabulary)
+
+    def _cut(self, packing: Packing) -> Cut:
+        return Cut(self.request.length, self._padding, packing == "documents", self.model.vocabulary)
+
+    @property
+    def _padding(self) -> int:
+        """The end of text, as every model knows one; it does not count in the loss."""
+        return (self.tokenizer.end_of_text or 0) if self.tokenizer is not None else 0

@@ -21,9 +21,6 @@ from bireme.train.data.workers import Made
 
 __all__ = ["PartlyRead", "RankBatches"]
 
-NUM_LOOKED_AT = 4
-"""Samples by which ranks can tell that their data differ."""
-
 
 @dataclass(frozen=True, slots=True)
 class PartlyRead:
@@ -53,13 +50,13 @@ class RankBatches(Loader[PartlyRead]):
     def _identity(self) -> int:
         """What ranks would have differently whose samples are others, or in another order.
 
-        Not with workers: what samples draw is the same on all ranks in them alone.
+        Not with workers: what samples draw is the same on all ranks in them alone. Computed once, for a
+        stream goes back for it.
         """
         identity = crc32(f"{self._order} {self._batch_size}".encode())
         if self._has_workers:
             return identity
-        last = len(self._samples) - 1
-        for place in sorted({last * i // (NUM_LOOKED_AT - 1) for i in range(NUM_LOOKED_AT)}):
+        for place in self._order.probes:
             with suppress(BiremeError):  # which is raised where a batch needs the sample, if one does
                 for name, tensor in self._samples.take([place]).items():
                     plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

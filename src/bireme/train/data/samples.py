@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bireme.errors import BiremeError
@@ -22,6 +23,9 @@ __all__ = [
     "Part",
     "Samples",
     "Split",
+    "check_fraction",
+    "check_ids",
+    "document_end_near",
     "only",
     "packed",
     "split_samples",
@@ -101,20 +105,29 @@ class PackedSamples:
         self.tokens.let_go()
         uncounted = rows < 0 if self.tokens.has_uncounted else None
         ids = rows if uncounted is None else np.where(uncounted, -1 - rows, rows)
-        self._check(ids, numbers)
+        check_ids(ids, numbers, self.vocabulary, self.tokens.origin)
         labels = ids.copy() if uncounted is None else np.where(uncounted, IGNORED, ids)
         return only({"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}, names)
 
-    def _check(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], numbers: Sequence[int]) -> None:
-        if self.vocabulary is None or not ids.size or (ids.max() < self.vocabulary and ids.min() >= 0):
-            return
-        wrong = ((ids >= self.vocabulary) | (ids < 0)).any(axis=1).argmax()
-        worst = ids[wrong].max() if ids[wrong].max() >= self.vocabulary else ids[wrong].min()
-        raise BiremeError(
-            f"Sample {numbers[int(wrong)]} of {self.tokens.origin} has the token id {worst}, and the "
-            f"model has {self.vocabulary} tokens, from 0 to {self.vocabulary - 1}. Use the tokenizer and "
-            "the model together that belong together, and the dtype that the tokens were written with."
-        )
+    def num_without_targets(self) -> int:
+        """How many samples hold no token that counts and has one before it to be predicted from."""
+        firsts = range(self.begin, self.begin + len(self) * self.length, self.length)
+        counted = sum(bool((self.tokens.ids[one + 1 : one + self.length] >= 0).any()) for one in firsts)
+        self.tokens.let_go()
+        return len(self) - counted
+
+
+def check_ids(ids: NDArray[np.int64], numbers: Sequence[int], vocabulary: int | None, origin: str) -> None:
+    """Refuse ids that the model does not have, in the rows of these samples."""
+    if vocabulary is None or not ids.size or (ids.max() < vocabulary and ids.min() >= 0):
+        return
+    wrong = ((ids >= vocabulary) | (ids < 0)).any(axis=1).argmax()
+    worst = ids[wrong].max() if ids[wrong].max() >= vocabulary else ids[wrong].min()
+    raise BiremeError(
+        f"Sample {numbers[int(wrong)]} of {origin} has the token id {worst}, and the "
+        f"model has {vocabulary} tokens, from 0 to {vocabulary - 1}. Use the tokenizer and "
+        "the model together that belong together, and the dtype that the tokens were written with."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +204,7 @@ def split_tokens(
 
     It is as long as `least` samples at least, and nothing if the fraction is 0.
     """
-    _check_fraction(fraction)
+    check_fraction(fraction)
     end = len(tokens)
     if not fraction:
         return Split(packed(tokens, length, vocabulary), None)
@@ -202,14 +215,14 @@ def split_tokens(
             f"train on and {least} to evaluate with. Give more text, a smaller batch or length, or 0 for the "
             "fraction to evaluate with."
         )
-    cut = _document_end_near(tokens, end - wanted, length, least * length)
+    cut = document_end_near(tokens, end - wanted, length, least * length)
     training = PackedSamples(tokens, length, 0, cut, vocabulary)
     return Split(training, PackedSamples(tokens, length, cut, end, vocabulary))
 
 
 def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split:
     """The last fraction of samples apart, for evaluation; `least` of them, and none if the fraction is 0."""
-    _check_fraction(fraction)
+    check_fraction(fraction)
     if not fraction:
         return Split(samples, None)
     num_apart = max(round(len(samples) * fraction), least)
@@ -222,14 +235,15 @@ def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split
     return Split(Part(samples, 0, cut), Part(samples, cut, len(samples)))
 
 
-def _check_fraction(fraction: float) -> None:
+def check_fraction(fraction: float) -> None:
+    """Refuse a fraction to evaluate with that is none."""
     if not 0 <= fraction < 1:
         raise BiremeError(
             f"The fraction to evaluate with is {fraction}; it must be at least 0 and less than 1."
         )
 
 
-def _document_end_near(tokens: Tokens, cut: int, least_ahead: int, least_behind: int) -> int:
+def document_end_near(tokens: Tokens, cut: int, least_ahead: int, least_behind: int) -> int:
     """The document's end nearest to a cut, unless it makes the part behind it half or double as large."""
     ends = tokens.document_ends
     if ends is None or not len(ends):

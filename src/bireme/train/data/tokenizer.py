@@ -103,6 +103,11 @@ class FolderTokenizer:
         self._num_tokens = int(max(vocabulary.values())) + 1
 
     @property
+    def backend(self) -> Any:
+        """The tokenizer itself, as transformers has it."""
+        return self._tokenizer
+
+    @property
     def num_tokens(self) -> int:
         """Ids are below this: the vocabulary with what was added to it."""
         return self._num_tokens

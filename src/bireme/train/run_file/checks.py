@@ -32,6 +32,14 @@ def _check_model_and_data(tables: Tables) -> None:
         raise BiremeError(
             f'model.loss is "{model.loss}", but the built-in GPT returns its loss itself. Leave it out.'
         )
+    if data.source is not None and data.mixture is not None:
+        raise BiremeError(
+            f'data.source is "{data.source}", and data.mixture names {len(data.mixture)} sources: data '
+            "come from "
+            "one of the two. Leave out data.source, or make it one of the mixture."
+        )
+    if data.source is None and data.mixture is None:
+        raise BiremeError("data.source is None, and so is data.mixture. Give one of them.")
     if data.evaluation_fraction is not None and data.evaluation_source is not None:
         raise BiremeError(
             f"data.evaluation_fraction is {data.evaluation_fraction:g} and data.evaluation_source is "

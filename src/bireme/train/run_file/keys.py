@@ -93,10 +93,9 @@ def _allowed(schema: dict[str, Any]) -> str:
         case "number":
             return f"number, {_range(schema)}"
         case "array" if "prefixItems" not in schema:
-            return "list of texts"
+            is_mixture = "$ref" in schema.get("items", {})
+            return "list of {source = text, weight = number}" if is_mixture else "list of texts"
         case "array":
-            if "prefixItems" not in schema:
-                return "list of texts"
             inner = schema["prefixItems"]
             return f"{len(inner)} numbers, {_range(inner[0])}"
     return "text"

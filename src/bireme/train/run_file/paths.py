@@ -24,6 +24,7 @@ class _Place(NamedTuple):
 
 
 FUNCTION = re.compile(r"((?:python:)?)(.+\.py)(:\w+)")
+DATASET = re.compile(r"(hf:)([^,]+)(.*)")
 MODULE = re.compile(r"(?:python:)?[A-Za-z_][\w.]*:\w+")
 
 
@@ -36,9 +37,9 @@ def _of_model(text: str) -> _Place | None:
 
 
 def _of_data(text: str) -> _Place | None:
-    function = FUNCTION.fullmatch(text)
-    if function is not None:
-        return _Place(function[1], function[2], function[3])
+    found = FUNCTION.fullmatch(text) or DATASET.fullmatch(text)
+    if found is not None:
+        return _Place(found[1], found[2], found[3])
     return None if text == "stdlib" or MODULE.fullmatch(text) else _plain(text)
 
 
@@ -46,9 +47,11 @@ def _of_tokenizer(text: str) -> _Place | None:
     return None if text in ("bytes", "auto") else _plain(text)
 
 
+DATA_SOURCE = ("data", "source")
+
 KEYS: dict[tuple[str, str], Callable[[str], _Place | None]] = {
     ("model", "source"): _of_model,
-    ("data", "source"): _of_data,
+    DATA_SOURCE: _of_data,
     ("data", "evaluation_source"): _of_data,
     ("data", "tokenizer"): _of_tokenizer,
     ("plan", "file"): _plain,
@@ -70,6 +73,12 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
         found = base.absolute() / Path(text).expanduser()
         return str(found) if key == MADE or found.exists() else None
 
+    if run.data.mixture is not None:
+        mixture = tuple(
+            one.model_copy(update={"source": _placed(DATA_SOURCE, one.source, placed) or one.source})
+            for one in run.data.mixture
+        )
+        run = run.model_copy(update={"data": run.data.model_copy(update={"mixture": mixture})})
     return _with_paths(run, placed)
 
 
@@ -105,9 +114,16 @@ def _with_paths(run: RunFile, placed: Callable[[tuple[str, str], str], str | Non
     for name, key in KEYS:
         table = getattr(run, name)
         text = getattr(table, key)
-        place = None if text is None else KEYS[name, key](text)
-        path = None if place is None else placed((name, key), place.path)
-        if place is not None and path is not None:
-            changed = table.model_copy(update={key: f"{place.before}{path}{place.after}"})
-            run = run.model_copy(update={name: changed})
+        found = None if text is None else _placed((name, key), text, placed)
+        if found is not None:
+            run = run.model_copy(update={name: table.model_copy(update={key: found})})
     return run
+
+
+def _placed(
+    key: tuple[str, str], text: str, placed: Callable[[tuple[str, str], str], str | None]
+) -> str | None:
+    """A value with its path as `placed` has it; None if it has none, or that is to stay."""
+    place = KEYS[key](text)
+    path = None if place is None else placed(key, place.path)
+    return None if place is None or path is None else f"{place.before}{path}{place.after}"

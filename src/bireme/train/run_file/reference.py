@@ -75,6 +75,7 @@ def _row(key: Key) -> str:
 def _more(table: str) -> Iterator[str]:
     """Where to read on about a table."""
     further = {
+        "data": "[data.md](data.md) explains sources, mixtures, conversations and packing.",
         "plan": "[plan.md](plan.md) explains plans and wishes, [schedules.md](schedules.md) the schedules.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
     }

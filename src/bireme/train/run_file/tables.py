@@ -21,6 +21,7 @@ __all__ = [
     "Log",
     "Lora",
     "Machines",
+    "Mixed",
     "Model",
     "Penalties",
     "Planning",
@@ -41,6 +42,12 @@ def _plain_name(value: str) -> str:
 def _pair(value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("two numbers, such as [0.9, 0.95]")
+    return tuple(value)
+
+
+def _list(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError('one table or more, such as [{source = "texts/", weight = 3.0}]')
     return tuple(value)
 
 
@@ -140,14 +147,32 @@ class Model(Table):
         return Part(self.train, self.freeze, lora)
 
 
+class Mixed(Table):
+    """One entry of `data.mixture`."""
+
+    source: Text
+    weight: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 1.0
+
+
 class Data(Table):
     """`[data]`."""
 
-    source: Text = Field(
+    source: Text | None = Field(
         default="stdlib",
-        description="What to learn: a text file or a folder of them, a folder of a saved dataset, a .npy "
-        "or .bin file of tokens, module:function or file.py:function of your own, or stdlib, the "
-        "sources of Python's standard library",
+        description="What to learn: a text file or a folder of them, hf:NAME or hf:FOLDER for a dataset of "
+        "the datasets library, a .npy or .bin file of tokens, module:function or file.py:function of your "
+        "own, or stdlib, the sources of Python's standard library. It gives way to mixture",
+    )
+    mixture: Annotated[tuple[Mixed, ...], Field(max_length=1000), BeforeValidator(_list)] | None = Field(
+        default=None,
+        description="Several sources to learn from, each with its weight: the share of samples that are "
+        "drawn from it, beside the weights of the others",
+        examples=[
+            (
+                {"source": "texts/", "weight": 3.0},
+                {"source": "hf:owner/name,split=train", "weight": 1.0},
+            )
+        ],
     )
     tokenizer: Text = Field(
         default="bytes",
@@ -155,6 +180,13 @@ class Data(Table):
         "which is the model's folder if it has a tokenizer, else bytes",
     )
     length: Annotated[int, Field(ge=2, le=2**24)] = Field(default=128, description="Tokens of a sample")
+    packing: Literal["stream", "documents", "none"] | None = Field(
+        default=None,
+        description="How documents become samples: stream puts one after the other and cuts anywhere, "
+        "documents puts several into a sample so that none attends to another, none gives each "
+        "a sample of its own. If not set none for conversations, else stream",
+        examples=["documents"],
+    )
     evaluation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = Field(
         default=0.05,
         description="Share of the data, its end, that is kept apart for evaluation; 0 is no evaluation. It "
@@ -167,8 +199,8 @@ class Data(Table):
     )
     text_column: Text | None = Field(
         default=None,
-        description="Column of a saved dataset with the text or the tokens; if not set input_ids, else "
-        "text, else the only one that holds text",
+        description="Column of a dataset with the text, the tokens or the messages of conversations; if not "
+        "set input_ids, else text, else messages, else the only one that holds text",
         examples=["text"],
     )
     pattern: Text = Field(
@@ -182,11 +214,19 @@ class Data(Table):
         default=2, description="Batches to load ahead of time"
     )
     seed: Seed = Field(default=0, description="Seed of the order of samples")
+    shuffle_buffer: Annotated[int, Field(ge=0, le=10**8)] = Field(
+        default=1000, description="Rows of a stream (streaming=true) to shuffle among; 0 keeps their order"
+    )
+
+    @property
+    def named(self) -> str:
+        """The source, or all of a mixture, in a sentence."""
+        return self.source or ", ".join(one.source for one in self.mixture or ())
 
     @model_validator(mode="before")
     @classmethod
-    def _one_evaluation(cls, data: Any) -> Any:
-        return _giving_way(data, "evaluation_fraction", "evaluation_source")
+    def _one_of_two(cls, data: Any) -> Any:
+        return _giving_way(_giving_way(data, "evaluation_fraction", "evaluation_source"), "source", "mixture")
 
 
 class Training(Table):
@@ -361,6 +401,19 @@ class Log(Table):
     )
     every_steps: Steps = Field(default=10, description="Steps between lines of the log")
     tensorboard: bool = Field(default=False, description="Write the curves for TensorBoard too")
+    wandb: bool = Field(
+        default=False,
+        description="Send the curves to Weights & Biases too; WANDB_MODE=offline keeps them in the run's "
+        "folder",
+    )
+    mlflow: bool = Field(
+        default=False,
+        description="Send the curves to MLflow too, to MLFLOW_TRACKING_URI, or into mlruns in folder",
+    )
+    project: Text = Field(
+        default="bireme",
+        description="Project of Weights & Biases and experiment of MLflow that a run belongs to",
+    )
     trace: bool = Field(
         default=False,
         description="Record batches for a picture of the pipeline even in a run of so few steps that none "
@@ -370,6 +423,11 @@ class Log(Table):
         default=200, description="Tokens of text that the model writes at the end; 0 is none"
     )
     prompt: str = Field(default="def ", description="How that text begins")
+
+    @property
+    def trackers(self) -> dict[str, bool]:
+        """Whether each tracker is asked for, by its key."""
+        return {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
 
 
 class Tables(Table):

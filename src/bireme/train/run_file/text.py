@@ -68,6 +68,10 @@ def toml_value(value: Any) -> str:
             return repr(value)
         case tuple() | list():
             return f"[{', '.join(map(toml_value, value))}]"
+        case BaseModel():
+            return toml_value(value.model_dump(exclude_none=True))
+        case dict():
+            return f"{{{', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())}}}"
     # JSON writes strings as TOML reads them, but for one letter.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

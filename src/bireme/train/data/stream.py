@@ -1,0 +1,210 @@
+"""Samples of a stream: rows that come one by one, shuffled within a bounded buffer, never all there.
+
+The same seed gives the same samples: each epoch reads the rows in their order, and mixes them in a buffer by
+draws from the seed and the epoch. So a run that resumes finds its place by reading and leaving out what came
+before, which takes time that grows with the place; `seek` does it, and tells how far it is.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
+from random import Random
+
+import numpy as np
+
+from bireme.errors import BiremeError
+from bireme.train.data.documents import stacked
+from bireme.train.data.encoding import encoded
+from bireme.train.data.order import StreamOrder
+from bireme.train.data.packing import Packing
+from bireme.train.data.samples import Batch, check_ids, only
+from bireme.train.data.saved_rows import Row, SavedRows
+from bireme.train.data.tokenizer import Ids, Tokenizer
+
+__all__ = ["Held", "StreamCut", "StreamSamples", "held_apart"]
+
+NUM_SAMPLES = 1 << 40
+"""What a stream says that it has: more than any run reads."""
+
+HELD_AT_ONCE = 64
+"""Rows to keep apart before looking whether they are enough."""
+
+TOLD_EVERY = 1 << 10
+
+Sample = list[Ids]
+"""The pieces of a sample, as signed ids (see `Tokens`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCut:
+    """How the documents of a stream become samples, filled up with `padding`."""
+
+    length: int
+    packing: Packing
+    padding: int
+    vocabulary: int | None = None
+
+    def samples(self, documents: Iterable[Ids]) -> Iterator[Sample]:
+        """Samples of documents as they come."""
+        match self.packing:
+            case "none":
+                yield from ([document[: self.length]] for document in documents)
+            case "documents":
+                yield from self._next_fit(documents)
+            case "stream":
+                yield from self._without_gaps(documents)
+
+    def stacked(self, samples: Sequence[Sample]) -> Batch:
+        """Samples as tensors."""
+        return stacked(samples, self.length, self.padding, is_shared=self.packing == "documents")
+
+    def _without_gaps(self, documents: Iterable[Ids]) -> Iterator[Sample]:
+        waiting: list[Ids] = []
+        size = 0
+        for document in documents:
+            waiting.append(document)
+            size += len(document)
+            if size >= self.length:
+                joined = np.concatenate(waiting)
+                whole = size // self.length * self.length
+                yield from ([piece] for piece in joined[:whole].reshape(-1, self.length))
+                waiting, size = [joined[whole:]], size - whole
+
+    def _next_fit(self, documents: Iterable[Ids]) -> Iterator[Sample]:
+        """Documents in their order; one that does not fit begins a sample."""
+        sample: Sample = []
+        size = 0
+        for document in documents:
+            for begin in range(0, len(document), self.length):
+                piece = document[begin : begin + self.length]
+                if size + len(piece) > self.length:
+                    yield sample
+                    sample, size = [], 0
+                sample.append(piece)
+                size += len(piece)
+        if sample:
+            yield sample
+
+
+class StreamSamples:
+    """Samples of a stream, by the number that they have in a run of `seed`.
+
+    They can be taken in rising order; a number that has passed is found by beginning anew. The first
+    `num_apart` rows are left out of every epoch, for they are kept for evaluation.
+    """
+
+    is_quick = True
+    is_columnar = False
+
+    def __init__(
+        self,
+        rows: SavedRows,
+        tokenizer: Tokenizer | None,
+        cut: StreamCut,
+        *,
+        seed: int,
+        shuffle_buffer: int,
+        num_apart: int = 0,
+    ) -> None:
+        self.origin = rows.origin
+        self.order = StreamOrder(NUM_SAMPLES, seed, shuffle_buffer)
+        self._rows, self._tokenizer, self._cut = rows, tokenizer, cut
+        self._num_apart = num_apart
+        self._next = 0
+        self._samples = self._from_the_beginning()
+        self._first: Sample | None = None
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def take(
+        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> Batch:
+        """The samples of these numbers, stacked. They draw nothing."""
+        batch = self._cut.stacked([self._sample(int(number)) for number in numbers])
+        check_ids(batch["input_ids"].numpy(), numbers, self._cut.vocabulary, self.origin)
+        return only(batch, names)
+
+    def seek(self, number: int, tell: Callable[[int], None] | None = None) -> None:
+        """Read up to the sample of that number; `tell` hears now and then how many have been left out."""
+        if number < self._next:
+            self._next, self._samples = 0, self._from_the_beginning()
+        while self._next < number:
+            next(self._samples)
+            self._next += 1
+            if tell is not None and self._next % TOLD_EVERY == 0:
+                tell(self._next)
+
+    def _sample(self, number: int) -> Sample:
+        if number == 0 and self._first is not None:
+            return self._first  # it is looked at before the run begins
+        self.seek(number)
+        sample = next(self._samples)
+        self._next += 1
+        if number == 0:
+            self._first = sample
+        return sample
+
+    def _from_the_beginning(self) -> Iterator[Sample]:
+        return self._cut.samples(self._documents())
+
+    def _documents(self) -> Iterator[Ids]:
+        """The documents of one epoch after the other."""
+        for epoch in count():
+            has_any = False
+            rows = replace(self._rows, rows=partial(self._shuffled, epoch))
+            for document in documents_of(rows, self._tokenizer):
+                has_any = True
+                yield document
+            if not has_any:
+                raise BiremeError(f"{self.origin} has no text in it, so there is nothing to train on.")
+
+    def _shuffled(self, epoch: int) -> Iterator[Row]:
+        """The rows of an epoch; each leaves the buffer at random, for one that comes."""
+        draws = Random(f"{self.order.seed} {epoch}")
+        rows = islice(iter(self._rows.rows()), self._num_apart, None)
+        buffer = list(islice(rows, max(self.order.shuffle_buffer, 1)))
+        for row in rows:
+            place = draws.randrange(len(buffer))
+            ready, buffer[place] = buffer[place], row
+            yield ready
+        if self.order.shuffle_buffer:
+            draws.shuffle(buffer)
+        yield from buffer
+
+
+def documents_of(rows: SavedRows, tokenizer: Tokenizer | None) -> Iterator[Ids]:
+    """The signed ids of all documents that have any."""
+    parts: list[Ids] = []
+    for part in encoded(rows, tokenizer, lambda _place: None):
+        parts.append(part.ids)
+        if part.ends_document:
+            document = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            parts = []
+            if len(document):
+                yield document
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Samples of the first `num_rows` rows of a stream."""
+
+    samples: Batch
+    num_rows: int
+
+
+def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num_samples: int) -> Held:
+    """The first rows of a stream that make so many samples, to evaluate with."""
+    stream = iter(rows.rows())
+    held: list[Row] = []
+    apart = replace(rows, rows=lambda: held)
+    while chunk := list(islice(stream, max(HELD_AT_ONCE, len(held)))):
+        held += chunk
+        samples = list(cut.samples(documents_of(apart, tokenizer)))
+        if len(samples) >= num_samples:
+            return Held(cut.stacked(samples), len(held))
+    raise BiremeError(
+        f"{rows.origin} has {len(held)} rows, too few to keep {num_samples} samples apart for evaluation. "
+        "Give another source in data.evaluation_source, or set data.evaluation_fraction to 0."
+    )

@@ -1,0 +1,45 @@
+"""Whole runs on a mixture with a stream, documents kept apart: they go on exactly where they were."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import bireme
+from tests.support.training import losses, metrics, settings, write_run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_mixture_with_a_stream_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [
+        json.dumps({"text": f"value_{number} = {number % 7}\n" * (number % 4 + 1)}) for number in range(600)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = {
+        "data__mixture": json.dumps(
+            [
+                {"source": str(tmp_path / "texts"), "weight": 1.0},
+                {"source": f"hf:{tmp_path}/rows.jsonl,streaming=true", "weight": 3.0},
+            ]
+        ).replace('": ', '" = '),
+        "data__packing": "documents",
+        "data__shuffle_buffer": 20,
+        "data__source": "",
+        "training__evaluate_every": 3,
+        "training__evaluation_batches": 2,
+    }
+    run_file = str(write_run(tmp_path, "1f1b"))
+    for name, steps in (("whole", 6), ("parts", 4)):
+        found = bireme(capsys, "train", run_file, *settings(**words, log__name=name, training__steps=steps))
+        assert found.status == 0, found.err
+    parts, whole = tmp_path / "runs" / "parts", tmp_path / "runs" / "whole"
+    assert bireme(capsys, "resume", str(parts), *settings(training__steps=6)).status == 0
+    assert losses(parts) == losses(whole)
+    for line in metrics(whole, "evaluation"):
+        assert len(line["sources"]) == 2
+        low, high = sorted(line["sources"].values())
+        assert low < line["loss"] < high
