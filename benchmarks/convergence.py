@@ -30,7 +30,7 @@ from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_s
 from benchmarks.delay_study.table import Excess, Row, rows
 
 from bireme.bench.document import Verdict, at_most, print_verdicts
-from bireme.plan.penalties import MEASURED, START, steps_for_one, unseen_share
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, MEASURED, steps_for_one, unseen_share
 from bireme.report.svg import svg
 from bireme.schedule.rule import Rule
 
@@ -267,8 +267,14 @@ def times() -> Iterator[str]:
             time = time_of(schedule)
             for starts in (False, True) if rule is not Rule.SYNCHRONOUS else (False,):
                 unseen = unseen_share(num_stages, m, time.lookahead)
-                steps = steps_for_one(rule, "adamw", start=START if starts else 0.0, unseen=unseen)
-                batch = (1 - START) * time.batch + START * drained if starts else time.batch
+                steps = steps_for_one(
+                    rule, "adamw", delay_warmup=DEFAULT_DELAY_WARMUP if starts else 0.0, unseen=unseen
+                )
+                batch = (
+                    (1 - DEFAULT_DELAY_WARMUP) * time.batch + DEFAULT_DELAY_WARMUP * drained
+                    if starts
+                    else time.batch
+                )
                 yield (
                     f"| {schedule}{' from a fifth on' if starts else ''} | {num_stages} | {m} "
                     f"| {speed.name.lower()} | {time.lookahead} | {batch:.3f} | {steps:.2f} "

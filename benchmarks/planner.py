@@ -37,13 +37,13 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.autopipe import Cuts, autopipe
 from bireme.plan.partition.chain import chain_of
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.plan import Plan
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
-from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.rule import Rule
@@ -79,7 +79,7 @@ class Other:
 def penalised(plan: Plan, seconds: float) -> float:
     rule = schedule_named(plan.schedule).rule
     shape = plan.num_stages, plan.num_microbatches
-    return Wishes(BATCH_SIZE).penalty(rule, "adamw", *shape, lookahead=plan.lookahead) * seconds
+    return PlanRequest(BATCH_SIZE).penalty(rule, "adamw", *shape, lookahead=plan.lookahead) * seconds
 
 
 def orders_of(cluster: Cluster, count: int) -> list[tuple[int, ...]]:
@@ -104,11 +104,11 @@ def loads_for(
     """Those of a pipeline whose rank r runs on the devices `rows[r]`, the slowest of which counts."""
     devices = [[cluster.devices()[one].device for one in row] for row in rows]
     seats = [
-        Seat(f"rank {rank}", min(one.speed for one in row), min(one.memory_bytes for one in row))
+        DeviceSlot(f"rank {rank}", min(one.speed for one in row), min(one.memory_bytes for one in row))
         for rank, row in enumerate(devices)
     ]
     links = [Link(cluster.bandwidth(a[0], b[0]), cluster.latency(a[0], b[0])) for a, b in pairwise(rows)]
-    return loads_of(chain_of(profile, size), Line(tuple(seats), tuple(links)), setting)
+    return loads_of(chain_of(profile, size), DeviceRow(tuple(seats), tuple(links)), setting)
 
 
 def partitions(loads: Loads, random: np.random.Generator) -> Iterator[tuple[str, Cuts]]:
@@ -166,7 +166,7 @@ def every_plan(profile: Profile, cluster: Cluster, known_s: float) -> list[Other
                 continue  # a device lacks a few bytes after all
             if width > 1:
                 # Replicas meet on links, which the simulation of each alone does not see.
-                seconds = forecast_of(plan, profile, cluster, Wishes(BATCH_SIZE)).batch_s
+                seconds = forecast_of(plan, profile, cluster, PlanRequest(BATCH_SIZE)).batch_s
             found.setdefault(plan, Other(how, plan, seconds))
     return sorted(found.values(), key=lambda one: one.cost_s)
 
@@ -264,7 +264,7 @@ def row_of(cluster: str, name: str, one: Rehearsal, predicted_s: float, chosen: 
 def measure(name: str, profile: Profile, most: int, effort: Effort) -> list[Row]:
     """The chosen plan first."""
     cluster = load_cluster(name)
-    wishes = Wishes(batch_size=BATCH_SIZE)
+    wishes = PlanRequest(batch_size=BATCH_SIZE)
     answer = find_plan(profile, cluster, wishes)
     if not isinstance(answer, Answer):
         raise BiremeError(str(answer))

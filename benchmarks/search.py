@@ -25,8 +25,8 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link, Mesh
 from bireme.cluster.server import Server
 from bireme.plan.forecast import Answer
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
-from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 
 GIB = 2**30
@@ -90,7 +90,7 @@ def cases() -> list[Case]:
 
 def row_of(case: Case) -> dict[str, Any]:
     begin = time.process_time()
-    answer = find_plan(case.profile, case.cluster, Wishes(case.batch_size))
+    answer = find_plan(case.profile, case.cluster, PlanRequest(case.batch_size))
     spent_s = time.process_time() - begin
     if not isinstance(answer, Answer):
         return {"case": case.name, "processor_s": spent_s, "best_plan": str(answer)}

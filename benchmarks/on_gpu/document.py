@@ -12,22 +12,20 @@ BEGINNING = """\
 
 <!-- Made by benchmarks/gpu.py, not by hand. -->
 
-`make gpu` is all it takes on a machine with one or more GPUs. It finds or makes a Python whose torch sees
-them, runs the tests that are marked for them, trains, measures, and writes this file, within 25 minutes. Each
-step is a process with a limit of its own; what fails is written down here with its error, and the rest goes
-on. Without a GPU it says so, ends with status 2 and touches nothing.
+On a machine with one or more GPUs, run `make gpu`. It finds or makes a Python whose torch sees them, runs
+the GPU tests, trains, measures, and writes this file, within 25 minutes. Each step is a process with its own
+time limit. If a step fails, its error is written here and the rest continues. Without a GPU it says so,
+exits with status 2 and changes nothing.
 
-- **Which Python.** One that has a torch that sees the GPU and all other packages is used as it is. One that
-  has only such a torch lends it to `.venv-gpu`, which is told to keep it: the torch that `constraints.txt`
-  pins may be one for CPUs where packages come from. Otherwise `.venv-gpu` gets a torch of its own;
-  `make gpu TORCH_INDEX=URL` names the index that it comes from.
-- **One GPU, several stages.** Each stage is a process of its own and they share the GPU, over gloo: NCCL
-  takes no two ranks on one device. So messages really leave a process, through pinned memory of the host,
-  and each stage's memory is counted by an allocator of its own. Processes take turns on the device, so a
-  step takes as long as all stages together, and that is what the plan is told: each process has its share of
-  the speed and of the memory.
-- **Several GPUs.** One process for each, over NCCL.
-- **Times** of instructions are those of the device's own events, bytes those of its allocator.
+- **Which Python.** A Python with all packages and a torch that sees the GPU is used as it is. A Python with
+  only such a torch lends it to `.venv-gpu`, because `constraints.txt` may pin a torch for CPUs. Otherwise
+  `.venv-gpu` gets its own torch; `make gpu TORCH_INDEX=URL` names the package index for it.
+- **One GPU, several stages.** Each stage is a process, and all share the GPU, over gloo: NCCL does not allow
+  two ranks on one device. So messages really leave the process, through pinned host memory, and each
+  stage's memory has its own allocator. Processes take turns on the device, so a step takes as long as all
+  stages together. The plan knows this: each process has its share of the speed and the memory.
+- **Several GPUs.** One process per GPU, over NCCL.
+- **Times** of instructions come from the device's events, bytes from its allocator.
 """
 
 NOTHING = "No machine with a GPU has run it yet, so there are no figures here.\n"

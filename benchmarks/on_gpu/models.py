@@ -14,8 +14,8 @@ from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.plan.forecast import Answer, Candidate
 from bireme.plan.plan import Plan
+from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.search import find_plan
-from bireme.plan.wishes import Goal, Wishes
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
@@ -129,7 +129,7 @@ def profiled(_world: World, gpt: Gpt, kind: str) -> Profile:
 
 def plan_on(gpt: Gpt, measured: Profile, cluster: Cluster, schedule: str, fraction: float) -> Candidate:
     """The planner's choice for that schedule with a stage on each device, within a part of the memory."""
-    wishes = Wishes(
+    wishes = PlanRequest(
         batch_size=gpt.batch_size,
         schedule=schedule,
         goal=Goal.THROUGHPUT,

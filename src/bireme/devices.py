@@ -83,7 +83,7 @@ def device_called(name: str | torch.device) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise BiremeError(
-            f"There is no device {str(name)!r} here. Write cpu, {ACCELERATOR}, {ACCELERATOR}:1 or meta."
+            f"There is no device {str(name)!r} here. Use cpu, {ACCELERATOR}, {ACCELERATOR}:1 or meta."
         ) from error
 
 
@@ -91,8 +91,8 @@ def check_supported(device: torch.device) -> None:
     """Refuse a device that Bireme does not compute on."""
     if device.type not in KINDS:
         raise BiremeError(
-            f"Bireme computes on {' and '.join(KINDS)}, and not on {device}. Use device = cpu, or write the "
-            "description of a device where a plan is all you need."
+            f"Bireme computes on {' and '.join(KINDS)}, not on {device}. Use device = cpu, or write the "
+            "description of a device if you only need a plan."
         )
 
 

@@ -168,7 +168,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise BiremeError(f"The key {twice!r} stands there twice. Leave out one of the two.")
+        raise BiremeError(f"The key {twice!r} is there twice. Leave out one of the two.")
     return found
 
 

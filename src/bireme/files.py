@@ -24,7 +24,7 @@ def write_bytes_atomically(path: Path, data: bytes) -> None:
 
 
 def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Put the chunks at `path`, one behind the other: all, or nothing, whatever happens meanwhile.
+    """Write the chunks to `path`, one after the other: all of them or nothing, whatever happens meanwhile.
 
     They are written to a file of another name in the same folder, which is renamed once it is on the disk.
     A file that was there before keeps its permissions.
@@ -37,7 +37,7 @@ def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         if path.is_dir():
             raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
         if path.exists() and not path.is_file():
-            raise BiremeError(f"{path} cannot be written: it is no ordinary file. Name another one.")
+            raise BiremeError(f"{path} cannot be written: it is not an ordinary file. Name another one.")
         with draft.open("xb") as file:
             file.writelines(chunks)
             file.flush()

@@ -13,9 +13,9 @@ from bireme.bench.emulated import Pace
 from bireme.bench.emulation import SCHEDULES, Row, limit_s, predicted_s
 from bireme.bench.engine import EngineReport, bench_engine
 from bireme.bench.engine_document import engine_document
+from bireme.bench.engine_overhead import EngineOverhead, own_cost
 from bireme.bench.memory import Counts
 from bireme.bench.overhead import Overhead, OverheadTimes, overhead_of
-from bireme.bench.own_cost import OwnCost, own_cost
 from bireme.bench.replicas import Replicas, measure_replicas
 from bireme.bench.small_gpt import GptRow
 from bireme.bench.spread import Spread
@@ -39,7 +39,7 @@ TINY = Effort(
     buffers=(2, 8),
 )
 ONE = Spread(1.0, 1.0, 1.0)
-FREE = OwnCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+FREE = EngineOverhead(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """An engine that takes no time itself."""
 
 
@@ -111,7 +111,7 @@ def test_limits_are_what_the_simulator_reaches_when_nothing_else_takes_time(
 @pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 4), Shape(4, 8)], ids=str)
 def test_what_the_engine_takes_is_read_off_a_timeline_that_has_it(shape: Shape) -> None:
     """From a simulated one, in which messages take nobody's time but are late."""
-    given = OwnCost(0.0004, 0.0006, 0.0, 0.0, 0.003, 0.002)
+    given = EngineOverhead(0.0004, 0.0006, 0.0, 0.0, 0.003, 0.002)
     program = Plan(tuple(range(1, shape.num_ranks)), shape.num_microbatches, "1f1b").program(5)
     network = Network.dedicated(pairs_that_talk(program), latency_s=given.late_s)
     timeline = simulate(program, given.costs(shape.num_ranks, PACE), network)

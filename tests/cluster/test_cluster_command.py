@@ -132,7 +132,7 @@ def test_a_machine_without_nvidia_s_library_is_its_processor(
     assert [device.device.num_cores for device in read_cluster(path).devices()] == [2] * 4
     notes = " ".join(result.document["notes"])
     assert "Install bireme[gpu]" in notes
-    assert "No network card tells its speed" in notes
+    assert "No network card reports its speed" in notes
 
 
 def test_a_machine_with_the_library_and_no_driver_says_so(driver: Any, capsys: Capture) -> None:
@@ -260,8 +260,8 @@ def test_the_ready_clusters_are_listed(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["show"], "Name one cluster to show"),
-        (["show", "laptop", "--list"], "Name one cluster to show"),
+        (["show"], "Name a cluster to show"),
+        (["show", "laptop", "--list"], "Name a cluster to show"),
         (["show", "labtop"], "Did you mean 'laptop'?"),
         (["show", "missing.toml"], "There is no file missing.toml."),
         (["discover", "--cpus", "-1"], "cannot be -1 devices"),

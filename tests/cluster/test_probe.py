@@ -58,7 +58,7 @@ def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("--output", "cluster.yaml"), "written to a .toml file"),
+        (("--output", "cluster.yaml"), "must end in .toml"),
         (("--output", "no/such/folder/cluster.toml"), "there is no folder"),
         (("--model", "gpt:layers=none"), "whole number"),
         (("--processes", "0"), "it takes 1 to"),

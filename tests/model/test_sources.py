@@ -158,7 +158,7 @@ def test_the_same_source_always_has_the_same_inputs() -> None:
         ("gpt", "no model source 'gpt'"),
         ("keras:model", "no model source 'keras:model'"),
         ("gpt:", "lacks layers, width, heads, vocab, context"),
-        ("gpt:layers=2,width=32,heads=4,vocab=64", "lacks context.*Write it like gpt:layers="),
+        ("gpt:layers=2,width=32,heads=4,vocab=64", "lacks context.*Write it as in gpt:layers="),
         (f"{SMALL},drop=0.1", "unknown key 'drop'. Did you mean 'dropout'"),
         (f"{SMALL},layers=3", "'layers' twice"),
         (f"{SMALL},tied", "'tied', which is not of the form key=value"),

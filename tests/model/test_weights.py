@@ -365,7 +365,7 @@ def test_a_tensor_of_another_shape_is_named_with_its_file(folder: Path) -> None:
 def test_a_missing_or_damaged_file_is_named(folder: Path) -> None:
     file = folder / "model-1.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    refused(folder, r"model-1\.safetensors is damaged or cut short")
+    refused(folder, r"model-1\.safetensors is damaged or truncated")
     file.unlink()
     refused(folder, r"model-1\.safetensors is missing")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x')

@@ -172,7 +172,7 @@ def test_a_wrong_workload_is_one_sentence_that_says_where(path: Path, plain: obj
 
 def test_a_key_that_stands_there_twice_is_refused(path: Path) -> None:
     path.write_text('{"maxCPUs": 1, "maxCPUs": 2}')
-    with pytest.raises(BiremeError, match="The key 'maxCPUs' stands there twice"):
+    with pytest.raises(BiremeError, match="The key 'maxCPUs' is there twice"):
         load_workload(path)
 
 

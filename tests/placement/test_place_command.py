@@ -120,7 +120,7 @@ def test_the_table_has_a_row_for_each_device_and_says_what_is_proven(capsys: Cap
 def test_a_gap_comes_with_what_to_try(capsys: Capture) -> None:
     out = " ".join(place(capsys, "branches.json --method single").out.split())
     assert "a gap of" in out
-    assert "A better one may be left. To try: --method milp" in out
+    assert "A better placement may exist. Try: --method milp" in out
 
 
 # --- files and verdicts ------------------------------------------------------------------------------------
@@ -261,20 +261,23 @@ def test_a_wrong_workload_is_status_2_and_one_sentence_that_names_the_node(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "Name the file of a workload, or a model with --model."),
+        ("", "Name a workload file, or a model with --model."),
         ("none.json", "There is no file none.json."),
         ("branches.json --objective trainin", "There is no objective 'trainin'. Did you mean 'training'?"),
         ("branches.json --method dq", "There is no method 'dq'. Did you mean 'dp'?"),
-        ("branches.json --method expert", "--method expert and --expert FILE.json go together"),
-        ("branches.json --method dp --expert x.json", "--method expert and --expert FILE.json go together"),
+        ("branches.json --method expert", "--method expert and --expert FILE.json belong together"),
+        (
+            "branches.json --method dp --expert x.json",
+            "--method expert and --expert FILE.json belong together",
+        ),
         ("branches.json --time-limit 0", "The time limit is 0"),
         ("branches.json --pieces 0 --objective latency", "An accelerator runs 1 to 64 pieces"),
         ("branches.json --accelerators 0 --cpus 0", "The workload has no device"),
         ("branches.json --picture x.gif", "x.gif must end in .svg or .png or .dot."),
         ("branches.json -o x.txt", "x.txt must end in .json."),
         ("branches.json -o nowhere/x.json", "nowhere/x.json cannot be written: there is no folder"),
-        ("branches.json -o x.json --split x.json", "Two of the files to write are the same one."),
-        ("branches.json --check x.json --seed 3", "--check looks for nothing: leave out --seed."),
+        ("branches.json -o x.json --split x.json", "Two output files have the same name."),
+        ("branches.json --check x.json --seed 3", "--check does not search: leave out --seed."),
     ],
 )
 def test_wrong_words_are_status_2_and_one_sentence(capsys: Capture, words: str, sentence: str) -> None:

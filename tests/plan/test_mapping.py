@@ -14,13 +14,13 @@ from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.contention import Traffic
 from bireme.plan.search.draft import Grid
-from bireme.plan.search.ground import Ground
-from bireme.plan.search.mapping import all_grids, exchanged, likely_grids
+from bireme.plan.search.mapping import all_grids, exchanged, promising_grids
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan
 from bireme.plan.search.shapes import Outline
-from bireme.plan.wishes import Wishes
 from bireme.schedule.rule import Rule
 from tests.support.clusters import few
 from tests.support.extent import examples
@@ -44,7 +44,7 @@ def server(name: str, own: tuple[Device, ...], *, card: float = 1e9, bus: float 
     return Server(name, own, (Bridge("bus", places, Link(bus)),), (), (Card("net", places, Link(card)),))
 
 
-def ways_of(ground: Ground, grid: Grid) -> frozenset[tuple[object, ...]]:
+def ways_of(ground: PlanningProblem, grid: Grid) -> frozenset[tuple[object, ...]]:
     """What can be told of a mapping: for each replica its devices, and every way between any two of all."""
     flat = [device for replica in zip(*grid, strict=True) for device in replica]
     lanes: dict[str, int] = {}
@@ -72,7 +72,7 @@ def ways_of(ground: Ground, grid: Grid) -> frozenset[tuple[object, ...]]:
 def test_every_mapping_is_there_once(cluster: Cluster, width: int, depth: int) -> None:
     if width * depth > cluster.num_devices:
         return
-    ground = Ground(UNITS, cluster, Wishes(4))
+    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
     outline = Outline("gpipe", depth, 1, (1,) * width, 4)
     found = all_grids(ground, outline, 10_000)
     assert found is not None
@@ -87,7 +87,7 @@ def test_every_mapping_is_there_once(cluster: Cluster, width: int, depth: int) -
 
 def test_equal_devices_have_one_mapping() -> None:
     cluster = Cluster((server("a", devices(1, 1, 1, 1)),))
-    ground = Ground(UNITS, cluster, Wishes(4))
+    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
     assert len(all_grids(ground, Outline("gpipe", 4, 1, (1,), 4), 100) or []) == 1
     assert len(all_grids(ground, Outline("gpipe", 2, 1, (1, 1), 4), 100) or []) == 1
     assert all_grids(ground, Outline("gpipe", 1, 1, (1,) * 5, 4), 100) is None
@@ -95,8 +95,8 @@ def test_equal_devices_have_one_mapping() -> None:
 
 def test_likely_mappings_keep_replicas_together_and_apart() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
-    ground = Ground(UNITS, cluster, Wishes(4))
-    grids = list(likely_grids(ground, Outline("gpipe", 2, 1, (1, 1), 2)))
+    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
+    grids = list(promising_grids(ground, Outline("gpipe", 2, 1, (1, 1), 2)))
     assert ((0, 2), (1, 3)) in grids  # each replica in a server
     assert ((0, 1), (2, 3)) in grids  # each stage in a server
     assert len(grids) == len(set(grids))
@@ -104,13 +104,13 @@ def test_likely_mappings_keep_replicas_together_and_apart() -> None:
 
 def test_exchanges_leave_alike_devices_where_they_are() -> None:
     cluster = Cluster((server("a", devices(1, 1, 2)),))
-    ground = Ground(UNITS, cluster, Wishes(4))
+    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
     assert sorted(exchanged(ground, ((0,), (1,)))) == [((0,), (2,)), ((2,), (1,))]
 
 
 def test_the_bytes_on_a_lane_are_those_of_all_who_cross_it() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
-    ground = Ground(UNITS, cluster, Wishes(4))
+    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
     apart = Traffic.of(ground, ((0, 1), (2, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [0.0, 0.0])
     name, seconds = apart.slowest()
     assert (name, seconds) == ("b/net out", 20 / 1e9)
@@ -120,7 +120,7 @@ def test_the_bytes_on_a_lane_are_those_of_all_who_cross_it() -> None:
     assert together.at(0, cluster.path(0, 2)[1])[1] == 7.0
 
 
-def best(cluster: Cluster, wishes: Wishes) -> Answer:
+def best(cluster: Cluster, wishes: PlanRequest) -> Answer:
     answer = find_plan(UNITS, cluster, wishes)
     assert isinstance(answer, Answer), str(answer)
     return answer
@@ -130,28 +130,28 @@ def test_slow_links_are_crossed_by_as_little_as_can_be() -> None:
     """Of two servers over a slow cable each holds half of the pipeline, not every other stage."""
     fast, slow = devices(1, 1), devices(1, 1)
     cluster = Cluster((server("a", fast, card=1.0), server("b", slow, card=1.0)))
-    plan = best(cluster, Wishes(8, schedule="2bw", depth=4, width=1)).best.plan
+    plan = best(cluster, PlanRequest(8, schedule="2bw", depth=4, width=1)).best.plan
     servers = [name[0].split("/")[0] for name in plan.devices]
     assert sum(a != b for a, b in pairwise(servers)) == 1
 
 
 def test_a_fast_replica_takes_more_samples() -> None:
     cluster = Cluster((server("a", devices(2, 1)),))
-    plan = best(cluster, Wishes(6, depth=1, width=2)).best.plan
+    plan = best(cluster, PlanRequest(6, depth=1, width=2)).best.plan
     assert plan.micro_batch_sizes == (2, 1)
     assert plan.devices == (("a/emulated0", "a/emulated1"),)
 
 
 def test_a_slow_device_gets_less_work() -> None:
     cluster = Cluster((server("a", devices(1, 0.5, 1)),))
-    answer = best(cluster, Wishes(8, schedule="2bw", depth=3))
+    answer = best(cluster, PlanRequest(8, schedule="2bw", depth=3))
     work = {stage.devices[0]: stage.end - stage.begin for stage in answer.best.forecast.stages}
     assert work["a/emulated1"] == 1
 
 
 def test_wishes_are_kept() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(2, 1))))
-    wishes = Wishes(
+    wishes = PlanRequest(
         8,
         synchronous=True,
         pinned={5: "a/emulated0"},
@@ -174,8 +174,8 @@ def test_wishes_are_kept() -> None:
 
 def test_the_largest_batch_is_used_where_it_helps() -> None:
     cluster = Cluster((server("a", devices(1, 1)),))
-    small = best(cluster, Wishes(4, schedule="gpipe", depth=2, micro_batch=1)).best
-    large = best(cluster, Wishes(4, largest_batch=16, schedule="gpipe", depth=2, micro_batch=1)).best
+    small = best(cluster, PlanRequest(4, schedule="gpipe", depth=2, micro_batch=1)).best
+    large = best(cluster, PlanRequest(4, largest_batch=16, schedule="gpipe", depth=2, micro_batch=1)).best
     assert (small.plan.num_microbatches, large.plan.num_microbatches) == (4, 16)
     assert large.forecast.cost_s_per_sample < small.forecast.cost_s_per_sample
 
@@ -201,12 +201,12 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
 def test_wishes_that_cannot_be_are_refused(wishes: dict[str, object], word: str) -> None:
     cluster = Cluster((server("a", devices(1, 1, 1)),))
     with pytest.raises(BiremeError, match=word):
-        find_plan(UNITS, cluster, Wishes(**{"batch_size": 4, **wishes}))  # type: ignore[arg-type]  # as given
+        find_plan(UNITS, cluster, PlanRequest(**{"batch_size": 4, **wishes}))  # type: ignore[arg-type]  # as given
 
 
 def test_what_fits_nowhere_says_where_and_what_would_help() -> None:
     cluster = Cluster((server("a", devices(1, 1, memory=100)),))
-    wishes = Wishes(4, recompute=Recompute.NEVER)
+    wishes = PlanRequest(4, recompute=Recompute.NEVER)
     answer = find_plan(UNITS, cluster, wishes)
     assert isinstance(answer, NothingFits)
     worst = answer.stages[answer.stage]
@@ -221,7 +221,7 @@ def test_what_fits_nowhere_says_where_and_what_would_help() -> None:
 def test_what_fits_nowhere_with_several_stages_on_a_rank_says_so_too() -> None:
     """Once nobody was left to ask: the partition knows the bytes of one stage on each rank alone."""
     cluster = Cluster((server("a", devices(1, 1, memory=100)),))
-    wishes = Wishes(4, schedule="interleaved", recompute=Recompute.NEVER)
+    wishes = PlanRequest(4, schedule="interleaved", recompute=Recompute.NEVER)
     answer = find_plan(UNITS, cluster, wishes)
     assert isinstance(answer, NothingFits)
     assert (answer.schedule, len(answer.stages)) == ("interleaved", 4)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.plan.partition.autopipe import Cuts, autopipe
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit, assess
 from bireme.plan.partition.recurrence import iterate
@@ -140,7 +140,7 @@ def problems(draw: st.DrawFn, *, schedule: str = "1f1b", unequal: bool = True) -
         forward_s, backward_s, parameter_bytes=numbers(0, 9), kept_bytes=numbers(0, 5), boundary_bytes=4
     )
     seats = tuple(
-        Seat(
+        DeviceSlot(
             f"device {stage}",
             draw(st.sampled_from([0.5, 1.0])) if unequal else 1.0,
             draw(st.sampled_from([60.0, 120.0, math.inf, math.inf])) if unequal else math.inf,
@@ -148,7 +148,7 @@ def problems(draw: st.DrawFn, *, schedule: str = "1f1b", unequal: bool = True) -
         for stage in range(num_stages)
     )
     link = Link(draw(st.sampled_from([2.0, math.inf]))) if unequal else Link()
-    line = Line(seats, (link,) * (num_stages - 1), overlap=draw(st.booleans()))
+    line = DeviceRow(seats, (link,) * (num_stages - 1), overlap=draw(st.booleans()))
     m = num_stages * draw(st.integers(1, 3)) if unequal else 2 * num_stages
     recompute = draw(st.sampled_from(Recompute)) if unequal else Recompute.NEVER
     return loads_of(chain, line, Setting(schedule, m, recompute))
@@ -210,7 +210,7 @@ def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> Non
     for num_stages in range(1, 9):
         forward_s = random.integers(1, 30, num_stages).astype(float)
         chain = chain_of_numbers(forward_s.tolist(), (2 * forward_s).tolist())
-        found = autopipe(loads_of(chain, Line.equal(num_stages), Setting("1f1b", 2 * num_stages)))
+        found = autopipe(loads_of(chain, DeviceRow.equal(num_stages), Setting("1f1b", 2 * num_stages)))
         assert found is not None
         assert found.partition.cuts == tuple(range(1, num_stages))
 
@@ -218,7 +218,7 @@ def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> Non
 def test_load_falls_behind_the_master_stage() -> None:
     """So that the last micro-batch comes back without waiting: the best partition is not flat."""
     chain = chain_of_numbers([1.0] * 50, [3.0] * 50)
-    found = autopipe(loads_of(chain, Line.equal(8), Setting("1f1b", 16)))
+    found = autopipe(loads_of(chain, DeviceRow.equal(8), Setting("1f1b", 16)))
     assert found is not None
     assert found.batch_s < found.start_batch_s
     busy_s = [stage.busy_s for stage in found.partition.stages]
@@ -228,7 +228,7 @@ def test_load_falls_behind_the_master_stage() -> None:
 
 def test_what_the_search_foretells_is_what_the_simulator_says() -> None:
     chain = chain_of_numbers(range(1, 13), [2.0 * one for one in range(1, 13)])
-    loads = loads_of(chain, Line.equal(4, speeds=(1, 0.5, 1, 0.25)), Setting("1f1b", 8))
+    loads = loads_of(chain, DeviceRow.equal(4, speeds=(1, 0.5, 1, 0.25)), Setting("1f1b", 8))
     found = autopipe(loads)
     assert found is not None
     assert found.batch_s == pytest.approx(predict(loads, found.partition).makespan_s, rel=1e-12)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain
-from bireme.plan.partition.line import Line, Link
+from bireme.plan.partition.device_row import DeviceRow, Link
 from bireme.plan.partition.loads import Loads, Setting, loads_of
 from bireme.plan.partition.partition import assess
 from tests.support.extent import examples
@@ -23,7 +23,7 @@ NUMBERS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
 
 
 def loads(chain: Chain, num_stages: int, link: Link | None = None, m: int = 8) -> Loads:
-    return loads_of(chain, Line.equal(num_stages, link=link), Setting("1f1b", m))
+    return loads_of(chain, DeviceRow.equal(num_stages, link=link), Setting("1f1b", m))
 
 
 def gpt_like(layers: int) -> Chain:
@@ -85,7 +85,7 @@ def test_piper_adds_the_transfers_of_both_borders_to_the_slowest_stage(
 
 def test_piper_does_not_know_that_devices_differ() -> None:
     chain = chain_of_numbers([1.0] * 8, [1.0] * 8)
-    unequal = loads_of(chain, Line.equal(2, speeds=(1.0, 0.25)), Setting("1f1b", 4))
+    unequal = loads_of(chain, DeviceRow.equal(2, speeds=(1.0, 0.25)), Setting("1f1b", 4))
     assert piper(unequal) == (4,)
 
 
@@ -93,7 +93,7 @@ def test_equal_blocks_take_the_embedding_first_and_the_head_last() -> None:
     chain = gpt_like(8)
     assert pipedream_2bw(loads(chain, 4)) == (5, 9, 13)
     assert pipedream_2bw(loads(chain, 3)) == (5, 11)
-    with pytest.raises(BiremeError, match="2 layers cannot be dealt out to 3"):
+    with pytest.raises(BiremeError, match="2 layers cannot be divided to 3"):
         pipedream_2bw(loads(gpt_like(2), 3))
 
 

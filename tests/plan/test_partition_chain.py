@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
 from bireme.plan.partition.holdings import holdings
-from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Recompute, Setting, loads_of
 from bireme.plan.partition.partition import assess
 from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
@@ -181,7 +181,7 @@ def test_schedules_with_several_stages_on_a_device_are_refused() -> None:
 def test_the_bytes_of_a_partition_are_those_of_its_simulation(name: str, recompute: Recompute) -> None:
     made = chain_of(profile_of("gpt"), 2)
     for num_stages in (1, 2, 3):
-        line = Line.equal(num_stages, link=Link(1e9))
+        line = DeviceRow.equal(num_stages, link=Link(1e9))
         loads = loads_of(made, line, Setting(name, 6, recompute))
         for cuts in combinations(range(1, made.num_units), num_stages - 1):
             partition = assess(loads, cuts)
@@ -192,13 +192,13 @@ def test_the_bytes_of_a_partition_are_those_of_its_simulation(name: str, recompu
 
 def test_a_line_and_a_chain_must_make_sense() -> None:
     with pytest.raises(BiremeError, match="one link fewer"):
-        Line((Seat("a"), Seat("b")), ())
+        DeviceRow((DeviceSlot("a"), DeviceSlot("b")), ())
     with pytest.raises(BiremeError, match="speed 0"):
-        Seat("a", speed=0)
+        DeviceSlot("a", speed=0)
     with pytest.raises(BiremeError, match="bytes/s"):
         Link(bytes_per_s=0)
     with pytest.raises(BiremeError, match="one unit or more"):
         chain_of_numbers([], [])
     made: Chain = chain_of_numbers([1.0], [2.0])
     with pytest.raises(BiremeError, match="each needs one unit"):
-        loads_of(made, Line.equal(2, memory_bytes=math.inf), Setting("1f1b", 2))
+        loads_of(made, DeviceRow.equal(2, memory_bytes=math.inf), Setting("1f1b", 2))

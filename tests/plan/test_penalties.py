@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.plan.penalties import (
+    DEFAULT_DELAY_WARMUP,
     ENOUGH_STEPS,
     MEASURED,
-    START,
-    start_of,
+    delay_warmup_of,
     steps_for_one,
     unseen_share,
 )
-from bireme.plan.wishes import Goal, Wishes
+from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.profile.optimizers import OPTIMIZERS
 from bireme.schedule.rule import Rule
 
@@ -67,7 +67,9 @@ def studied() -> list[Row]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_start_without_delay_and_a_fresh_rule_cost_less(optimizer: str) -> None:
     def steps(rule: Rule, *, starts: bool, unseen: float = 0.375) -> float:
-        return steps_for_one(rule, optimizer, start=START if starts else 0.0, unseen=unseen)
+        return steps_for_one(
+            rule, optimizer, delay_warmup=DEFAULT_DELAY_WARMUP if starts else 0.0, unseen=unseen
+        )
 
     assert steps(Rule.SYNCHRONOUS, starts=False) == 1
     assert 1 <= steps(Rule.FRESH, starts=True) <= steps(Rule.FRESH, starts=False)
@@ -83,7 +85,8 @@ def test_a_start_without_delay_and_a_fresh_rule_cost_less(optimizer: str) -> Non
 
 def test_a_shorter_start_counts_in_proportion_and_a_longer_one_as_ours() -> None:
     none, half, ours, longer = (
-        steps_for_one(Rule.FRESH, "adamw", start=start, unseen=0.375) for start in (0, START / 2, START, 1)
+        steps_for_one(Rule.FRESH, "adamw", delay_warmup=start, unseen=0.375)
+        for start in (0, DEFAULT_DELAY_WARMUP / 2, DEFAULT_DELAY_WARMUP, 1)
     )
     assert half == pytest.approx((none + ours) / 2)
     assert longer == ours < none
@@ -91,32 +94,32 @@ def test_a_shorter_start_counts_in_proportion_and_a_longer_one_as_ours() -> None
 
 def test_what_was_not_measured_is_refused() -> None:
     with pytest.raises(BiremeError, match="was not measured"):
-        steps_for_one(Rule.STASHED, "adamw", start=0, unseen=0)
+        steps_for_one(Rule.STASHED, "adamw", delay_warmup=0, unseen=0)
 
 
 def test_the_start_is_ours_where_the_planner_chooses_and_the_user_s_where_he_does() -> None:
-    assert Wishes(8).start_share == START
-    assert Wishes(8, schedule="2bw").start_share == 0
-    assert Wishes(8, schedule="2bw", start=0.5).start_share == 0.5
-    assert Wishes(8, start=0.0).start_share == 0
+    assert PlanRequest(8).delay_warmup_share == DEFAULT_DELAY_WARMUP
+    assert PlanRequest(8, schedule="2bw").delay_warmup_share == 0
+    assert PlanRequest(8, schedule="2bw", delay_warmup=0.5).delay_warmup_share == 0.5
+    assert PlanRequest(8, delay_warmup=0.0).delay_warmup_share == 0
 
 
 def test_a_long_run_starts_for_twice_the_rise_of_its_rate_or_a_thousand_steps() -> None:
-    assert start_of(300, 30) == START
-    assert start_of(300, 0) == START
-    assert start_of(300_000, 2000) * 300_000 == pytest.approx(4000)
-    assert start_of(300_000, 0) * 300_000 == pytest.approx(ENOUGH_STEPS)
+    assert delay_warmup_of(300, 30) == DEFAULT_DELAY_WARMUP
+    assert delay_warmup_of(300, 0) == DEFAULT_DELAY_WARMUP
+    assert delay_warmup_of(300_000, 2000) * 300_000 == pytest.approx(4000)
+    assert delay_warmup_of(300_000, 0) * 300_000 == pytest.approx(ENOUGH_STEPS)
 
 
 @pytest.mark.parametrize("start", [-0.1, 1.5, float("nan")])
 def test_a_start_that_is_no_share_is_refused(start: float) -> None:
     with pytest.raises(BiremeError, match="must be 0 to 1"):
-        Wishes(8, start=start)
+        PlanRequest(8, delay_warmup=start)
 
 
 def test_a_start_counts_the_bubble_of_its_batches() -> None:
-    wishes = Wishes(8, penalties={Rule.DELAYED: 2.0}, start=0.25)
-    assert wishes.start_share >= START
+    wishes = PlanRequest(8, penalties={Rule.DELAYED: 2.0}, delay_warmup=0.25)
+    assert wishes.delay_warmup_share >= DEFAULT_DELAY_WARMUP
     assert wishes.penalty(Rule.DELAYED, "adamw", 5, 8) == 2.0 * (1 + 0.25 * 4 / 8)
     assert wishes.penalty(Rule.SYNCHRONOUS, "adamw", 5, 8) == 1
     measured = MEASURED[Rule.FRESH, True]["adamw"].at(unseen_share(5, 8))
@@ -124,5 +127,5 @@ def test_a_start_counts_the_bubble_of_its_batches() -> None:
 
 
 def test_throughput_minds_no_steps() -> None:
-    wishes = Wishes(8, goal=Goal.THROUGHPUT, penalties={Rule.DELAYED: 2.0})
+    wishes = PlanRequest(8, goal=Goal.THROUGHPUT, penalties={Rule.DELAYED: 2.0})
     assert all(wishes.penalty(rule, "sgd", 4, 8) == 1 for rule in (Rule.DELAYED, Rule.FRESH))

@@ -17,16 +17,16 @@ from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help, explain
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
 from bireme.plan.what_if import changes
-from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from tests.support.clusters import clusters
 from tests.support.extent import examples
 from tests.support.hand_plans import tiny_profile
 
 
-def answered(profile: Profile, cluster: Cluster, wishes: Wishes) -> tuple[Answer, dict[str, Help]]:
+def answered(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> tuple[Answer, dict[str, Help]]:
     """The best plan, and what each change brings."""
     answer = find_plan(profile, cluster, wishes)
     assert isinstance(answer, Answer)
@@ -50,7 +50,7 @@ def two(bytes_per_s: float, memory_bytes: int = 2**30) -> Cluster:
 
 @pytest.mark.slow
 def test_a_faster_link_helps_where_the_link_is_slow() -> None:
-    wishes = Wishes(8, depth=2, width=1, schedule="1f1b")
+    wishes = PlanRequest(8, depth=2, width=1, schedule="1f1b")
     _, slow = answered(tiny_profile(), two(1e6), wishes)
     assert slow["2 × the bandwidth of one/bus"].gain > 1.5
     _, fast = answered(tiny_profile(), two(1e15), wishes)
@@ -58,14 +58,14 @@ def test_a_faster_link_helps_where_the_link_is_slow() -> None:
 
 
 def test_a_larger_batch_helps_a_schedule_that_drains() -> None:
-    wishes = Wishes(4, depth=2, width=1, schedule="gpipe", micro_batch=1)
+    wishes = PlanRequest(4, depth=2, width=1, schedule="gpipe", micro_batch=1)
     _, found = answered(tiny_profile(), two(1e15), wishes)
     assert found["a batch of 8 samples"].gain > 1.05
 
 
 def test_more_memory_helps_where_the_forward_had_to_run_again() -> None:
     profile = tiny_profile()
-    wishes = Wishes(8, depth=2, width=1, schedule="gpipe", micro_batch=4)
+    wishes = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=4)
     wide = find_plan(profile, two(1e15), replace(wishes, recompute=Recompute.NEVER))
     lean = find_plan(profile, two(1e15), replace(wishes, recompute=Recompute.ALWAYS))
     assert isinstance(wide, Answer)
@@ -81,7 +81,7 @@ def test_more_memory_helps_where_the_forward_had_to_run_again() -> None:
 
 
 def test_giving_up_a_wish_is_tried_for_each() -> None:
-    wishes = Wishes(
+    wishes = PlanRequest(
         8,
         schedule="gpipe",
         synchronous=True,
@@ -102,7 +102,7 @@ def test_giving_up_a_wish_is_tried_for_each() -> None:
 
 
 def test_what_then_fits_nowhere_is_left_out() -> None:
-    wishes = Wishes(8, depth=2, width=1, schedule="gpipe", micro_batch=2, recompute=Recompute.NEVER)
+    wishes = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=2, recompute=Recompute.NEVER)
     plenty = find_plan(tiny_profile(), two(1e15), wishes)
     assert isinstance(plenty, Answer)
     enough = max(stage.peak_bytes for stage in plenty.best.forecast.stages)
@@ -112,11 +112,11 @@ def test_what_then_fits_nowhere_is_left_out() -> None:
 
 
 def test_a_change_that_cannot_be_is_left_out() -> None:
-    wishes = Wishes(4, depth=2, width=1, schedule="gpipe", synchronous=True)
+    wishes = PlanRequest(4, depth=2, width=1, schedule="gpipe", synchronous=True)
     answer = find_plan(tiny_profile(), two(1e9), wishes)
     assert isinstance(answer, Answer)
 
-    def search(profile: Profile, cluster: Cluster, wishes: Wishes) -> object:
+    def search(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> object:
         """What refuses batches of 8 samples, as where no micro-batches make them up."""
         if wishes.batch_size == 8:
             raise BiremeError("No plan makes batches of 8 samples.")
@@ -128,7 +128,7 @@ def test_a_change_that_cannot_be_is_left_out() -> None:
 
 
 def test_progress_is_told_up_to_the_end() -> None:
-    wishes = Wishes(4, depth=2, width=1, schedule="gpipe")
+    wishes = PlanRequest(4, depth=2, width=1, schedule="gpipe")
     answer = find_plan(tiny_profile(), two(1e9), wishes)
     assert isinstance(answer, Answer)
     told: list[float] = []
@@ -143,7 +143,7 @@ def test_progress_is_told_up_to_the_end() -> None:
 @given(cluster=clusters())
 @examples(40)
 def test_each_change_is_of_one_thing_and_only_more_of_it(cluster: Cluster) -> None:
-    wishes = Wishes(4)
+    wishes = PlanRequest(4)
     for change in changes(cluster, wishes):
         is_cluster = change.cluster != cluster
         assert is_cluster != (change.wishes != wishes)
@@ -163,7 +163,7 @@ def test_both_directions_of_a_link_and_the_switch_are_made_faster() -> None:
     device = Device("a device", "cpu", 2**30)
     server = Server("home0", (device,), cards=(Card("line", (0,), Link(1e6, back_bytes_per_s=4e6)),))
     cluster = Cluster((server, replace(server, name="home1")), Switch(5e5))
-    found = {change.words: change.cluster for change in changes(cluster, Wishes(1))}
+    found = {change.words: change.cluster for change in changes(cluster, PlanRequest(1))}
     line = found["2 × the bandwidth of home0…1/line"].servers[1].cards[0].link
     assert (line.bytes_per_s, line.back_bytes_per_s) == (2e6, 8e6)
     switch = found["2 × the bandwidth of the switch"].switch
@@ -173,7 +173,7 @@ def test_both_directions_of_a_link_and_the_switch_are_made_faster() -> None:
 def test_a_largest_batch_grows_along() -> None:
     batches = [
         (change.wishes.batch_size, change.wishes.largest_batch)
-        for change in changes(two(1e9), Wishes(4, largest_batch=6))
+        for change in changes(two(1e9), PlanRequest(4, largest_batch=6))
         if change.wishes.batch_size != 4
     ]
     assert batches == [(8, 8)]

@@ -220,7 +220,7 @@ def test_tied_weights_in_two_stages_are_refused_by_name() -> None:
 
 
 def test_names_of_modules_need_the_model() -> None:
-    with pytest.raises(BiremeError, match="Name the model with --model"):
+    with pytest.raises(BiremeError, match="Give the model with --model"):
         export_named("torchtitan").text(material(BY_LAYERS))
 
 
@@ -267,7 +267,7 @@ def test_torch_finds_the_schedule_by_its_name(schedule: str, ranks: int, name: s
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Plan((3, 5, 7), 8, "zb-h1"), "no schedule of the name zb-h1"),
+        (Plan((3, 5, 7), 8, "zb-h1"), "no schedule named zb-h1"),
         (Plan((3, 5, 7), 8, "1f1b", lookahead=1), "1 forwards further ahead"),
         (Plan((3, 5, 7), 3, "1f1b"), "the plan has 3 for 4"),
         (Plan((3, 5, 7), 5, "interleaved"), "5 on 2 ranks"),

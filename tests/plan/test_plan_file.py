@@ -225,8 +225,8 @@ def test_a_plan_fits_its_model_captured_at_another_batch_size() -> None:
 @pytest.mark.parametrize(
     ("layers", "dtype", "tied", "said"),
     [
-        (2, "float32", "false", "Its unit 5 is layers.2.attention, and here it is head."),
-        (4, "float64", "false", "Unit 0 (positions) does other work here"),
+        (2, "float32", "false", "Its unit 5 is layers.2.attention, but here it is head."),
+        (4, "float64", "false", "Unit 0 (positions) differs here"),
     ],
 )
 def test_a_plan_of_another_model_is_refused_with_what_differs(
@@ -252,7 +252,7 @@ def test_a_model_with_fewer_units_of_the_same_kind_is_refused() -> None:
     found = units_of(gpt(2))
     units = [PlannedUnit(unit.name, unit.structure) for unit in found]
     check_plan_fits(origin, gpt(2), units)
-    with pytest.raises(BiremeError, match="It has 7 units, and this model has 6"):
+    with pytest.raises(BiremeError, match="It has 7 units, but this model has 6"):
         check_plan_fits(origin, gpt(2), [*units, PlannedUnit("more", "work")])
 
 

@@ -14,8 +14,8 @@ from bireme.model.graph import Graph
 from bireme.model.part import Lora, Part
 from bireme.model.sources import load_source
 from bireme.plan.forecast import Answer, NothingFits
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
-from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
 from tests.support.command import bireme
@@ -32,7 +32,7 @@ def profile_of(graph: Graph) -> Profile:
 def found(measured: Profile, schedule: str) -> Answer | NothingFits:
     """On two machines of one card each, a gigabit between them."""
     servers = (Server(name, (GPU,), cards=(Card("net", (0,), Link(1.25e8, 1e-4)),)) for name in "ab")
-    return find_plan(measured, Cluster(tuple(servers)), Wishes(batch_size=8, depth=2, schedule=schedule))
+    return find_plan(measured, Cluster(tuple(servers)), PlanRequest(batch_size=8, depth=2, schedule=schedule))
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
 from bireme.plan.summary import Kind
-from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
@@ -30,7 +30,7 @@ from tests.support.planning import small_clusters, small_profiles
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
 
 
-def every_plan(profile: Profile, cluster: Cluster, wishes: Wishes) -> Iterator[Plan]:
+def every_plan(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Iterator[Plan]:
     """All plans, written down with nothing of the search: whatever `Plan` takes is one, with late updates."""
     names = [device.name for device in cluster.devices()]
     num_units = len(profile.units)
@@ -100,7 +100,7 @@ def fits(forecast: Forecast) -> bool:
     return all(stage.peak_bytes <= stage.limit_bytes for stage in forecast.stages)
 
 
-def least_costs(profile: Profile, cluster: Cluster, wishes: Wishes) -> dict[Kind, float]:
+def least_costs(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> dict[Kind, float]:
     """The least cost of every kind, by brute force."""
     found: dict[Kind, float] = {}
     for plan in every_plan(profile, cluster, wishes):
@@ -111,7 +111,7 @@ def least_costs(profile: Profile, cluster: Cluster, wishes: Wishes) -> dict[Kind
     return found
 
 
-def check(profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
+def check(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> None:
     """The search finds the best of every kind, and nothing where nothing fits."""
     try:
         answer = find_plan(profile, cluster, wishes)
@@ -147,7 +147,7 @@ def check(profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
 def test_the_plan_is_that_of_brute_force(
     profile: Profile, cluster: Cluster, name: str, batch_size: int, recompute: Recompute
 ) -> None:
-    check(profile, cluster, Wishes(batch_size, schedule=name, recompute=recompute))
+    check(profile, cluster, PlanRequest(batch_size, schedule=name, recompute=recompute))
 
 
 @pytest.mark.slow
@@ -162,20 +162,20 @@ def test_the_plan_is_that_of_brute_force(
 def test_so_it_is_with_three_devices(
     profile: Profile, cluster: Cluster, name: str, batch_size: int, recompute: Recompute
 ) -> None:
-    check(profile, cluster, Wishes(batch_size, schedule=name, recompute=recompute))
+    check(profile, cluster, PlanRequest(batch_size, schedule=name, recompute=recompute))
 
 
 @pytest.mark.slow
 @examples(60, suppress_health_check=list(HealthCheck))
 @given(small_profiles(most_units=4), small_clusters(most_devices=2), st.sampled_from([2, 4]))
 def test_so_it_is_with_all_schedules_at_once(profile: Profile, cluster: Cluster, batch_size: int) -> None:
-    check(profile, cluster, Wishes(batch_size))
+    check(profile, cluster, PlanRequest(batch_size))
 
 
 def test_a_plan_can_be_seen_as_it_will_run() -> None:
     profile = profile_of([0.01, 0.02, 0.015, 0.01], [0.02, 0.04, 0.03, 0.02], sizes=(1, 2))
     cluster = Cluster((Server("one", (Device("cpu", "cpu", 2**34),) * 2),))
-    wishes = Wishes(batch_size=8, depth=2, schedule="2bw")
+    wishes = PlanRequest(batch_size=8, depth=2, schedule="2bw")
     answer = find_plan(profile, cluster, wishes)
     assert isinstance(answer, Answer)
     timeline = timeline_of(answer.best.plan, profile, cluster, wishes, num_batches=12)
@@ -201,8 +201,8 @@ def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
     # Where the engine takes as much as the model, as it does of a tiny one, bounds rule little out.
     profile = replace(profile, engine=EngineCost(instruction_s=2.0, send_s=4.0, take_s=2.0, late_s=5.0))
     cluster = Cluster((Server("here", (Device("any", "emulated", 10_000),) * 2),))
-    full = find_plan(profile, cluster, Wishes(batch_size=12))
-    brief = find_plan(profile, cluster, Wishes(batch_size=12), is_brief=True)
+    full = find_plan(profile, cluster, PlanRequest(batch_size=12))
+    brief = find_plan(profile, cluster, PlanRequest(batch_size=12), is_brief=True)
     assert isinstance(full, Answer)
     assert isinstance(brief, Answer)
     assert "as the run is short" in brief.origin.how

@@ -9,11 +9,11 @@ from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, Model, p3_16xla
 
 from bireme.plan.forecast import Answer, Candidate, NothingFits
 from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
-from bireme.plan.wishes import Wishes
 
 
-def plan_of(model: Model, wishes: Wishes) -> Candidate:
+def plan_of(model: Model, wishes: PlanRequest) -> Candidate:
     answer = find_plan(profile_of_model(model), p3_16xlarge(), wishes)
     assert isinstance(answer, Answer), str(answer)
     return answer.best
@@ -21,7 +21,7 @@ def plan_of(model: Model, wishes: Wishes) -> Candidate:
 
 @pytest.mark.parametrize("batch_size", [64, 256])
 def test_2_2b_is_planned_eight_deep_with_recomputation(batch_size: int) -> None:
-    best = plan_of(GPT_2_2B, Wishes(batch_size, schedule="2bw"))
+    best = plan_of(GPT_2_2B, PlanRequest(batch_size, schedule="2bw"))
     assert (best.plan.num_stages, best.plan.width) == (8, 1)
     assert best.plan.recompute
     assert best.fits
@@ -32,7 +32,7 @@ def test_2_2b_is_planned_eight_deep_with_recomputation(batch_size: int) -> None:
 def test_1_3b_is_faster_without_recomputation_where_that_fits() -> None:
     rates = {
         recompute: plan_of(
-            GPT_1_3B, Wishes(64, schedule="2bw", depth=8, width=1, micro_batch=4, recompute=recompute)
+            GPT_1_3B, PlanRequest(64, schedule="2bw", depth=8, width=1, micro_batch=4, recompute=recompute)
         )
         for recompute in Recompute
     }
@@ -43,10 +43,10 @@ def test_1_3b_is_faster_without_recomputation_where_that_fits() -> None:
 
 
 def test_2_2b_keeps_no_large_micro_batch_without_recomputation() -> None:
-    wishes = Wishes(64, schedule="2bw", depth=8, micro_batch=8, recompute=Recompute.NEVER)
+    wishes = PlanRequest(64, schedule="2bw", depth=8, micro_batch=8, recompute=Recompute.NEVER)
     answer = find_plan(profile_of_model(GPT_2_2B), p3_16xlarge(), wishes)
     assert isinstance(answer, NothingFits)
-    assert "running forwards again" in str(answer)
+    assert "recomputation" in str(answer)
     assert "micro-batches of 4" in str(answer)
 
 
@@ -59,11 +59,11 @@ def test_gpipe_runs_out_of_memory_where_the_paper_says_so(batch_size: int) -> No
     it did not. Keeping every micro-batch's logits on the last stage would explain it.
     """
     profile = profile_of_model(GPT_2_2B)
-    wishes = Wishes(batch_size, schedule="gpipe", depth=8, width=1, recompute=Recompute.NEVER)
+    wishes = PlanRequest(batch_size, schedule="gpipe", depth=8, width=1, recompute=Recompute.NEVER)
     answer = find_plan(profile, p3_16xlarge(), wishes)
     assert isinstance(answer, NothingFits)
     assert answer.missing_bytes > 1e9
-    again = find_plan(profile, p3_16xlarge(), Wishes(batch_size, schedule="gpipe", depth=8, width=1))
+    again = find_plan(profile, p3_16xlarge(), PlanRequest(batch_size, schedule="gpipe", depth=8, width=1))
     assert isinstance(again, Answer)
     assert again.best.plan.recompute
 
@@ -73,7 +73,7 @@ def test_a_second_weight_version_takes_four_bytes_a_parameter() -> None:
     cuts = {
         schedule: plan_of(
             GPT_2_2B,
-            Wishes(64, schedule=schedule, depth=8, width=1, micro_batch=8, recompute=Recompute.ALWAYS),
+            PlanRequest(64, schedule=schedule, depth=8, width=1, micro_batch=8, recompute=Recompute.ALWAYS),
         )
         for schedule in ("1f1b", "2bw")
     }

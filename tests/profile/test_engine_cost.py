@@ -11,8 +11,8 @@ from bireme.cluster.device import Device
 from bireme.cluster.engine_cost import EngineCost
 from bireme.cluster.server import Server
 from bireme.plan.forecast import Answer
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
-from bireme.plan.wishes import Wishes
 from bireme.profile.control import Control
 from bireme.profile.measuring import BatchEnd, Measured
 from bireme.profile.timing import Seconds
@@ -21,7 +21,7 @@ from bireme.schedule.catalogue import generate
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
-from bireme.train.companions import mean_of
+from bireme.train.parallel_profiling import mean_of
 
 ENGINE = EngineCost(
     instruction_s=1e-5, send_s=3e-4, receive_s=1e-4, take_s=2e-4, late_s=5e-5, batch_s=0.0, agree_s=6e-4
@@ -79,7 +79,7 @@ def cluster(num_devices: int, num_cores: int) -> Cluster:
 def test_workers_on_fewer_cores_are_planned_as_sharing_them() -> None:
     """Three workers on two cores were planned as if each had its own."""
     profile = profile_of([1.0] * 3, [2.0] * 3)
-    wishes = Wishes(batch_size=6, schedule="2bw", depth=3, micro_batch=1)
+    wishes = PlanRequest(batch_size=6, schedule="2bw", depth=3, micro_batch=1)
     own, shared = (find_plan(profile, cluster(3, cores), wishes) for cores in (0, 2))
     assert isinstance(own, Answer)
     assert isinstance(shared, Answer)
@@ -90,7 +90,7 @@ def test_workers_on_fewer_cores_are_planned_as_sharing_them() -> None:
 
 def test_a_process_counts_before_it_has_a_tensor() -> None:
     profile = profile_of([1.0] * 2, [2.0] * 2, parameter_bytes=[1000] * 2)
-    wishes = Wishes(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
+    wishes = PlanRequest(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
     answer = find_plan(profile, cluster(2, 0), wishes)
     assert isinstance(answer, Answer)
     measured = replace(profile, engine=EngineCost(process_bytes=2**28))

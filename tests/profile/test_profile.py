@@ -62,7 +62,7 @@ def test_every_size_is_measured(bench: Bench) -> None:
     assert bench.num_units == 8
     saved = [found.units[1].at(size).saved_bytes for size in (2, 5)]
     assert 2 * saved[1] == 5 * saved[0]
-    with pytest.raises(BiremeError, match="knows micro-batches of 2, 5 samples, not of 3"):
+    with pytest.raises(BiremeError, match="has micro-batches of 2, 5 samples, not of 3"):
         found.units[0].at(3)
 
 
@@ -210,7 +210,7 @@ def test_a_graph_for_one_size_is_refused_at_another() -> None:
             return found
 
     captures = Captures(Special(), {"x": torch.randn(3, 4)})
-    with pytest.raises(BiremeError, match="holds for micro-batches of 3 samples alone, not of 2"):
+    with pytest.raises(BiremeError, match="holds for micro-batches of 3 samples only, not of 2"):
         profile(captures.graph(3), LAPTOP, [2])
     assert profile(captures.graph, LAPTOP, [2, 3]).micro_batches == (2, 3)
 

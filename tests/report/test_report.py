@@ -108,14 +108,14 @@ def test_a_program_that_is_too_long_is_cut_off_and_says_so() -> None:
     program = generate("2bw", num_stages=4, num_microbatches=8, num_batches=1000)
     print_program(program, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
-    assert "columns are shown; use a wider terminal for more." in lines[-1]
+    assert "columns; widen the terminal for more." in lines[-1]
     assert max(map(len, lines)) <= 80
     assert len(lines) < 30
     out = io.StringIO()
     print_program(
         generate("2bw", num_stages=4, num_microbatches=8, num_batches=6), Console(file=out, width=40)
     )
-    assert out.getvalue().splitlines()[-1].startswith("The first 32 of 153 columns are shown")
+    assert out.getvalue().splitlines()[-1].startswith("Showing the first 32 of 153 columns")
 
 
 def test_many_ranks_are_one_band() -> None:

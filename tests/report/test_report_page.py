@@ -143,7 +143,7 @@ def test_missing_parts_say_how_to_get_them(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     write_lines(tmp_path, [next(lines_of(1))])
-    assert "No step is written down yet" in made(tmp_path)
+    assert "No step is logged yet" in made(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     assert Reader(made(tmp_path)).open == []
 
@@ -192,7 +192,7 @@ def test_several_runs_are_drawn_over_each_other(run: Path, tmp_path: Path) -> No
     text = made(run, *others)
     reader = Reader(text)
     assert reader.open == []
-    assert "The runs beside each other" in text
+    assert "Comparison of the runs" in text
     assert text.count("other-2") > 3
     assert "best" in reader.classes
     assert "pale-line" not in reader.classes

@@ -52,7 +52,7 @@ def test_a_version_that_is_held_is_not_overwritten(rule: Rule) -> None:
     banks.hold(0)
     kept = values(banks.leaves(0))
     banks.release(0)
-    with pytest.raises(BankInUse, match=f"Stage 2 cannot make version {num_banks} in the place of version 0"):
+    with pytest.raises(BankInUse, match=f"Stage 2 cannot replace version 0 by version {num_banks}"):
         banks.update(num_banks, gradients(9))
     assert_same(values(banks.leaves(0)), kept)
     banks.release(0)
@@ -65,7 +65,7 @@ def test_a_trial_version_that_is_held_is_not_overwritten() -> None:
     banks.trial(1, gradients(1))
     banks.update(1, gradients(1))
     banks.hold(0)
-    with pytest.raises(BankInUse, match="version 2 in the place of version 0, which 1 micro-batches"):
+    with pytest.raises(BankInUse, match="version 0 by version 2, because 1 micro-batches"):
         banks.trial(2, gradients(2))
     banks.release(0)
     banks.trial(2, gradients(2))
@@ -74,7 +74,7 @@ def test_a_trial_version_that_is_held_is_not_overwritten() -> None:
 
 def test_a_version_that_is_not_there_is_not_given_out() -> None:
     banks = small(Rule.DELAYED)
-    with pytest.raises(DeadVersion, match="Stage 2 is to run on version 1, but has version 0"):
+    with pytest.raises(DeadVersion, match="Stage 2 must run on version 1, but has version 0"):
         banks.leaves(1)
     banks.update(1, gradients(1))
     banks.update(2, gradients(2))

@@ -87,7 +87,7 @@ def test_a_stage_that_raises_is_told_once_with_its_rank_and_instruction(
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("SIGKILL", "killed by signal 9"), ("SIGSTOP", "has given no sign of life")]
+    ("fault", "words"), [("SIGKILL", "killed by signal 9"), ("SIGSTOP", "has sent no heartbeat")]
 )
 def test_a_rank_that_is_gone_in_the_middle_of_a_training_is_named(
     fault: str, words: str, tmp_path: Path

@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.plan.plan import Plan
 from bireme.runtime import wire
-from bireme.runtime.fabric import LonelyFabric
+from bireme.runtime.fabric import SingleRankFabric
 from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.support.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
@@ -172,13 +172,13 @@ def normalises() -> None:
 def goes_on() -> None:
     model, setting, data = gpt(DROPPING), Setting(Plan((), 2, "2bw")), token_batches(4, 4)
     far = torch.device(FAR)
-    straight = pipeline_of(model, setting, LonelyFabric(), device=far)
+    straight = pipeline_of(model, setting, SingleRankFabric(), device=far)
     whole = train_rank(straight, setting, data)
-    first = pipeline_of(model, setting, LonelyFabric(), device=far)
+    first = pipeline_of(model, setting, SingleRankFabric(), device=far)
     train_rank(first, setting, data[:2])
     saved = first.snapshot(all_held=True)
     assert all(tensor.device.type == "cpu" for tensor in saved.tensors.values())
-    second = pipeline_of(model, setting, LonelyFabric(), device=far)
+    second = pipeline_of(model, setting, SingleRankFabric(), device=far)
     second.restore(saved)
     losses = [result.loss for result in second.train(data[2:])]
     assert losses == whole.losses[2:]
@@ -216,7 +216,7 @@ def refuses() -> None:
     devices.KINDS = tuple(kind for kind in devices.KINDS if kind != FAR)
     try:
         with pytest.raises(BiremeError, match="Bireme computes on cpu and cuda, and not on far"):
-            pipeline_of(gpt(DROPPING), Setting(Plan((), 2)), LonelyFabric(), device=FAR)
+            pipeline_of(gpt(DROPPING), Setting(Plan((), 2)), SingleRankFabric(), device=FAR)
         assert devices.num_accelerators() == 0
     finally:
         devices.KINDS = (*devices.KINDS, FAR)

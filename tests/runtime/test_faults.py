@@ -107,7 +107,7 @@ def test_a_rank_that_leaves_by_exit_is_told_to_return(tmp_path: Path) -> None:
     [
         ("SIGKILL", "killed by signal 9 (SIGKILL)"),
         ("SIGSEGV", "killed by signal 11 (SIGSEGV)"),
-        ("SIGSTOP", "has given no sign of life"),
+        ("SIGSTOP", "has sent no heartbeat"),
         ("crash", "ended with status 7"),
     ],
 )
@@ -239,7 +239,7 @@ def test_under_torchrun_a_stopped_rank_is_named_by_the_others(start: Start, tmp_
 
     told = [line for line in errors.splitlines() if line.startswith("bireme: rank 0 ends. Rank 1 failed")]
     assert len(told) == 1
-    assert "it has given no sign of life" in told[0]
+    assert "it has sent no heartbeat" in told[0]
 
 
 def test_the_ranks_end_with_torchrun(start: Start, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_script_that_launches_while_it_is_imported_is_told_what_to_do(tmp_path
     run = run_script(script + "launch(report_threads, 2)\n", tmp_path)
 
     assert run.returncode == 1
-    assert 'Put the part that is to run once under `if __name__ == "__main__":`.' in run.stderr
+    assert 'Put the part that must run once under `if __name__ == "__main__":`.' in run.stderr
     assert run.stderr.count("Traceback") == 1
 
 
@@ -231,7 +231,7 @@ def test_an_error_in_a_world_alone_is_that_error() -> None:
 
 
 def test_a_world_inside_of_another_is_refused() -> None:
-    with World.alone(), pytest.raises(BiremeError, match="initialised already"), World.alone():
+    with World.alone(), pytest.raises(BiremeError, match="already initialised"), World.alone():
         pass
 
 

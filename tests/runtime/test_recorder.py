@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bireme.runtime import recorder as under_test
-from bireme.runtime.fabric import LonelyFabric
+from bireme.runtime.fabric import SingleRankFabric
 from bireme.runtime.recorder import Recorder
 from bireme.schedule.instruction import Kind
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
@@ -91,7 +91,7 @@ def test_a_training_that_is_not_recorded_makes_no_marks(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one that is makes them around what the device does, but for what it waits for."""
-    pipeline = pipeline_of(gpt("layers=3,tied=false"), Setting(plan_for("1f1b", 1)), LonelyFabric())
+    pipeline = pipeline_of(gpt("layers=3,tied=false"), Setting(plan_for("1f1b", 1)), SingleRankFabric())
     monkeypatch.setattr(pipeline, "_device", FAR)
     list(pipeline.train(token_batches(8, 1)))
     assert not queue.asked

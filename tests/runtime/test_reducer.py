@@ -18,7 +18,7 @@ from bireme.memory.arena import Arena
 from bireme.memory.slots import Slots
 from bireme.sync.exchange import NUM_IN_FLIGHT
 from bireme.sync.gradients import BatchGradients
-from bireme.sync.group import CollectiveError, DistGroup, Group, LonelyGroup, Pending
+from bireme.sync.group import CollectiveError, DistGroup, Group, Pending, SingleRankGroup
 from bireme.sync.norm import squared_norm
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reducer, Reduction
@@ -244,7 +244,7 @@ def test_a_complex_number_counts_with_both_its_parts() -> None:
 def test_one_replica_gets_back_what_it_gave(in_background: bool) -> None:
     like = {"w": torch.empty(2), "unused": torch.empty(5)}
     gradients = _laid_out({"w": torch.tensor([3.0, 4.0]), "unused": None}, like)
-    reducer = Reducer(LonelyGroup(), in_background=in_background)
+    reducer = Reducer(SingleRankGroup(), in_background=in_background)
     assert not reducer.sums_gradients
     reduction = reducer.start(0, gradients, loss_sum=1.5)
     assert reducer.finish(reduction) == Reduced(loss=1.5, grad_norm=5.0, is_finite=True)
@@ -292,7 +292,7 @@ def _ones(num_elements: int = 2) -> BatchGradients:
 
 def test_to_start_batches_waits_for_nothing() -> None:
     group = _Held()
-    reducer = Reducer(LonelyGroup(), replicas=group)
+    reducer = Reducer(SingleRankGroup(), replicas=group)
     under_way = [reducer.start(batch, _ones(), loss_sum=batch) for batch in range(3)]
     group.gate.set()
     assert [reducer.finish(one).loss for one in under_way] == [0.0, 1.0, 2.0]
@@ -302,7 +302,7 @@ def test_to_start_batches_waits_for_nothing() -> None:
 def test_gradients_are_summed_where_they_lie_a_few_slices_at_a_time() -> None:
     group = _Held()
     group.gate.set()
-    reducer = Reducer(LonelyGroup(), replicas=group, slice_bytes=80)
+    reducer = Reducer(SingleRankGroup(), replicas=group, slice_bytes=80)
     gradients = _ones(600)
     reducer.finish(reducer.start(0, gradients, loss_sum=0.0))
     reducer.close()
@@ -313,7 +313,7 @@ def test_gradients_are_summed_where_they_lie_a_few_slices_at_a_time() -> None:
 
 
 def test_a_finished_batch_is_forgotten() -> None:
-    reducer = Reducer(LonelyGroup())
+    reducer = Reducer(SingleRankGroup())
     gradients = _ones()
     reducer.finish(reducer.start(0, gradients, loss_sum=0.0))
     reducer.finish(reducer.start(1, _ones(), loss_sum=0.0))
@@ -325,7 +325,7 @@ def test_a_finished_batch_is_forgotten() -> None:
 
 def test_what_is_not_begun_when_it_is_closed_is_dropped() -> None:
     group = _Held()
-    reducer = Reducer(LonelyGroup(), replicas=group)
+    reducer = Reducer(SingleRankGroup(), replicas=group)
     first, second = (reducer.start(batch, _ones(), loss_sum=0.0) for batch in (0, 1))
     while not group.messages:
         threading.Event().wait(0.001)
@@ -340,7 +340,7 @@ def test_what_is_not_begun_when_it_is_closed_is_dropped() -> None:
 
 def test_a_lost_replica_fails_the_batch_and_all_that_follow() -> None:
     fabric = ThreadFabric(2, timeout_s=30)
-    reducer = Reducer(LonelyGroup(), replicas=_group(fabric.of(0).group, (0, 1)))
+    reducer = Reducer(SingleRankGroup(), replicas=_group(fabric.of(0).group, (0, 1)))
     under_way = [reducer.start(batch, _ones(), loss_sum=0.0) for batch in (0, 1)]
     fabric.lose(1)
     for one in under_way:

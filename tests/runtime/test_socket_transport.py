@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime import meeting
+from bireme.runtime import peer_sockets
 from bireme.runtime.fabric import neighbours_of
 from bireme.runtime.header import header_of
 from bireme.runtime.peers import PeerLost
@@ -143,7 +143,7 @@ def test_another_message_of_the_channel_is_told_at_once(
 @pytest.mark.parametrize("size", [64, LARGE_BYTES + 1])
 def test_what_never_comes_is_named(size: int) -> None:
     transports = pair(timeout_s=0.3)
-    with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not come from rank 0"):
+    with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not arrive from rank 0"):
         Receive(transports[1], key(2), 0, size).wait()
 
 
@@ -199,7 +199,7 @@ def test_a_message_that_stops_flowing_is_named(size: int) -> None:
     wire = format_of(size)
     link = its_small if size < LARGE_BYTES else its_large
     link.sendall(wire.header(key(2)) + bytes(1000))
-    with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not come from rank 0"):
+    with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not arrive from rank 0"):
         Receive(transport, key(2), 0, size).wait()
     transport.close()
     its_small.close()
@@ -291,7 +291,7 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
     monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
     monkeypatch.setenv("BIREME_ADDRESS", "127.0.0.1")
-    monkeypatch.setattr(meeting, "HAS_ABSTRACT_NAMES", is_local and meeting.HAS_ABSTRACT_NAMES)
+    monkeypatch.setattr(peer_sockets, "HAS_ABSTRACT_NAMES", is_local and peer_sockets.HAS_ABSTRACT_NAMES)
     store = open_store("127.0.0.1", 0, serve=True, timeout_s=20)
     rank_of_stage = (0, 1, 2, 0)
 
@@ -307,9 +307,11 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
             for _ in range(3):
                 silent.enter_context(socket.create_connection(("127.0.0.1", port)))
         neighbours = neighbours_of(rank, rank_of_stage)
-        lines = meeting.meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbours=neighbours, timeout_s=20)
+        lines = peer_sockets.meet(
+            own, "here", rank=rank, ranks=[7, 8, 9], neighbours=neighbours, timeout_s=20
+        )
         families = {one.family for pair in lines.values() for one in (pair.small, pair.large)}
-        assert families == {socket.AF_UNIX if meeting.HAS_ABSTRACT_NAMES else socket.AF_INET}
+        assert families == {socket.AF_UNIX if peer_sockets.HAS_ABSTRACT_NAMES else socket.AF_INET}
         transport = SocketTransport(lines, timeout_s=20)
         waiting = [Receive(transport, Message(True, rank, 0, peer, None), peer, 8) for peer in neighbours]
         for peer in neighbours:
@@ -476,7 +478,7 @@ def test_rank_0_adds_up_while_it_waits_for_a_large_message() -> None:
 
 def test_a_part_of_a_sum_that_never_comes_is_named() -> None:
     transports = star(2, timeout_s=0.3)
-    with pytest.raises(BiremeError, match=r"part of sum 0 \(128 bytes\) did not come from rank 1"):
+    with pytest.raises(BiremeError, match=r"part of sum 0 \(128 bytes\) did not arrive from rank 1"):
         SocketSums(transports[0], 0, 2).all_reduce(part(0, 0)).wait()
     for transport in transports:
         transport.close()

@@ -319,8 +319,8 @@ def test_a_stage_without_parameters_has_nothing_to_step() -> None:
         (lambda named: optim.SGD(named[1:], lr=0.1), r"No optimiser holds the parameter tokens\.weight"),
         (lambda named: optim.SGD([tensor.detach() for _, tensor in named], lr=0.1), r"shape \(11, 6\)"),
         (lambda named: [optim.SGD(named, lr=0.1), optim.SGD(named, lr=0.1)], "another one holds too"),
-        (optim.LBFGS, "LBFGS steps all parameters as one"),
-        (lambda named: Switching(named, lr=0.1), "Switching keeps other weights for training than for eval"),
+        (optim.LBFGS, "LBFGS steps all parameters together"),
+        (lambda named: Switching(named, lr=0.1), "Switching keeps separate weights for training and eval"),
     ],
     ids=["left out", "not ours", "twice", "lbfgs", "schedule-free"],
 )
@@ -366,7 +366,7 @@ def test_muon_takes_matrices_inside_the_layers_and_adamw_the_rest() -> None:
         ({"name": "adam", "lr": float("nan")}, "learning rate of nan"),
         (
             {"name": "sgd", "lr": 0.1, "momentum": 1.0},
-            "momentum of 1.0 cannot be: it is 0 or more and less than 1",
+            "cannot have a momentum of 1.0: it must be 0 or more and less than 1",
         ),
     ],
 )

@@ -118,7 +118,7 @@ NOT_TAKEN = (
     "Rank 1 did not take the activation of micro-batch 0 of batch 0 into stage 1 (256 bytes) within 1 s"
 )
 NOT_COME = (
-    "activation of micro-batch 0 of batch 0 into stage 1 (320 bytes) did not come from rank 0 within 1 s"
+    "activation of micro-batch 0 of batch 0 into stage 1 (320 bytes) did not arrive from rank 0 within 1 s"
 )
 
 
@@ -206,7 +206,7 @@ def test_transports_made_twice_do_not_hear_each_other() -> None:
     ranks = [fabric.of(0), fabric.of(1)]
     first, second = ([rank.transport() for rank in ranks] for _ in range(2))
     first[0].send(KEY, 1, torch.ones(64, dtype=torch.uint8)).wait()
-    with pytest.raises(BiremeError, match="did not come from rank 0 within"):
+    with pytest.raises(BiremeError, match="did not arrive from rank 0 within"):
         second[1].receive(KEY, 0, torch.zeros(64, dtype=torch.uint8)).wait()
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from bireme.errors import BiremeError
-from bireme.runtime.board import Board, Pulse
-from bireme.runtime.failures import Blame, Failure, RankFailed
+from bireme.runtime.board import Board, Heartbeat
+from bireme.runtime.failures import Failure, FailureKind, RankFailed
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store
 from bireme.runtime.watch import Watch, is_of_a_peer
@@ -57,7 +57,7 @@ def test_a_rank_that_no_longer_beats_is_named() -> None:
 
     assert isinstance(error, RankFailed)
     assert error.rank == 1
-    assert "no sign of life" in error.text
+    assert "no heartbeat" in error.text
 
 
 def test_a_rank_that_no_longer_beats_is_named_by_itself_if_nobody_waits_for_it() -> None:
@@ -67,7 +67,7 @@ def test_a_rank_that_no_longer_beats_is_named_by_itself_if_nobody_waits_for_it()
         first.wait_for_everyone(TIMEOUT_S)
         second.stop()
         assert freed.wait(10 * TIMEOUT_S)
-        assert "no sign of life" in str(first.explain(LOST))
+        assert "no heartbeat" in str(first.explain(LOST))
 
 
 def test_where_all_live_it_says_what_they_do() -> None:
@@ -76,7 +76,9 @@ def test_where_all_live_it_says_what_they_do() -> None:
         first.wait_for_everyone(TIMEOUT_S)
         text = str(first.explain(RuntimeError("[gloo/unbound.cc] Timed out waiting 2000ms")))
 
-    assert "All ranks live: rank 0 at no instruction, rank 1 at 1B0, rank 2 at ['any', 'object']." in text
+    assert (
+        "All ranks are alive: rank 0 at no instruction, rank 1 at 1B0, rank 2 at ['any', 'object']." in text
+    )
     assert f"longer than {TIMEOUT_S:g} s, raise the timeout" in text
 
 
@@ -133,7 +135,7 @@ class NoStore(Store):
 def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     store = NoStore()
     with watching(store, 1, size=2) as (watch,):
-        assert "the store, which would know why, does not answer" in str(watch.explain(LOST))
+        assert "the store, which knows why, does not answer" in str(watch.explain(LOST))
         store.gone.set()
         with pytest.raises(RankFailed, match=r"has not reached the store for .* \(connection reset\)"):
             watch.wait_for_everyone(60.0)
@@ -144,7 +146,7 @@ def failing(watch: Watch, num_failures: float) -> threading.Event:
     board, passed = watch._board, threading.Event()
     beat, counts = board.beat, iter(range(10**9))
 
-    def lossy(rank: int, pulse: Pulse) -> None:
+    def lossy(rank: int, pulse: Heartbeat) -> None:
         count = next(counts)
         if count < num_failures:
             raise dist.DistNetworkError("one request to the store was lost")
@@ -184,9 +186,9 @@ def test_a_connection_to_the_store_that_broke_is_made_anew() -> None:
     store = open_store("127.0.0.1", 0, serve=True, timeout_s=20.0)
     mine = PrefixStore("run", open_store("127.0.0.1", store.port, serve=False, timeout_s=20.0))
     board = Board(mine, 1)
-    board.beat(0, Pulse(1, finished=False, doing=None))
+    board.beat(0, Heartbeat(1, finished=False, doing=None))
     board.reconnect()
-    assert board.pulses([0]) == [Pulse(1, finished=False, doing=None)]
+    assert board.pulses([0]) == [Heartbeat(1, finished=False, doing=None)]
     del store
     with pytest.raises(OSError, match="refused"):
         board.reconnect()
@@ -207,10 +209,10 @@ def test_errors_of_peers_are_told_from_own_ones() -> None:
 
 def test_failures_survive_the_way_between_processes() -> None:
     for error, blame in (
-        (ArithmeticError("two\nlines"), Blame.PROGRAM),
-        (BiremeError("a mistake"), Blame.USER),
-        (KeyboardInterrupt(), Blame.INTERRUPT),
-        (ArithmeticError(), Blame.PROGRAM),
+        (ArithmeticError("two\nlines"), FailureKind.PROGRAM),
+        (BiremeError("a mistake"), FailureKind.USER),
+        (KeyboardInterrupt(), FailureKind.INTERRUPT),
+        (ArithmeticError(), FailureKind.PROGRAM),
     ):
         failure = Failure.of(error, 1, None)
         assert failure.blame is blame
@@ -226,7 +228,7 @@ def test_failures_survive_the_way_between_processes() -> None:
 
 def test_the_board_shows_who_is_not_there_yet() -> None:
     board = Board(HashStore(), 3)
-    pulse = Pulse(count=1, finished=False, doing="1F0")
+    pulse = Heartbeat(count=1, finished=False, doing="1F0")
     board.beat(1, pulse)
 
     assert board.pulses([0, 1, 2]) == [None, pulse, None]

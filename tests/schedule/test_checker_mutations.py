@@ -340,7 +340,7 @@ def test_an_update_before_what_another_rank_needs_for_the_same_sum_deadlocks() -
     assert report.deadlock is not None
     assert report.deadlock_if_buffered
     assert report.deadlock[1] == (
-        "rank 1 waits at 1UPDATE of batch 0 making version 1 for rank 0 to come to that batch's REDUCE"
+        "rank 1 waits at 1UPDATE of batch 0 making version 1 for rank 0 to reach that batch's REDUCE"
     )
 
 

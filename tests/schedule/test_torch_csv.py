@@ -161,7 +161,7 @@ def test_a_cell_that_is_not_wholly_an_action_is_refused(cell: str) -> None:
         ("0F0,0B0\n1B0\n", "stage 1 has no forward of micro-batch 0, 1F0"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "stage 1 has no whole backward of micro-batch 1"),
         ("0F0,0I0\n", "stage 0 has no whole backward of micro-batch 0"),
-        ("0F0,1F0,1F1,0F1,1B0,0B0,1B1,0B1\n", "x.csv: This order can never run"),
+        ("0F0,1F0,1F1,0F1,1B0,0B0,1B1,0B1\n", "x.csv: This order deadlocks"),
     ],
 )
 def test_a_file_that_makes_no_program_is_refused(text: str, why: str) -> None:

@@ -77,9 +77,7 @@ def test_a_failing_disk_costs_that_checkpoint_only_and_all_ranks_say_so(
         for rank in (0, 1):
             assert run.saved(rank) == [1, 2]
             assert len(run.warnings(rank)) == 2
-            assert (
-                "Step 3 did not become a checkpoint; the newest is that of step 2." in run.warnings(rank)[0]
-            )
+            assert "The checkpoint of step 3 failed; the newest is that of step 2." in run.warnings(rank)[0]
             assert os.strerror(code) in run.warnings(rank)[0]
             assert run.writers[rank].newest_step == 2
         assert run.warnings(0) == run.warnings(1)
@@ -125,7 +123,7 @@ def test_what_reads_back_otherwise_than_it_was_written_becomes_no_checkpoint(
         monkeypatch.setattr(disk, "write", lying)
         run.save(2)
         assert steps_in(tmp_path) == [1]
-        assert all("it is not what was written" in run.warnings(rank)[0] for rank in (0, 1))
+        assert all("differs from what was written" in run.warnings(rank)[0] for rank in (0, 1))
 
 
 def test_a_rank_that_does_not_write_costs_that_checkpoint_only(tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_a_rank_that_does_not_write_costs_that_checkpoint_only(tmp_path: Path) -
             run.writers[rank].save(snapshot_of(rank, 1), META)
         run.wait()
         for rank in (0, 2):
-            assert "Rank 1 has not told of its part within 0.3 s." in run.warnings(rank)[0]
+            assert "Rank 1 did not report its part within 0.3 s." in run.warnings(rank)[0]
         assert steps_in(tmp_path) == []
         # It comes too late, hears what the others know, and takes part again.
         run.writers[1].save(snapshot_of(1, 1), META)
@@ -167,7 +165,7 @@ def test_without_a_word_of_rank_0_the_others_say_that_they_do_not_know(tmp_path:
     with ranks(tmp_path, timeout_s=0.1) as run:
         run.writers[1].save(snapshot_of(1, 1), META)
         run.wait()
-        assert "Whether step 1 became a checkpoint is not known to rank 1" in run.warnings(1)[0]
+        assert "Rank 1 does not know whether the checkpoint of step 1 succeeded" in run.warnings(1)[0]
 
 
 class GoneStore:
@@ -218,7 +216,7 @@ def test_ranks_that_save_different_moments_make_no_checkpoint(tmp_path: Path) ->
         run.writers[1].save(snapshot_of(1, 1, clip_scale=0.7), META)
         run.wait()
         assert steps_in(tmp_path) == []
-        assert all("not of the same moment" in run.warnings(rank)[0] for rank in (0, 1))
+        assert all("from different moments" in run.warnings(rank)[0] for rank in (0, 1))
 
 
 @pytest.mark.parametrize("clip_scale", [float("nan"), float("inf")])
@@ -235,7 +233,7 @@ def test_a_clipping_factor_that_is_no_number_makes_no_checkpoint(clip_scale: flo
 def test_words_that_nobody_knows_are_no_word(tmp_path: Path) -> None:
     store = HashStore()
     store.set("checkpoint/open", '{"greeting": "of another version"}')
-    with pytest.raises(BiremeError, match="rank 0 has not opened the folder in words of this version"):
+    with pytest.raises(BiremeError, match="rank 0 did not open the folder in a format that this version"):
         CheckpointWriter(tmp_path, 1, 2, store, on_event=ignore)
 
 
@@ -252,4 +250,4 @@ def test_a_tensor_that_cannot_be_written_costs_that_checkpoint_only(tmp_path: Pa
     with ranks(tmp_path, 1) as run:
         run.writers[0].save(Snapshot(1, 1.0, {"weights/a": torch.ones(2, device="meta")}), META)
         run.wait()
-        assert "Step 1 did not become a checkpoint; there is none yet." in run.warnings(0)[0]
+        assert "The checkpoint of step 1 failed; there is none yet." in run.warnings(0)[0]

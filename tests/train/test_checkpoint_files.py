@@ -284,7 +284,7 @@ def test_none_that_is_good_is_an_error_that_says_why_of_the_newest(folder: Path)
     (folder / "step-00000200" / "rank-0000.safetensors").unlink()
     told: list[str] = []
     with pytest.raises(
-        BiremeError, match=r"None of the 2 .* is whole. Of the newest: .*rank-0000.* is missing"
+        BiremeError, match=r"None of the 2 .* is intact. The newest: .*rank-0000.* is missing"
     ):
         newest_good(folder, told.append)
     assert len(told) == 2
@@ -302,7 +302,7 @@ def test_no_checkpoint_at_all_is_none(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BiremeError, match="cannot be looked for"):
+    with pytest.raises(BiremeError, match="cannot be read"):
         newest_good(tmp_path / "file")
 
 

@@ -102,7 +102,7 @@ def test_a_good_one_in_the_way_stays(tmp_path: Path) -> None:
         (tmp_path / "step-00000001").mkdir()
         (tmp_path / "step-00000001" / "mine").write_text("somebody else's")
         run.save(1)
-        assert all("could not be made: Directory not empty" in run.warnings(rank)[0] for rank in (0, 1))
+        assert all("could not be completed: Directory not empty" in run.warnings(rank)[0] for rank in (0, 1))
         assert (tmp_path / "step-00000001" / "mine").is_file()
 
 
@@ -159,7 +159,7 @@ def test_a_folder_that_ranks_do_not_really_share_is_refused(
     store = HashStore()
     with CheckpointWriter(tmp_path / "one", 0, 2, PrefixStore("run", store), on_event=ignore):
         (tmp_path / "other").mkdir()
-        with pytest.raises(BiremeError, match=r"is not the same folder on .* as for rank 0"):
+        with pytest.raises(BiremeError, match=r"on .* is not the same folder as on rank 0"):
             CheckpointWriter(tmp_path / "other", 1, 2, PrefixStore("run", store), on_event=ignore)
 
 
@@ -170,7 +170,7 @@ def test_a_place_where_no_folder_can_be_is_refused_on_every_rank(tmp_path: Path)
 
 
 def test_rank_0_that_does_not_come_is_told_of(tmp_path: Path) -> None:
-    with pytest.raises(BiremeError, match=r"rank 0 has not opened the folder within 0.1 s\."):
+    with pytest.raises(BiremeError, match=r"rank 0 did not open the folder within 0.1 s\."):
         CheckpointWriter(tmp_path, 1, 2, HashStore(), on_event=ignore, timeout_s=0.1)
 
 
@@ -182,6 +182,6 @@ def test_where_files_cannot_be_locked_a_person_is_told(
 
     monkeypatch.setattr(folder_module, "_try_to_lock", failing)
     with ranks(tmp_path) as run:
-        assert "see to it that no second run writes there" in run.warnings(0)[0]
+        assert "make sure that no other run writes there" in run.warnings(0)[0]
         run.save(1)
         assert run.saved() == [1]

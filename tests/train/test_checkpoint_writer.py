@@ -176,7 +176,7 @@ def test_nothing_gets_its_name_before_all_of_it_is_on_the_disk(
 def test_what_is_no_small_json_is_refused_at_once(extra: dict[str, object], tmp_path: Path) -> None:
     meta = CheckpointMeta(7, 3, "2bw", 2, 1, "abc", extra)  # type: ignore[arg-type]  # that is the mistake
     with ranks(tmp_path, 1) as run:
-        with pytest.raises(BiremeError, match="What is to be kept with a checkpoint"):
+        with pytest.raises(BiremeError, match="Extra data in a checkpoint"):
             run.writers[0].save(snapshot_of(0, 1), meta)
         run.save(2)
         assert run.saved() == [2]
@@ -225,7 +225,7 @@ def test_leaving_with_an_error_does_not_wait_for_a_rank_that_is_gone(tmp_path: P
     with pytest.raises(ArithmeticError, match="another rank"):
         leave()
     (event,) = events
-    assert "the run is being ended" in str(event)
+    assert "the run is ending" in str(event)
     assert hidden_in(tmp_path) == []
 
 

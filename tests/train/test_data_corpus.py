@@ -93,7 +93,7 @@ def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
         tokenised(folder_of(tmp_path / "empty", [""]), BYTES)
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary" / "a").write_bytes(b"\0")
-    with pytest.raises(BiremeError, match=r"Left out as no text: 1, such as .*/a"):
+    with pytest.raises(BiremeError, match=r"Skipped because they are not text: 1, such as .*/a"):
         tokenised(text_folder(tmp_path / "binary"), BYTES)
 
 

@@ -60,7 +60,7 @@ def test_a_dict_of_tensors_is_a_set_of_samples(tmp_path: Path) -> None:
 
 
 def test_a_function_of_a_module_is_found() -> None:
-    with pytest.raises(BiremeError, match="collections:Counter returns a dict that is no set of samples"):
+    with pytest.raises(BiremeError, match="collections:Counter returns a dict that is not a set of samples"):
         own_samples("collections:Counter")
     with pytest.raises(BiremeError, match="Did you mean 'Counter'"):
         own_samples("collections:Countr")

@@ -80,9 +80,9 @@ def test_ids_that_somebody_made_are_not_taken_for_bytes(tokenizer: str, tmp_path
         ({"source": "missing"}, 257, 4, "no file or folder 'missing'"),
         ({"pattern": "*.md"}, 257, 4, "no files that match"),
         ({}, 257, 400, "too few for a sample of 8 to train on and 400 to evaluate"),
-        ({"evaluation_fraction": 0.0}, 257, 400, "training makes 50 samples, and a batch takes 400"),
-        ({}, 257, 30, "training makes 20 samples, and a batch takes 30"),
-        ({"tokenizer": "bytes"}, 100, 4, "tokenizer has 257 tokens and the model 100"),
+        ({"evaluation_fraction": 0.0}, 257, 400, "training has 50 samples, but a batch needs 400"),
+        ({}, 257, 30, "training has 20 samples, but a batch needs 30"),
+        ({"tokenizer": "bytes"}, 100, 4, "tokenizer has 257 tokens but the model 100"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -94,16 +94,16 @@ def test_what_cannot_work_is_refused(
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(300, dtype=np.uint16))
-    with pytest.raises(BiremeError, match="token id 299, and the model has 257"):
+    with pytest.raises(BiremeError, match="token id 299, but the model has 257"):
         prepare_data(DataRequest(str(tmp_path / "a.npy"), length=8), model_side(), 1)
 
 
 @pytest.mark.parametrize(
     ("made", "wrong"),
     [
-        ("{'x': torch.ones(9, 3)}", "lack y: they hold x, and the model is called with x, y"),
-        ("{'x': torch.ones(9, 3), 'y': torch.ones(9)}", "y is float32, and the model takes int64"),
-        ("{'x': torch.ones(9), 'y': torch.ones(9).long()}", r"x is of shape \[\], and the model takes \[5\]"),
+        ("{'x': torch.ones(9, 3)}", "lack y: they hold x, but the model takes x, y"),
+        ("{'x': torch.ones(9, 3), 'y': torch.ones(9)}", "y is float32, but the model takes int64"),
+        ("{'x': torch.ones(9), 'y': torch.ones(9).long()}", r"x is of shape \[\], but the model takes \[5\]"),
     ],
 )
 def test_samples_that_the_model_does_not_take_are_refused(made: str, wrong: str, tmp_path: Path) -> None:

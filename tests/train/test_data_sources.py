@@ -190,7 +190,7 @@ def test_what_can_be_read_only_once_is_refused_and_not_waited_for(tmp_path: Path
 def test_a_bin_file_of_another_type_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"123456")
-    with pytest.raises(BiremeError, match="no whole number of uint32"):
+    with pytest.raises(BiremeError, match="not a whole number of uint32"):
         load_tokens(path, "uint32")
     with pytest.raises(BiremeError, match="Did you mean 'uint16'"):
         load_tokens(path, "int16")

@@ -34,7 +34,7 @@ def test_a_file_that_is_there_is_left_alone(capsys: Capture, tmp_path: Path) -> 
     result = bireme(capsys, "init", str(path))
     assert result.status == 2
     assert result.err == (
-        f"bireme: {path} is there already. Name another file, or write over it with --force.\n"
+        f"bireme: {path} already exists. Name another file, or overwrite it with --force.\n"
     )
     assert path.read_text() == "mine"
 

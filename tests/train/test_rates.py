@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.train.folder import RunFolder
-from bireme.train.going_on import check_rate
 from bireme.train.rates import rate_factor
+from bireme.train.resume_checks import check_rate
 from bireme.train.run_file import RunFile, Training
 from tests.support.command import loads_torch
 

@@ -187,7 +187,7 @@ def test_the_reference_s_examples_are_run_files(tmp_path: Path) -> None:
         ('[plan]\nschedule = "pipedream"', "it must be 'auto', 'sequential', 'gpipe', '1f1b',"),
         ('[log]\nname = "../up"', 'log.name is "../up"; it must be a plain name, without slashes.'),
         ('[log]\nname = ".."', 'log.name is ".."; it must be a plain name, without slashes.'),
-        ('[data]\nsource = " "', 'data.source is " "; it must be more than nothing.'),
+        ('[data]\nsource = " "', 'data.source is " "; it must be not empty.'),
         (
             '[model]\nloss = "mean"',
             "it must be cross_entropy, l1, mse, or a function of your own as module:function.",
@@ -217,14 +217,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
             ["training.steps=5", "training.warmup_steps=6"],
             "training.warmup_steps is 6, but training.steps is 5:",
         ),
-        (["training.warmup_steps=6", "training.warmup_fraction=0.1"], "both say how long warm-up is."),
+        (["training.warmup_steps=6", "training.warmup_fraction=0.1"], "both set the length of the warm-up."),
         (["training.schedule=wsd", "training.decay_fraction=0.95"], "Warm-up takes 0.1 of all steps"),
         (["training.schedule=wsd", "training.warmup_steps=290"], "together they are more than 1."),
         (["training.rest_learning_rate=0.1"], 'training.optimizer is "adamw"'),
-        (["training.momentum=0.5"], "which has training.betas in its place."),
+        (["training.momentum=0.5"], "which uses training.betas instead."),
         (
             ["data.evaluation_source=x", "data.evaluation_fraction=0.1"],
-            "evaluation takes its data from one of them",
+            "evaluation uses only one of them",
         ),
         (["model.loss=mse"], "the built-in GPT returns its loss itself."),
         (['model.train=["a"]', 'model.freeze=["b"]'], "what learns and model.freeze what does not."),
@@ -251,7 +251,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
             ["plan.synchronous=true", "plan.schedule=2bw"],
             'forbids plan.schedule = "2bw", whose update rule is delayed.',
         ),
-        (["plan.synchronous=true", "plan.delay_warmup_steps=9"], "forbids delayed updates at all."),
+        (["plan.synchronous=true", "plan.delay_warmup_steps=9"], "forbids delayed updates."),
         (
             ["plan.schedule=1f1b", "plan.delay_warmup_steps=9"],
             'plan.schedule is "1f1b", which delays no updates.',
@@ -260,9 +260,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["plan.schedule=gpipe", "plan.delay_warmup_fraction=0.1"], "which delays no updates."),
         (
             ["plan.delay_warmup_steps=3", "plan.delay_warmup_fraction=0.1"],
-            "both say when delayed updates begin. Leave out one of the two.",
+            "both set when delayed updates begin. Leave out one of the two.",
         ),
-        (["cluster.device=cpu", "cluster.backend=nccl"], "which joins GPUs alone"),
+        (["cluster.device=cpu", "cluster.backend=nccl"], "which joins only GPUs"),
         (["cluster.workers=3", "plan.depth=2", "plan.width=2"], "plan.depth times plan.width is 4, but"),
     ],
 )

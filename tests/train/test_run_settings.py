@@ -63,7 +63,7 @@ def test_a_setting_is_read_as_toml_or_else_as_a_string(
         ("trainin.stps=5", "Did you mean 'training'?"),
         ("plan.penalties.frsh=2", "Did you mean 'plan.penalties.fresh'?"),
         ("xyz=5", "Known are: checkpoint, cluster, data, export, format, log, model, plan, training."),
-        ("training=5", "is for a whole table. Set a key of it, such as training.steps=…."),
+        ("training=5", "names a whole table. Set one of its keys, such as training.steps=…."),
         ("training.steps", "is not of the form table.key=value, such as model.source=…."),
         ("=5", "is not of the form table.key=value"),
         ("training.steps=abc", ': training.steps is "abc"; it must be a valid integer.'),

@@ -171,18 +171,18 @@ WRONG = [
     (["plan.file=", "plan.microbatches=3"], "does not divide"),
     (["plan.file=", "plan.depth=7", "cluster.workers=7"], "7"),
     (["data.source=nowhere"], "nowhere"),
-    (["model.source=gpt:layers=2,width=16,heads=2,vocab=200,context=32"], "257 tokens and the model 200"),
+    (["model.source=gpt:layers=2,width=16,heads=2,vocab=200,context=32"], "257 tokens but the model 200"),
     (["plan.file=nowhere.json"], "nowhere.json"),
     (["cluster.device=cuda"], "cuda"),
     (
         ["model.source=gpt:layers=1,width=16,heads=2,vocab=257,context=32"],
         "cuts at unit 5",
     ),
-    (["data.length=16"], "input_ids is of shape [16], and the model takes [32]. Set data.length to 32"),
-    (["plan.file=", "plan.depth=3", "cluster.workers="], "is 3, and the run has 2 devices"),
-    (["cluster.workers=2"], "is for 4 devices, and the run has 2. Set cluster.workers to 4"),
+    (["data.length=16"], "input_ids is of shape [16], but the model takes [32]. Set data.length to 32"),
+    (["plan.file=", "plan.depth=3", "cluster.workers="], "is 3, but the run has 2 devices"),
+    (["cluster.workers=2"], "is for 4 devices, but the run has 2. Set cluster.workers to 4"),
     (["cluster.source=one-server-of-8", "cluster.workers=3"], "has 8 devices, but cluster.workers is 3"),
-    ([f"model.source=python:{SAMPLES}:no_loss"], "returns no loss. Let it return one"),
+    ([f"model.source=python:{SAMPLES}:no_loss"], "returns no loss. Make it return one"),
     (
         [
             f"model.source=python:{SAMPLES}:no_loss",
@@ -195,7 +195,7 @@ WRONG = [
             f"model.source=python:{SAMPLES}:no_loss",
             f"model.loss={SAMPLES}:a_number",
         ],
-        "gives no tensor",
+        "returns no tensor",
     ),
 ]
 
@@ -236,10 +236,10 @@ def test_a_folder_that_is_taken_is_refused_before_anything_is_measured(
     assert result.status == 2
     assert (
         result.err
-        == f"bireme: {taken} is there already. Give the new run another name with --set log.name=NAME.\n"
+        == f"bireme: {taken} already exists. Give the new run another name with --set log.name=NAME.\n"
     )
     (taken / "run.toml").touch()
-    assert f"Go on with it by `bireme resume {taken}`" in bireme(capsys, "train", str(path)).err
+    assert f"Resume it with `bireme resume {taken}`" in bireme(capsys, "train", str(path)).err
     under = settings(log__folder=taken / "letter.txt")
     assert "letter.txt is no folder" in bireme(capsys, "train", str(path), *under).err
     assert (taken / "letter.txt").read_text() == "kept"
@@ -299,7 +299,7 @@ def test_a_run_over_data_in_which_nothing_counts_takes_no_step_and_says_so(
     run = tmp_path / "runs" / "run"
     assert [line["loss"] for line in metrics(run, "train")] == [None] * 3
     warnings = [line["text"] for line in metrics(run, "warning")]
-    assert warnings[0] == "Step 1 is left out: nothing in its batch counts for the loss."
+    assert warnings[0] == "Step 1 is skipped: nothing in its batch counts for the loss."
     assert warnings[-1].startswith("The evaluation has no loss")
     assert not any("diverged" in text for text in document["warnings"])
 

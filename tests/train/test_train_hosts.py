@@ -84,7 +84,7 @@ def test_two_hosts_train_one_model_over_a_slow_link(tmp_path: Path) -> None:
     document = first.document
     assert document["steps"] == 12
     assert [stage["device"] for stage in document["stages"]] == ["host-0/cpu0", "host-1/cpu0"]
-    assert first.err.count("The links of 2 of 2 machines are not known") == 1
+    assert first.err.count("The links of 2 of 2 machines are unknown") == 1
     assert (second.status, second.out, second.err) == (0, "", "")
     assert sorted(losses(run)) == list(range(1, 13))
     assert [server.name for server in read_cluster(run / "cluster.toml").servers] == ["host-0", "host-1"]
@@ -111,7 +111,7 @@ def test_a_plan_puts_its_stages_on_the_hosts_that_it_names(tmp_path: Path) -> No
     assert set(devices) == {"host-0/cpu0", "host-1/cpu0"}
     speaks, silent = (second, first) if devices[0] == "host-1/cpu0" else (first, second)
     assert speaks.err.count("step 12/12  loss") == 1
-    assert "step  6/12  goes on under 2bw, updates delayed" in speaks.err
+    assert "step  6/12  switches to 2bw; updates are delayed from here" in speaks.err
     assert "step 12/12  loss" not in silent.err
 
 
@@ -126,6 +126,6 @@ def test_a_folder_that_is_not_shared_is_told_once(tmp_path: Path) -> None:
         told = train_on([first, apart], run, words)
 
     assert [one.status for one in told] == [1, 1]  # torchrun's own
-    sentence = f"On host-1: {run}, the folder of the run, does not hold here what rank 0 has written"
+    sentence = f"On host-1: {run}, the run's folder, what rank 0 wrote there"
     assert [one.err.count(sentence) for one in told] == [1, 0]
     assert all(one.err.count("exitcode  : 2") == 1 for one in told)

@@ -53,7 +53,7 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
         told = ended(started)
 
     assert told.status == 2, told.out + told.err
-    assert (told.out + told.err).count("and 2 processes were started. Start one for each device.") == 1
+    assert (told.out + told.err).count("but 2 processes were started. Start one per device.") == 1
 
 
 @contextmanager

@@ -120,11 +120,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ("data.seed=5", "data.seed = 0, and now it is 5"),
-        ("checkpoint.folder=elsewhere", "the run would begin again without them"),
-        ("training.batch_size=16", "training.batch_size = 8, and now it is 16"),
+        ("data.seed=5", "data.seed = 0, but now it is 5"),
+        ("checkpoint.folder=elsewhere", "the run would start again without them"),
+        ("training.batch_size=16", "training.batch_size = 8, but now it is 16"),
         ("data.evaluation_fraction=0.5", "the number of samples"),
-        ("training.optimizer=sgd", "has the state of adamw, and training.optimizer is sgd"),
+        ("training.optimizer=sgd", "has the state of adamw, but training.optimizer is sgd"),
         ("model.source=gpt:layers=2,width=32,heads=2,vocab=257,context=32", "another model"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_full_disk_costs_checkpoints_and_no_run(tmp_path: Path) -> None:
             with filler.open("wb", buffering=0) as file, suppress(OSError):
                 while True:
                     file.write(bytes(4096))
-            train.wait_for_words("did not become a checkpoint")
+            train.wait_for_words("The checkpoint of step .* failed")
             filler.unlink()
             document = train.ended().document
         assert document["steps"] == 40

@@ -49,15 +49,15 @@ def run(tmp_path: Path) -> Path:
 def test_paths_and_commands_are_not_broken_and_can_be_pasted(run: Path) -> None:
     lines = shown(run).splitlines()
     assert f"The model is in {run}/model." in lines
-    assert f"Look at it all with: bireme report '{run}'" in lines
-    assert f"Stopped (signal). Go on with: bireme resume '{run}'" in shown(run, is_stopped=True).splitlines()
+    assert f"For a page with all results: bireme report '{run}'" in lines
+    assert f"Stopped (signal). To resume: bireme resume '{run}'" in shown(run, is_stopped=True).splitlines()
 
 
 def test_a_model_that_was_not_written_is_not_promised(run: Path) -> None:
     (run / "model").rmdir()
     text = shown(run)
     assert "The model is in" not in text
-    assert "no model: checkpoint.at_end is false" in text
+    assert "no model, because checkpoint.at_end is false" in text
 
 
 def test_the_last_warnings_are_said_again(run: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_machine_that_was_slower_than_when_it_profiled_is_named(run: Path) -> 
     """A step was 15 to 35 % over its prediction, and nobody could tell the machine's part from ours."""
     slow = {"profiled_s": 0.8, "measured_s": 1.0, "speed": 0.8}
     text = shown(run, predicted_batch_s=0.4, control=slow)
-    assert "The machine ran at 0.80 of its speed when profiled." in text.splitlines()
+    assert "The machine ran at 0.80 of the speed that it was profiled at." in text.splitlines()
     assert "a step at that speed" in text
     same = shown(run, predicted_batch_s=0.4, control={"profiled_s": 1.0, "measured_s": 1.01, "speed": 0.99})
     assert "The machine ran" not in same

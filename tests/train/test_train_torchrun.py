@@ -17,8 +17,8 @@ from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.runtime.stores import HashStore, Store
-from bireme.train.gathered import Member, cluster_of, nodes_of, places_in, ranks_on
-from bireme.train.muster import Environment, _answer, _call_all
+from bireme.train.machine_devices import Member, cluster_of, nodes_of, places_in, ranks_on
+from bireme.train.rendezvous import Environment, _answer, _call_all
 from tests.support.torchrun_runs import paced_run, torchrun_train
 from tests.support.training import losses, metrics, settings, steps_of_checkpoints
 
@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert document["run_dir"] == str(run)
     assert len(document["stages"]) == 2
     assert told.err.count("step 12/12  loss") == 1
-    assert told.err.count("The plan needs 2 of 3 processes, and has no work for rank 2.") == 1
+    assert told.err.count("The plan uses 2 of 3 processes; rank 2 has no work.") == 1
     return run
 
 
@@ -59,7 +59,7 @@ def test_a_run_that_has_done_its_steps_says_so_and_ends_well(whole: Path) -> Non
         told = started.ended()
 
     assert told.status == 0, told.err
-    assert told.err.count("has done its 12 steps") == 1
+    assert told.err.count("has finished its 12 steps") == 1
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(whole: Path, tmp
     first, second = (line["step"] for line in metrics(run, "start"))
     assert first == 0
     assert second in (4, 8)
-    assert told.err.count(f"{run} goes on behind step {second} of 12") == 1
+    assert told.err.count(f"{run} resumes after step {second} of 12") == 1
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_mistake_is_said_once_and_ends_all_with_status_2(tmp_path: Path) -> No
         told = started.ended()
 
     assert told.status == 1  # torchrun's own
-    assert told.err.count("and 2 processes were started. Start one for each device.") == 1
+    assert told.err.count("but 2 processes were started. Start one per device.") == 1
     assert told.err.count("exitcode  : 2") == 2
     assert "Traceback" not in told.err.partition("ChildFailedError")[2]
     assert not (tmp_path / "runs").exists()
@@ -210,7 +210,7 @@ def test_machines_of_one_name_are_told_apart_and_unknown_links_are_said() -> Non
     assert [server.name for server in cluster.servers] == ["a", "a-2", "a-3"]
     assert cluster.bandwidth(0, 1) == 1e9
     assert cluster.bandwidth(1, 3) == MOST_BYTES_PER_S
-    assert note.startswith("The links of 2 of 3 machines are not known")
+    assert note.startswith("The links of 2 of 3 machines are unknown")
 
 
 def test_ranks_are_on_the_servers_of_their_machines_names() -> None:
@@ -249,5 +249,5 @@ def test_each_place_of_a_plan_goes_to_the_rank_on_its_device() -> None:
 def test_a_plan_for_more_processes_than_were_started_is_refused() -> None:
     plan = Plan((1,), 2, "1f1b", width=2)
 
-    with pytest.raises(BiremeError, match="The plan is for 4 processes, and 3 were started"):
+    with pytest.raises(BiremeError, match="The plan is for 4 processes, but 3 were started"):
         places_in(plan, cluster_of(servers(1, 2))[0], [0, 1, 2])

@@ -43,7 +43,7 @@ LR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """So many batches count; those before and behind them do not."""
+    """Batches that count; those before and after them do not."""
 
     before: int
     counted: int
@@ -103,7 +103,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class TorchRun:
-    """Torch's runtime with an optimiser step of its own behind every batch."""
+    """Torch's runtime with its own optimiser step after every batch."""
 
     name: str
     schedule: Any

@@ -18,7 +18,7 @@ import torch
 from bireme.bench.contenders import Contender, Feed, Ours, TorchRun, closing, say, take_turns, torch_run
 from bireme.bench.effort import Effort, Shape
 from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, Pace, emulated_model, square_loss
-from bireme.bench.own_cost import OwnCost, own_cost
+from bireme.bench.engine_overhead import EngineOverhead, own_cost
 from bireme.bench.spread import Spread, ratios
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
@@ -47,7 +47,7 @@ PEERS = {
 SIMULATED_BATCHES = 8
 
 PROBED, PROBED_BATCHES = "1f1b", 6
-"""What is recorded, behind all else, to learn what the engine itself takes."""
+"""What is recorded, after everything else, to measure the engine's own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def limit_s(schedule: str, shape: Shape, pace: Pace) -> float:
     return m * pace.whole_s + (0.0 if schedule == "2bw" else (d - 1) * fills_s)
 
 
-def predicted_s(schedule: str, shape: Shape, pace: Pace, own: OwnCost) -> float:
+def predicted_s(schedule: str, shape: Shape, pace: Pace, own: EngineOverhead) -> float:
     """What the simulator says a batch takes, with what the engine itself takes."""
     v = stages_per_rank(schedule)
     num_stages = shape.num_ranks * v
@@ -130,7 +130,7 @@ class _Measured:
 class _Shaped:
     """What was measured at one shape on a rank. `own` is what the engine itself took in a run of 1f1b."""
 
-    own: OwnCost
+    own: EngineOverhead
     measured: list[_Measured]
 
 
@@ -198,7 +198,7 @@ def _torch_stage(model: EmulatedModel, stage: int) -> "PipelineStage":
     )
 
 
-def _rows(shape: Shape, pace: Pace, own: OwnCost, by_rank: Sequence[Sequence[_Measured]]) -> list[Row]:
+def _rows(shape: Shape, pace: Pace, own: EngineOverhead, by_rank: Sequence[Sequence[_Measured]]) -> list[Row]:
     # The slowest rank's batch is the pipeline's.
     slowest = {
         same[0].name: [max(seconds) for seconds in zip(*(one.seconds for one in same), strict=True)]

@@ -1,4 +1,4 @@
-"""Two replicas of a pipeline on two hosts with a slow link: how much of the gradients' sum hides behind work.
+"""Two replicas of a pipeline on two hosts with a slow link: how much of the gradient sum overlaps with work.
 
 Each host has one replica, so only the sums cross the link. A stage carries ballast: parameters whose
 gradients cost nothing to make and much to send. The same pipeline is trained with ballast and without, in

@@ -17,23 +17,24 @@ app = typer.Typer(
 
 @app.callback()
 def _group() -> None:
-    """One verb below another needs this, as long as there is only one."""
+    """Typer needs this for a subcommand as long as there is only one."""
 
 
 @app.command()
 def engine(
     quick: Annotated[
-        bool, typer.Option("--quick", help="One shape and the overhead, in less than a minute.")
+        bool, typer.Option("--quick", help="Measure one shape and the overhead, in less than a minute.")
     ] = False,
     hosts: Annotated[
         bool,
         typer.Option(
-            "--hosts", help="Also two replicas over 100 Mbit/s between hosts in namespaces; needs root."
+            "--hosts",
+            help="Also measure two replicas over 100 Mbit/s between network namespaces; needs root.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """The engine on emulated devices and on a small GPT, beside torch.distributed.pipelining.
+    """Measure the engine on emulated devices and a small GPT, beside torch.distributed.pipelining.
 
     [dim]bireme bench engine --quick[/dim]
     """

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Servers, devices and links: find them, look at them."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Servers, devices and links: find, measure and show them.",
 )
 
 
@@ -25,7 +27,7 @@ def discover(
     cpus: Annotated[
         int | None,
         typer.Option(
-            help="Devices to cut the processor into; 1 if left out, 0 where there are CUDA devices.",
+            help="Number of devices to divide the CPU into; by default 1, or 0 if there are CUDA devices.",
             show_default=False,
         ),
     ] = None,
@@ -52,19 +54,22 @@ def discover(
 @app.command()
 def show(
     cluster: Annotated[
-        str, typer.Argument(metavar="FILE.toml|NAME", help="A file, or a ready cluster; see `--list`.")
+        str,
+        typer.Argument(
+            metavar="FILE.toml|NAME", help="Cluster file, or name of a ready cluster (see `--list`)."
+        ),
     ] = "",
-    names: Annotated[bool, typer.Option("--list", help="Name the ready clusters.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the ready clusters.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a cluster: its servers, devices and links, and which devices are alike.
+    """Show the servers, devices and links of a cluster, and which devices are equal.
 
     [dim]bireme cluster show two-unequal-servers[/dim]
     """
     from bireme.cluster.cluster_file import example_names, load_cluster
 
     if names == bool(cluster):
-        raise BiremeError("Name one cluster to show, or give --list for those that are ready.")
+        raise BiremeError("Name a cluster to show, or pass --list to see the ready ones.")
     if not names:
         _show(load_cluster(cluster), (), None, as_json=as_json)
     elif as_json:
@@ -80,30 +85,30 @@ def probe(
         str,
         typer.Option(
             metavar="MODEL",
-            help="What devices are timed on: gpt:…, hf:FOLDER or python:….",
+            help="Model to time the devices with: gpt:…, hf:FOLDER or python:….",
             show_default="a small GPT",
         ),
     ] = "",
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples it is timed with.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per timed micro-batch.")] = 1,
     processes: Annotated[
         int | None,
         typer.Option(
             "--processes",
             "-n",
-            help="Processes to start here, one for each device; not under torchrun.",
-            show_default="a CUDA device each, else 2",
+            help="Number of processes to start here, one per device; not under torchrun.",
+            show_default="one per CUDA device, else 2",
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")
+        str | None, typer.Option(help="Kind of device: cpu or cuda.", show_default="cuda if there is one")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure the links, about.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="Approximate time for measuring the links.")] = 20.0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.toml", help="Write the cluster to a file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure how fast devices are and what joins them, on this machine or, under torchrun, on several.
+    """Measure devices and links on this machine or, under torchrun, on several.
 
     [dim]torchrun --nnodes 2 --nproc-per-node 4 … --no-python bireme cluster probe -o cluster.toml[/dim]
     """
@@ -113,7 +118,7 @@ def probe(
     try:
         _check_output(output)
         if is_started and processes is not None:
-            refuse(context, "The processes were started by torchrun already", "processes")
+            refuse(context, "torchrun has already started the processes", "processes")
         setting = Setting(batch=batch, seconds=seconds, **({"model": model} if model else {}))
         backend, here = _backend_and_devices(device)
         if is_started:
@@ -141,19 +146,19 @@ def probe(
 
 def _check_output(output: Path | None) -> None:
     if output is not None and output.suffix != ".toml":
-        raise BiremeError(f"A cluster is written to a .toml file, and {output} is none.")
+        raise BiremeError(f"A cluster file must end in .toml, and {output} does not.")
     check_writable(output)
 
 
 def _backend_and_devices(device: str | None) -> "tuple[Backend, int]":
-    """What joins the ranks, and how many devices of that kind there are here."""
+    """The backend that joins the ranks, and the number of devices of that kind here."""
     from bireme.devices import KINDS, num_accelerators
 
     if device is not None and device not in KINDS:
-        raise BiremeError(f"There is no device {device!r} to probe; it is {' or '.join(KINDS)}.")
+        raise BiremeError(f"There is no device {device!r} to probe; use {' or '.join(KINDS)}.")
     there = num_accelerators()
     if device == "cuda" and not there:
-        raise BiremeError("There is no CUDA device here to probe. Leave out --device, or write cpu.")
+        raise BiremeError("There is no CUDA device here to probe. Leave out --device, or use cpu.")
     if device == "cpu" or not there:
         return "gloo", 2
     return "nccl", there

@@ -1,4 +1,4 @@
-"""`bireme export`: the newest weights of a run as a folder for others."""
+"""`bireme export`: the newest weights of a run as a model folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +12,8 @@ __all__ = ["export"]
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where to; a new or empty folder.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New or empty folder for the model.")],
     merged: Annotated[
         bool,
         typer.Option(
@@ -23,7 +23,7 @@ def export(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run's newest model: what transformers loads, or safetensors by the model's own names.
+    """Export the newest model of a run: a transformers folder, or safetensors with the model's names.
 
     Of a run with model.lora it is the adapter, as the peft library loads it.
 
@@ -36,7 +36,7 @@ def export(
 
     folder = RunFolder.of(run_dir)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise BiremeError(f"{to} is there already and not empty. Name a new folder.")
+        raise BiremeError(f"{to} already exists and is not empty. Name a new folder.")
     run = folder.load_run()
     if merged and run.model.lora.rank is None:
         raise BiremeError(
@@ -53,4 +53,4 @@ def export(
     if as_json:
         print_json({"step": step, "folder": str(to), "files": sorted(path.name for path in to.iterdir())})
         return
-    typer.echo(f"Wrote the model behind step {step} to {to}.")
+    typer.echo(f"Wrote the model after step {step} to {to}.")

@@ -1,4 +1,4 @@
-"""`bireme init`: a run file to begin with."""
+"""`bireme init`: a run file to start from."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +12,8 @@ __all__ = ["init"]
 
 
 def init(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("run.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Run file to write.")] = Path("run.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a run file for `bireme train`, with every key explained and commented out.
@@ -24,7 +24,7 @@ def init(
         raise BiremeError(f"A run file is a .toml file, and {path} is none. Name it {path.stem}.toml.")
     is_there = path.exists() or path.is_symlink()
     if is_there and not force:
-        raise BiremeError(f"{path} is there already. Name another file, or write over it with --force.")
+        raise BiremeError(f"{path} already exists. Name another file, or overwrite it with --force.")
     from bireme.files import write_text_atomically
     from bireme.train.run_file import commented_toml
 
@@ -33,9 +33,9 @@ def init(
     if as_json:
         print_json({"path": str(path), "replaced": is_there, "next": command})
         return
-    typer.echo(f"{path} holds every key of a run, commented out, with its default.")
-    typer.echo(f"Change what you like in it, then: {command}")
-    typer.echo(f"Or set single keys for one run: {command} --set training.steps=1000")
+    typer.echo(f"{path} has every key of a run, commented out, with its default.")
+    typer.echo(f"Edit it, then run: {command}")
+    typer.echo(f"Or set keys for a single run: {command} --set training.steps=1000")
 
 
 def _quoted(path: Path) -> str:

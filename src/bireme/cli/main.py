@@ -16,12 +16,12 @@ from bireme.errors import BiremeError
 __all__ = ["app", "main"]
 
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
-"""What a path that somebody gave can be even to those who only ask whether it is there."""
+"""Errors that even a check whether a user's path exists can raise."""
 
 app = typer.Typer(
     name="bireme",
     cls=Verbs,
-    help="Train neural networks that do not fit on one device, over few, unequal, slowly joined machines.",
+    help="Train PyTorch models that do not fit on one device, on few, unequal machines with slow links.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,14 +38,14 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     del version
 
 
 def main() -> None:
-    """Run the command line: status 0 done, 2 the user's input was wrong, 1 anything else."""
+    """Run the command line. Exit status: 0 done, 2 wrong input by the user, 1 anything else."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets the rest
@@ -55,7 +55,7 @@ def main() -> None:
         typer.echo(f"bireme: {error}", err=True)
         sys.exit(2)
     except BrokenPipeError:
-        # Whoever read our output has had enough; leave nothing behind for the interpreter to flush.
+        # The reader of our output closed the pipe; leave nothing for the interpreter to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
@@ -74,10 +74,10 @@ def main() -> None:
 
 
 def _usage(error: Any) -> str:
-    """Typer's complaint as one sentence; where nothing was asked for it is the help."""
+    """Typer's error message as one sentence; the help if there were no arguments."""
     message = str(error.format_message()).strip()
     if not message or type(error).__name__ == "NoArgsIsHelpError":
         return message
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "bireme"
-    return f"bireme: {message.rstrip('.')}. `{path} --help` lists what there is."
+    return f"bireme: {message.rstrip('.')}. See `{path} --help`."

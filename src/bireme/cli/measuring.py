@@ -1,4 +1,4 @@
-"""How a model is measured, for the verbs that do: their options, and the profile that comes of them."""
+"""Options of the verbs that measure a model, and the profile that they produce."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,28 +36,32 @@ PANEL = "Measuring"
 
 Length = Annotated[
     int | None,
-    typer.Option(help="Tokens in a sequence, where the model leaves that open.", rich_help_panel=PANEL),
+    typer.Option(help="Tokens per sequence, if the model does not fix it.", rich_help_panel=PANEL),
 ]
 MeasureOn = Annotated[
-    str, typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.", rich_help_panel=PANEL)
+    str,
+    typer.Option(help="Device: cpu, cuda, cuda:1; meta estimates without running.", rich_help_panel=PANEL),
 ]
 Like = Annotated[
     str | None,
     typer.Option(
         "--like",
         metavar="NAME|FILE.json",
-        help="On meta: the device to estimate for, such as a100.",
+        help="Device to estimate for on meta, such as a100.",
         rich_help_panel=PANEL,
     ),
 ]
 DataType = Annotated[
-    str, typer.Option("--dtype", help="float32, bfloat16, float16 or float64.", rich_help_panel=PANEL)
+    str,
+    typer.Option(
+        "--dtype", help="Number format: float32, bfloat16, float16 or float64.", rich_help_panel=PANEL
+    ),
 ]
 Optimizer = Annotated[
-    str, typer.Option(help="adamw, adam, muon or sgd (with momentum).", rich_help_panel=PANEL)
+    str, typer.Option(help="Optimiser: adamw, adam, muon or sgd (with momentum).", rich_help_panel=PANEL)
 ]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Measure again, whatever is in the cache.", rich_help_panel=PANEL)
+    bool, typer.Option("--fresh", help="Measure again, ignoring the cache.", rich_help_panel=PANEL)
 ]
 Train = Annotated[
     list[str] | None,
@@ -105,7 +109,7 @@ def part_of(
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """What to measure of a model, at which micro-batch sizes, and where."""
+    """What to measure: the model, the micro-batch sizes and the device."""
 
     model: str
     batches: Sequence[int]
@@ -139,7 +143,7 @@ def _source_of(asked: Measuring) -> "Source":
 
 
 def measure(asked: Measuring, progress: Any) -> "Profile":
-    """The profile of a model: measured here, or estimated for a device that is elsewhere."""
+    """The profile of a model: measured here, or estimated for a device elsewhere."""
     from bireme.cluster.device import device_named
     from bireme.model.captures import Captures
     from bireme.model.weight_folder import check_weights

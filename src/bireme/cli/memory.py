@@ -1,4 +1,4 @@
-"""`bireme memory`: what the memory of a training iteration is made of, block by block."""
+"""`bireme memory`: the memory of a training iteration, block by block."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,29 +22,32 @@ def memory(
             metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or python:package.module:function."
         ),
     ],
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples in an iteration.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per iteration.")] = 1,
     length: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence, where the model leaves that open.")
+        int | None, typer.Option(help="Tokens per sequence, if the model does not fix it.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd (with momentum).")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="Optimiser: adamw, adam or sgd (with momentum).")] = "adamw",
     warmup: Annotated[
-        int, typer.Option(help="Iterations before the traced ones, for what is made only once.")
+        int,
+        typer.Option(
+            help="Iterations to run before tracing, such as the first, which creates the optimizer's state."
+        ),
     ] = 1,
     bandwidth: Annotated[
         str,
         typer.Option(
             metavar="BYTES_PER_S[,BYTES_PER_S]",
-            help="Of the link to swap blocks over: both ways, or out and in.",
+            help="Bandwidth of the link for swapping: one number for both directions, or out,in.",
         ),
     ] = "12e9",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:1.")] = "cpu",
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE.svg|FILE.html", help="Draw the lifetimes of all blocks."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Trace a training iteration: who owns the peak, how long blocks lie idle, what could be swapped.
+    """Trace a training iteration: what the peak consists of, which blocks are idle, what could be swapped.
 
     [dim]bireme memory gpt:layers=4,width=128,heads=4,vocab=256,context=64 --batch 8[/dim]
     """
@@ -88,8 +91,8 @@ def _bandwidth(text: str) -> "Bandwidth":
         ways = []
     if len(ways) not in (1, 2):
         raise BiremeError(
-            f"--bandwidth is {text!r}; it must be one number of bytes per second, such as 12e9, or two with "
-            "a comma between them, out and in."
+            f"--bandwidth is {text!r}; it must be one number of bytes per second, such as 12e9, or two "
+            "separated by a comma, out and in."
         )
     return Bandwidth(ways[0], ways[-1])
 
@@ -100,9 +103,7 @@ def _behaviour(
     from bireme.devices import KINDS
 
     if device.partition(":")[0] not in KINDS:
-        raise BiremeError(
-            f"Memory is traced where the model runs: --device is {device!r}, not {' or '.join(KINDS)}."
-        )
+        raise BiremeError(f"Memory can only be traced on {' or '.join(KINDS)}, but --device is {device!r}.")
     from bireme.model.sources import load_source
     from bireme.profile.iteration import check_training, observe
 

@@ -1,4 +1,4 @@
-"""The options that several verbs share, and what they make of them."""
+"""Options that several verbs share, and helpers to read them."""
 
 import json
 from collections.abc import Mapping
@@ -31,31 +31,33 @@ __all__ = [
     "settings_of",
 ]
 
-Stages = Annotated[int, typer.Option("--stages", "-d", help="Stages the model is cut into.")]
+Stages = Annotated[int, typer.Option("--stages", "-d", help="Number of pipeline stages.")]
 Microbatches = Annotated[
     int | None,
-    typer.Option("--microbatches", "-m", help="Micro-batches in a batch; as many as stages if left out."),
+    typer.Option("--microbatches", "-m", help="Micro-batches per batch; by default as many as stages."),
 ]
-Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Batches in the window.")]
+Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Number of batches.")]
 StagesPerRank = Annotated[
     int | None,
     typer.Option(
-        help="Stages on each rank: 2 for interleaved and zbv, else 1 or several neighbours.",
+        help="Stages per rank: 2 for interleaved and zbv, else 1 or several neighbouring stages.",
         show_default=False,
     ),
 ]
 Slices = Annotated[
     int | None,
-    typer.Option(help="How many micro-batches 1f1b-sliced slices; chosen if left out.", show_default=False),
+    typer.Option(
+        help="Number of micro-batches that 1f1b-sliced slices; by default the best.", show_default=False
+    ),
 ]
 AheadBy = Annotated[
     int,
     typer.Option(
-        "--lookahead", help="Forwards that 1f1b, 2bw, 2bw-fresh run further ahead, to hide slow links."
+        "--lookahead", help="Extra forwards that 1f1b, 2bw and 2bw-fresh run ahead to hide slow links."
     ),
 ]
 Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Keep only inputs; run forwards again before backwards.")
+    bool, typer.Option("--recompute", help="Keep only inputs and run forwards again before backwards.")
 ]
 From = Annotated[
     Path | None,
@@ -69,11 +71,11 @@ Sets = Annotated[
 
 
 SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "recompute")
-"""The options that a schedule file makes idle."""
+"""Options that have no effect with a schedule file."""
 
 
 def refuse(context: typer.Context, why: str, *options: str) -> None:
-    """Refuse options that were given and would be ignored; `why` says what makes them idle."""
+    """Refuse options that would have no effect; `why` says the reason."""
     given = [
         option
         for option in options
@@ -94,7 +96,7 @@ def check_writable(*paths: Path | None) -> None:
         if not path.resolve().parent.is_dir():
             raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
     if len({path.resolve() for path in files}) < len(files):
-        raise BiremeError("Two of the files to write are the same one. Give each a name of its own.")
+        raise BiremeError("Two output files have the same name. Give each its own.")
 
 
 def build_program(
@@ -109,13 +111,13 @@ def build_program(
     lookahead: int,
     recompute: bool,
 ) -> "Program":
-    """The program that a verb's options ask for, by name or from a file."""
+    """The program that the options ask for, by schedule name or from a file."""
     from bireme.schedule.catalogue import generate
     from bireme.schedule.torch_csv import load
 
     if (name is None) == (source is None):
         raise BiremeError(
-            "Name one schedule, or give a file with --from FILE.csv. `bireme schedule` lists the names."
+            "Name a schedule, or give a file with --from FILE.csv. `bireme schedule` lists the names."
         )
     if source is not None:
         return load(source, num_batches=batches)
@@ -140,5 +142,5 @@ def settings_of(values: Mapping[str, object]) -> list[str]:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one document on standard output."""
+    """Print the JSON document on standard output."""
     typer.echo(json.dumps(document, ensure_ascii=False, allow_nan=False))

@@ -1,4 +1,4 @@
-"""`bireme place`: which device runs which operator of a graph that need not be a chain."""
+"""`bireme place`: which device runs which operator of a graph with branches."""
 
 from functools import partial
 from pathlib import Path
@@ -34,26 +34,26 @@ OF_A_SEARCH = (
     "plan",
     "workload_file",
 )
-"""The options that a check makes idle."""
+"""Options that have no effect on a check."""
 
 OF_A_MODEL = (
     *("cluster", "micro_batch", "training", "granularity", "copy_tied", "workload_file", "plan"),
     *("schedule", "microbatches", "measure_on", "like", "length", "dtype", "optimizer", "fresh"),
 )
-"""The options that only a model has a use for."""
+"""Options that need a model."""
 
 
 def place(
     context: typer.Context,
     workload: Annotated[
         Path | None,
-        typer.Argument(metavar="WORKLOAD.json", help="The operators, their edges, and the devices."),
+        typer.Argument(metavar="WORKLOAD.json", help="Workload file: operators, edges and devices."),
     ] = None,
     objective: Annotated[
         Objective | None,
         search_option(
             **word("objective", *Objective),
-            help="What to make small; training if there are backward nodes, else throughput.",
+            help="What to minimise; by default training if there are backward nodes, else throughput.",
             show_default=False,
         ),
     ] = None,
@@ -61,32 +61,32 @@ def place(
         Method,
         search_option(
             **word("method", *Method),
-            help="How to look for it.",
+            help="Search method.",
         ),
     ] = Method.AUTO,
     contiguous: Annotated[
         bool,
         search_option(
             "--contiguous/--any",
-            help="Each device runs one connected stretch of the graph, or whatever is best.",
+            help="Give each device one connected part of the graph, or allow any placement.",
         ),
     ] = True,
     time_limit: Annotated[
-        float | None, search_option(metavar="SECONDS", help="Stop looking after so long.")
+        float | None, search_option(metavar="SECONDS", help="Time limit of the search.")
     ] = None,
-    pieces: Annotated[int, search_option(help="Stretches an accelerator may run in turn, for latency.")] = 1,
-    seed: Annotated[int, search_option(help="Of the methods that draw.")] = 0,
+    pieces: Annotated[int, search_option(help="Parts that an accelerator may run in turn, for latency.")] = 1,
+    seed: Annotated[int, search_option(help="Seed of random methods.")] = 0,
     expert: Annotated[
-        Path | None, search_option(metavar="FILE.json", help="Take this split as it is.")
+        Path | None, search_option(metavar="FILE.json", help="Use this split unchanged.")
     ] = None,
     check: Annotated[
-        Path | None, search_option(metavar="FILE.json", help="Look for nothing; check this split.")
+        Path | None, search_option(metavar="FILE.json", help="Check this split instead of searching.")
     ] = None,
     accelerators: Annotated[int | None, devices_option(help="How many there are.")] = None,
     cpus: Annotated[int | None, devices_option(help="How many there are.")] = None,
-    memory: Annotated[float | None, devices_option(metavar="BYTES", help="Of an accelerator.")] = None,
+    memory: Annotated[float | None, devices_option(metavar="BYTES", help="Memory of an accelerator.")] = None,
     model: Annotated[
-        str | None, model_option(metavar="MODEL", help="As for `bireme profile`; measured here.")
+        str | None, model_option(metavar="MODEL", help="Model to measure here, as in `bireme profile`.")
     ] = None,
     cluster: Annotated[
         str | None,
@@ -94,37 +94,40 @@ def place(
             metavar="FILE.toml|NAME", help="The devices, which must be alike; this machine if left out."
         ),
     ] = None,
-    micro_batch: Annotated[int, model_option(help="Samples of a micro-batch.")] = 1,
+    micro_batch: Annotated[int, model_option(help="Samples per micro-batch.")] = 1,
     training: Annotated[
-        bool, model_option("--training/--inference", help="With backward, or without.")
+        bool, model_option("--training/--inference", help="Place forward and backward, or only forward.")
     ] = True,
     granularity: Annotated[
         Granularity,
         model_option(
             **word("granularity", *Granularity),
-            help="What is placed by itself.",
+            help="Smallest part that is placed on its own.",
         ),
     ] = Granularity.OPERATORS,
     copy_tied: Annotated[
         bool,
         model_option(
             "--copy-tied/--bind-tied",
-            help="Tied weights are copied to who uses them, as in a pipeline, or bind their users.",
+            help="Copy tied weights to every user, as in a pipeline, or keep their users on one device.",
         ),
     ] = True,
     workload_file: Annotated[
-        Path | None, model_option(metavar="FILE.json", help="Write the workload of the model.")
+        Path | None, model_option(metavar="FILE.json", help="Write the model's workload to a file.")
     ] = None,
     plan: Annotated[
         Path | None,
         model_option(
             metavar="FILE.json",
-            help="Write the plan that the placement comes to, cuts moved to the nearest borders of units.",
+            help="Write the placement as a plan, with cuts moved to the nearest unit borders.",
         ),
     ] = None,
     schedule: Annotated[str, model_option("--schedule", "-s", help="Of the plan.")] = "2bw",
     microbatches: Annotated[
-        int | None, model_option("--microbatches", "-m", help="Of the plan; twice the stages if left out.")
+        int | None,
+        model_option(
+            "--microbatches", "-m", help="Micro-batches per batch of the plan; by default twice the stages."
+        ),
     ] = None,
     measure_on: MeasureOn = "cpu",
     like: Like = None,
@@ -133,13 +136,14 @@ def place(
     optimizer: Optimizer = "adamw",
     fresh: Fresh = False,
     output: Annotated[
-        Path | None, output_option("--output", "-o", metavar="FILE.json", help="Write the document.")
+        Path | None,
+        output_option("--output", "-o", metavar="FILE.json", help="Write the JSON document to a file."),
     ] = None,
     split: Annotated[
-        Path | None, output_option(metavar="FILE.json", help="Write the split in the published shape.")
+        Path | None, output_option(metavar="FILE.json", help="Write the split in the published format.")
     ] = None,
     picture: Annotated[
-        Path | None, output_option(metavar="FILE.svg|FILE.png|FILE.dot", help="Draw the graph.")
+        Path | None, output_option(metavar="FILE.svg|FILE.png|FILE.dot", help="Draw the placed graph.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -155,9 +159,9 @@ def place(
     if expert is not None and method is Method.AUTO:
         method = Method.EXPERT
     if (expert is not None) != (method is Method.EXPERT):
-        raise BiremeError("--method expert and --expert FILE.json go together: give both, or leave out both.")
+        raise BiremeError("--method expert and --expert FILE.json belong together: give both or neither.")
     if check is not None:
-        refuse(context, "--check looks for nothing", *OF_A_SEARCH)
+        refuse(context, "--check does not search", *OF_A_SEARCH)
     _check_files(picture, output, split, workload_file, plan)
     placing = None
     if model is None:
@@ -165,10 +169,10 @@ def place(
         found = _read(workload, Counts(accelerators, cpus, memory))
     else:
         if workload is not None:
-            raise BiremeError(f"{workload} and --model {model} are two workloads. Leave out one of them.")
-        refuse(context, "--cluster says what devices there are", "accelerators", "cpus", "memory")
+            raise BiremeError(f"{workload} and --model {model} both name a workload. Leave out one of them.")
+        refuse(context, "--cluster already names the devices", "accelerators", "cpus", "memory")
         if measure_on != "meta":
-            refuse(context, f"--measure-on {measure_on} is measured, not estimated", "like")
+            refuse(context, f"--measure-on {measure_on} measures and does not estimate", "like")
         placing = ModelPlacing.of(
             Measuring(
                 model,
@@ -211,13 +215,13 @@ def _read(path: Path | None, counts: "Counts") -> "ReadWorkload":
 
     if path is None:
         raise BiremeError(
-            "Name the file of a workload, or a model with --model. docs/placement.md says what a workload is."
+            "Name a workload file, or a model with --model. docs/placement.md explains workload files."
         )
     return read_workload(path, counts)
 
 
 def _check_files(picture: Path | None, *documents: Path | None) -> None:
-    """Refuse files that could not be written, before a long search."""
+    """Refuse files that cannot be written, before a long search."""
     from bireme.placement.pages.picture import FORMATS, check_renderer
 
     for path in (picture, *documents):

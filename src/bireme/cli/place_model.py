@@ -1,4 +1,4 @@
-"""What `bireme place --model` adds: a workload made of a model, and a plan made of its placement."""
+"""`bireme place --model`: make a workload from a model, and a plan from its placement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ __all__ = ["ModelPlacing", "OfModel"]
 
 @dataclass(frozen=True, slots=True)
 class ModelPlacing:
-    """A model to be placed: the workload it makes, and the profile the workload is of."""
+    """A model to place: its workload and its profile."""
 
     made: "ModelWorkload"
     profile: "Profile"
@@ -58,7 +58,7 @@ class ModelPlacing:
 
 @dataclass(frozen=True, slots=True)
 class OfModel:
-    """What becomes of a model's placement beside its document: a plan in a file, if one is wanted."""
+    """What a model's placement yields besides its document: a plan file, on request."""
 
     placing: ModelPlacing
     plan: Path | None
@@ -66,7 +66,7 @@ class OfModel:
     num_microbatches: int | None
 
     def write(self, placement: "Placement") -> str:
-        """Write the plan; what moving its cuts to borders of units has changed, as a sentence."""
+        """Write the plan; return a sentence on what moving its cuts to unit borders changed."""
         if self.plan is None:
             return ""
         from bireme.placement.of_model.to_plan import plan_of

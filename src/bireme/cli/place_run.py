@@ -1,4 +1,4 @@
-"""What `bireme place` does once it knows what is asked: search, check, write, show."""
+"""Run `bireme place`: search, check, write, show."""
 
 import json
 import math
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["Files", "PlaceRun", "check_split"]
 
 NOTHING = 1e-12
-"""What the rounding of sums may leave of a value that is zero."""
+"""Rounding error that a sum of zero may have."""
 
 SAME = 1e-6
-"""Values that differ by less, relative to the larger, are the same, counted in another order."""
+"""Values closer than this, relative to the larger, count as equal: only the order of sums differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What to write, and where; None writes nothing."""
+    """Files to write; None writes nothing."""
 
     output: Path | None
     split: Path | None
@@ -41,7 +41,7 @@ class Files:
 
 
 class PlaceRun:
-    """A search for a placement, and what is made of it."""
+    """A search for a placement, and its output."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PlaceRun:
         )
 
     def _expert(self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int) -> "Split":
-        """An expert's split, which must keep the rules as any other."""
+        """An expert's split; it must keep all rules."""
         from bireme.placement.split_file import read_split
 
         split = read_split(path, self.workload)
@@ -80,12 +80,12 @@ class PlaceRun:
             pieces=split.pieces or None,
         )
         if not verdict.valid:
-            hint = " --any allows that." if contiguous and not verdict.contiguous else ""
+            hint = " Pass --any to allow it." if contiguous and not verdict.contiguous else ""
             raise BiremeError(f"{path} breaks a rule. {verdict.problems[0]}{hint}")
         return split
 
     def search(self, time_limit_s: float | None, seed: int) -> None:
-        """Find a placement and check it; one that does not hold is a bug."""
+        """Find a placement and check it; a wrong one is a bug."""
         from time import perf_counter
 
         from bireme.placement.solve import solve
@@ -170,7 +170,7 @@ def check_split(
     )
     claimed = split.value if split.objective in (None, aim) else None
     if claimed is not None and not math.isclose(claimed, verdict.value, rel_tol=SAME):
-        wrong = f"The file claims {claimed:.9g} for {aim}, and the placement comes to {verdict.value:.9g}."
+        wrong = f"The file claims {claimed:.9g} for {aim}, but the placement has {verdict.value:.9g}."
         verdict = replace(verdict, problems=(*verdict.problems, wrong))
     if split.objective in (None, aim):
         wrong_loads = _wrong_loads(workload, split, verdict)
@@ -193,11 +193,11 @@ def _wrong_loads(workload: Workload, split: "Split", verdict: Verdict) -> Iterat
     """A sentence for each device whose load is not what the file claims."""
     for name, claimed, load in zip(device_names(workload), split.loads, verdict.loads, strict=False):
         if not math.isclose(claimed, load, rel_tol=SAME, abs_tol=NOTHING):
-            yield f"The file claims a load of {claimed:.9g} for {name}, and it comes to {load:.9g}."
+            yield f"The file claims a load of {claimed:.9g} for {name}, but it is {load:.9g}."
 
 
 def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> Verdict:
-    """The independent verdict on what a solver has found, which must be the solver's own."""
+    """The independent verdict on a solver's result, which must agree with the solver."""
     verdict = check(
         workload,
         placement.devices,
@@ -209,7 +209,9 @@ def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> V
     if not verdict.valid:
         raise RuntimeError(f"{placement.method} broke a rule: {' '.join(verdict.problems)}")
     if not math.isclose(verdict.value, placement.value, rel_tol=SAME, abs_tol=NOTHING):
-        raise RuntimeError(f"{placement.method} counts {placement.value}, and it comes to {verdict.value}")
+        raise RuntimeError(
+            f"{placement.method} reports {placement.value}, but the check gives {verdict.value}"
+        )
     if placement.lower_bound > placement.value * (1 + SAME) + NOTHING:
         raise RuntimeError(
             f"{placement.method} found {placement.value} below its bound {placement.lower_bound}"

@@ -1,4 +1,4 @@
-"""`bireme plan`: which device does what, from a profile and a cluster."""
+"""`bireme plan`: find the fastest plan for a profile and a cluster."""
 
 from dataclasses import replace
 from functools import partial
@@ -31,11 +31,11 @@ from bireme.cli.plan_options import (
 from bireme.cli.plan_run import PlanRun
 from bireme.cli.words import word
 from bireme.errors import BiremeError, closest
-from bireme.plan.penalties import START
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 
 if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
-    from bireme.plan.wishes import Wishes
+    from bireme.plan.plan_request import PlanRequest
     from bireme.profile.profile import Profile
 
 __all__ = ["cluster_of", "plan"]
@@ -45,17 +45,18 @@ wishes_option = partial(typer.Option, rich_help_panel="What the plan must be lik
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 LARGEST_MEASURED = 16
-"""Samples of the largest micro-batch that is measured unless others are asked for."""
+"""Samples of the largest micro-batch that is measured by default."""
 
 
 def plan(
     context: typer.Context,
-    batch_size: Annotated[int, given_option("--batch-size", "-B", help="Samples of a step.")],
+    batch_size: Annotated[int, given_option("--batch-size", "-B", help="Samples per optimiser step.")],
     model: Annotated[
-        str | None, given_option("--model", metavar="MODEL", help="As for `bireme profile`; measured here.")
+        str | None,
+        given_option("--model", metavar="MODEL", help="Model to measure here, as in `bireme profile`."),
     ] = None,
     profile: Annotated[
-        Path | None, given_option(metavar="FILE.json", help="What `bireme profile` has measured.")
+        Path | None, given_option(metavar="FILE.json", help="Profile written by `bireme profile`.")
     ] = None,
     cluster: Annotated[
         str | None,
@@ -64,49 +65,54 @@ def plan(
         ),
     ] = None,
     schedule: Annotated[
-        str, wishes_option("--schedule", "-s", metavar="NAME|auto", help="One of them.")
+        str,
+        wishes_option("--schedule", "-s", metavar="NAME|auto", help="Schedule to use, or auto for the best."),
     ] = "auto",
-    synchronous: Annotated[bool, wishes_option("--synchronous", help="No delayed updates.")] = False,
+    synchronous: Annotated[bool, wishes_option("--synchronous", help="Forbid delayed updates.")] = False,
     objective: Annotated[
         str,
         wishes_option(
             **word("objective", "time-to-loss", "throughput"),
-            help="What makes a plan best; throughput leaves out what delayed updates cost in steps.",
+            help="What to optimise; throughput ignores the extra steps that delayed updates cost.",
         ),
     ] = "time-to-loss",
     penalty: Annotated[
         list[str] | None,
         wishes_option(
             metavar="RULE=STEPS",
-            help="Steps of delayed or fresh updates for one of a synchronous run; repeat it.",
+            help="Steps with delayed or fresh updates that equal one synchronous step. Repeatable.",
         ),
     ] = None,
     delay_warmup: Annotated[
         float | None,
         wishes_option(
             metavar="SHARE",
-            help="Of a run that goes under 1f1b before updates are delayed.",
-            show_default=f"{START:g}, or 0 with --schedule",
+            help="Fraction of steps run under 1f1b before updates are delayed.",
+            show_default=f"{DEFAULT_DELAY_WARMUP:g}, or 0 with --schedule",
         ),
     ] = None,
-    depth: Annotated[int | None, wishes_option(help="Devices of a replica.")] = None,
+    depth: Annotated[int | None, wishes_option(help="Number of devices per replica.")] = None,
     width: Annotated[int | None, wishes_option(help="Replicas.")] = None,
     micro_batch: Annotated[int | None, wishes_option(help="Samples of a micro-batch.")] = None,
-    largest_batch: Annotated[int | None, wishes_option(help="A step may be of so many samples.")] = None,
-    memory_fraction: Annotated[float, wishes_option(help="Of each device that the plan may fill.")] = 1.0,
-    devices: Annotated[str | None, wishes_option(metavar="NAME,…", help="Use these devices alone.")] = None,
+    largest_batch: Annotated[
+        int | None, wishes_option(help="Allow steps of up to this many samples.")
+    ] = None,
+    memory_fraction: Annotated[
+        float, wishes_option(help="Share of each device's memory that the plan may use.")
+    ] = 1.0,
+    devices: Annotated[str | None, wishes_option(metavar="NAME,…", help="Use only these devices.")] = None,
     recompute: Annotated[
         str,
         wishes_option(
             **word("kind of recompute", "never", "where-needed", "always"),
-            help="Which stages run their forward again to save memory.",
+            help="Which stages recompute activations to save memory.",
         ),
     ] = "where-needed",
     lookahead: Annotated[
         bool, wishes_option(help="Let stages run further ahead to hide slow links; other frameworks cannot.")
     ] = True,
     pin: Annotated[
-        list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="A unit must be on a device; repeat it.")
+        list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
     together: Annotated[
         list[str] | None,
@@ -115,12 +121,14 @@ def plan(
         ),
     ] = None,
     whole_layers: Annotated[
-        bool, wishes_option("--whole-layers", help="Cut between layers only, as others do.")
+        bool, wishes_option("--whole-layers", help="Cut only between layers, as other frameworks do.")
     ] = False,
     measure_batch: Annotated[
         list[int] | None,
         typer.Option(
-            help="Samples of a micro-batch; repeat it.", show_default="1, 2, 4, … 16", rich_help_panel=PANEL
+            help="Micro-batch size to measure. Repeatable.",
+            show_default="1, 2, 4, … 16",
+            rich_help_panel=PANEL,
         ),
     ] = None,
     measure_on: MeasureOn = "cpu",
@@ -140,18 +148,18 @@ def plan(
         ),
     ] = False,
     output: Annotated[
-        Path | None, output_option("--output", "-o", metavar="FILE.json", help="Write the plan.")
+        Path | None, output_option("--output", "-o", metavar="FILE.json", help="Write the plan to a file.")
     ] = None,
     export: Annotated[
         list[str] | None,
         output_option(
             metavar="NAME[:FILE]",
-            help="For torch-csv, torchtitan, nemo or megatron; printed if no file is named. Repeat it.",
+            help="Export for torch-csv, torchtitan, nemo or megatron; prints it without a file. Repeatable.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest plan that fits: how to cut a model, which device does what, on which schedule.
+    """Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.
 
     [dim]bireme plan --profile profile.json --cluster two-unequal-servers --batch-size 64[/dim]
     """
@@ -175,16 +183,16 @@ def plan(
     schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
     from bireme.plan.partition.loads import Recompute
-    from bireme.plan.wishes import Goal, Wishes
+    from bireme.plan.plan_request import Goal, PlanRequest
 
-    wishes = Wishes(
+    wishes = PlanRequest(
         batch_size=batch_size,
         largest_batch=largest_batch,
         schedule=schedule,
         synchronous=synchronous,
         goal=Goal(objective),
         penalties=penalties_of(penalty or ()),
-        start=delay_warmup,
+        delay_warmup=delay_warmup,
         memory_fraction=memory_fraction,
         depth=depth,
         width=width,
@@ -215,7 +223,7 @@ def plan(
 def _sizes(
     batch_size: int, largest: int | None, micro_batch: int | None, given: list[int] | None
 ) -> list[int]:
-    """The micro-batches to measure: those given, the one asked for, or powers of two."""
+    """The micro-batch sizes to measure: those given, the one asked for, or powers of two."""
     if given:
         return given
     if micro_batch is not None:
@@ -229,9 +237,9 @@ def _measuring(
 ) -> Measuring | None:
     if profile is None:
         if model is None:
-            raise BiremeError("Name the model with --model, or give its profile with --profile.")
+            raise BiremeError("Give the model with --model, or its profile with --profile.")
         if how["device"] != "meta":
-            refuse(context, f"--measure-on {how['device']} is measured, not estimated", "like")
+            refuse(context, f"--measure-on {how['device']} measures and does not estimate", "like")
     else:
         refuse(
             context,
@@ -259,7 +267,7 @@ def _check_words(schedule: str, *, synchronous: bool) -> None:
         return
     known = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
     if schedule not in known:
-        raise BiremeError(f"There is no planning for {schedule!r}. {closest(schedule, ['auto', *known])}")
+        raise BiremeError(f"Bireme cannot plan for {schedule!r}. {closest(schedule, ['auto', *known])}")
     rule = SCHEDULES[schedule].rule
     if synchronous and rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
@@ -267,9 +275,9 @@ def _check_words(schedule: str, *, synchronous: bool) -> None:
         )
 
 
-def _check_numbers(wishes: "Wishes", cluster: "Cluster") -> None:
-    """Refuse what no profile could make possible, before one is measured."""
-    from bireme.plan.search.ground import check_numbers
+def _check_numbers(wishes: "PlanRequest", cluster: "Cluster") -> None:
+    """Refuse impossible requests before measuring a profile."""
+    from bireme.plan.search.problem import check_numbers
 
     check_numbers(wishes, len(wishes.devices) or cluster.num_devices)
 
@@ -277,7 +285,7 @@ def _check_numbers(wishes: "Wishes", cluster: "Cluster") -> None:
 def cluster_of(text: str | None) -> "Cluster":
     """The cluster that --cluster names; this machine if it names none."""
     if text == "":
-        raise BiremeError("--cluster names nothing. Give a file or a ready cluster, or leave it out.")
+        raise BiremeError("--cluster is empty. Give a file or the name of a ready cluster, or leave it out.")
     if text is not None:
         from bireme.cluster.cluster_file import load_cluster
 

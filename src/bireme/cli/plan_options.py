@@ -1,4 +1,4 @@
-"""What the options of `bireme plan` say, as wishes and as files to write."""
+"""Reads the options of `bireme plan`: constraints and output files."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Exporting:
-    """An export that was asked for, and the file for it; None where it is to be printed."""
+    """A requested export and its file; None to print it."""
 
     name: str
     path: Path | None
 
 
 def exports_of(texts: Iterable[str], *, has_model: bool) -> list[Exporting]:
-    """Such as `torch-csv:schedule.csv`, or `megatron` to print it."""
+    """Reads `torch-csv:schedule.csv`, or `megatron` to print it."""
     from bireme.plan.export.exports import NEEDS_MODEL, export_named
 
     found = []
@@ -35,13 +35,15 @@ def exports_of(texts: Iterable[str], *, has_model: bool) -> list[Exporting]:
         if export_named(name).needs_graph and not has_model:
             raise BiremeError(NEEDS_MODEL.format(name))
         if colon and not file:
-            raise BiremeError(f"--export {text} names no file. Leave out the colon to have it printed.")
+            raise BiremeError(
+                f"--export {text} names no file after the colon. Leave out the colon to print it."
+            )
         found.append(Exporting(name, Path(file) if file else None))
     return found
 
 
 def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
-    """Penalties that the user has measured himself, each as `RULE=STEPS`."""
+    """The user's own penalties, each as `RULE=STEPS`."""
     from bireme.schedule.catalogue import SCHEDULES
     from bireme.schedule.rule import Rule
 
@@ -52,12 +54,12 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
     for text in texts:
         name, _, steps = text.partition("=")
         if name not in rules:
-            raise BiremeError(f"--penalty {text} is for no update rule. {closest(name, rules)}")
+            raise BiremeError(f"--penalty {text} names no update rule. {closest(name, rules)}")
         try:
             found[rules[name]] = float(steps)
         except ValueError:
             raise BiremeError(
-                f"--penalty {text} is not RULE=STEPS, such as {name}=1.2: steps needed for one of a "
-                "synchronous run."
+                f"--penalty {text} is not RULE=STEPS, such as {name}=1.2: the steps that equal one "
+                "synchronous step."
             ) from None
     return found

@@ -1,4 +1,4 @@
-"""What `bireme plan` does once it knows what is asked: search, write, show."""
+"""Run `bireme plan`: search, write, show."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
     from bireme.plan.explain import Help
     from bireme.plan.forecast import Answer
-    from bireme.plan.wishes import Wishes
+    from bireme.plan.plan_request import PlanRequest
     from bireme.profile.profile import Profile
 
 __all__ = ["PlanRun"]
 
 
 class PlanRun:
-    """A search, and what is made of its answer."""
+    """A search and its output."""
 
     def __init__(
         self,
         profile: "Profile",
         cluster: "Cluster",
-        wishes: "Wishes",
+        wishes: "PlanRequest",
         asked: Measuring | None,
         *,
         is_given: bool,
@@ -37,7 +37,7 @@ class PlanRun:
         self.wishes = wishes
         self.asked = asked
         self.is_given = is_given
-        """Whether the profile comes from a file, and the model beside it might be another."""
+        """Whether the profile comes from a file, so the model might be another one."""
 
     def show(self, output: Path | None, exports: list[Exporting], *, explained: bool, as_json: bool) -> None:
         """Search, then write the files, then print."""
@@ -102,7 +102,7 @@ class PlanRun:
             return explain(self.profile, self.cluster, self.wishes, answer, find_plan, tell=progress)
 
     def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
-        """All texts before any file is written, as one that cannot be said leaves nothing behind."""
+        """Make all texts before writing any file, so that a refused export leaves no files."""
         from bireme.plan.export.exports import export_named
         from bireme.plan.export.material import Material
 

@@ -1,4 +1,4 @@
-"""`bireme profile`: what every unit of a model takes and keeps, measured here or estimated for elsewhere."""
+"""`bireme profile`: time and memory of every unit of a model, measured here or estimated for elsewhere."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,20 +37,20 @@ def profile(
     ],
     batch: Annotated[
         list[int] | None,
-        typer.Option(
-            "--batch", "-b", help="Samples in a micro-batch; repeat it for several sizes.", show_default="1"
-        ),
+        typer.Option("--batch", "-b", help="Samples per micro-batch. Repeatable.", show_default="1"),
     ] = None,
     length: Length = None,
     device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:1, or meta to estimate without running.")
+        str, typer.Option(help="Device: cpu, cuda, cuda:1; meta estimates without running.")
     ] = "cpu",
     like: Like = None,
     dtype: DataType = "float32",
     optimizer: Optimizer = "adamw",
     halves: Annotated[
         bool,
-        typer.Option("--halves", help="The two halves of the backward apart, for zero-bubble schedules."),
+        typer.Option(
+            "--halves", help="Also measure the two halves of the backward, for zero-bubble schedules."
+        ),
     ] = False,
     train: Train = None,
     freeze: Freeze = None,
@@ -62,12 +62,12 @@ def profile(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what the pieces of a model cost: seconds forward and backward, bytes kept and sent.
+    """Measure each unit of a model: seconds forward and backward, bytes kept and sent.
 
     [dim]bireme profile gpt:layers=8,width=256,heads=8,vocab=256,context=128 --batch 8[/dim]
     """
     if device != "meta":
-        refuse(context, f"--device {device} is measured, not estimated", "like")
+        refuse(context, f"--device {device} measures and does not estimate", "like")
     check_writable(output)
     asked = Measuring(
         model,
@@ -106,11 +106,11 @@ def _show(found: "Profile", output: Path | None, *, as_json: bool) -> None:
 
     print_profile(found, Console())
     if output is not None:
-        typer.echo(f"\nWritten to {output}.")
+        typer.echo(f"\nWrote {output}.")
 
 
 def _plain_unit(unit: "UnitProfile", plain: dict[str, Any]) -> dict[str, Any]:
-    """A unit with the costs at the first size beside those at all."""
+    """A unit with its costs at all sizes and, separately, at the first."""
     first = unit.costs[0]
     return {
         "name": unit.name,

@@ -1,4 +1,4 @@
-"""`bireme report`: a run, or several, as one page to look at and to show."""
+"""`bireme report`: one HTML page of one or several runs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,21 +19,23 @@ PAGE = "report.html"
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="The folder of a run; more to compare it with.")
+        list[Path], typer.Argument(metavar="RUN", help="Folder of a run; give several to compare them.")
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE.html", help="Write the page there, not to RUN/report.html."
+            "--output", "-o", metavar="FILE.html", help="File for the page; by default RUN/report.html."
         ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Chrome trace of the recorded batches, for ui.perfetto.dev."),
+        typer.Option(
+            metavar="FILE.json", help="Write a Chrome trace of the recorded batches, for ui.perfetto.dev."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make one HTML page of a run: curves, timeline, memory, plan. It needs no network and no server.
+    """Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.
 
     [dim]bireme report runs/my-run[/dim]
     """
@@ -42,7 +44,7 @@ def report(
     from bireme.report.page.charts import MOST_RUNS
 
     if len(folders) > MOST_RUNS:
-        raise BiremeError(f"{len(folders)} runs are too many to tell apart; {MOST_RUNS} are the most.")
+        raise BiremeError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}.")
     from bireme.report.page.run import read_run
 
     runs = [read_run(folder) for folder in folders]

@@ -1,4 +1,4 @@
-"""`bireme resume`: go on with a run as if it had never stopped."""
+"""`bireme resume`: continue a run as if it had never stopped."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 __all__ = ["resume"]
 
 NO_PROGRESS_STATUS = 3
-"""Another one than that of a wrong input, for who restarts runs by itself."""
+"""Differs from the status of wrong input, for scripts that restart runs."""
 
 
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="TABLE.KEY=VALUE",
-            help="Change the run from here on, such as its steps or its plan; repeat it.",
+            help="Set a key for the rest of the run, such as its steps or its plan. Repeatable.",
         ),
     ] = None,
     anyway: Annotated[
         bool,
-        typer.Option("--anyway", help="Try once more, though the last starts came to no new checkpoint."),
+        typer.Option("--anyway", help="Resume although the last starts reached no new checkpoint."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Go on with a run from its newest good checkpoint.
+    """Resume a run from its most recent intact checkpoint.
 
-    The exit status is 3 where three starts in a row came to no new one: trying again is of no use then.
+    The exit status is 3 if three starts in a row reached no new checkpoint: another start would not help.
 
     [dim]bireme resume runs/20260101-120000-gpt-layers-4[/dim]
     """
@@ -46,16 +46,16 @@ def resume(
     run = folder.load_run(set_ or ())
     begin()
     from bireme.report.progress import progress_bar
-    from bireme.train.brake import NoProgressError, check_progress, note_start
     from bireme.train.checkpoint.checkpoint import newest_good
     from bireme.train.export import has_ended
-    from bireme.train.going_on import check_finds_checkpoints, check_rate
     from bireme.train.prepare import prepared_again
+    from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
+    from bireme.train.resume_checks import check_finds_checkpoints, check_rate
 
     check_finds_checkpoints(run, folder)
     checkpoint = newest_good(folder.checkpoints(run), on_bad=_tell)
     at = 0 if checkpoint is None else checkpoint.manifest.step
-    # One that was killed amid its very end has still to export its model.
+    # A run that was killed at its very end must still export its model.
     if has_ended(run, folder, at):
         raise BiremeError(
             f"{run_dir} has done its {at} steps. To train on, ask for more: --set training.steps={2 * at}"
@@ -64,15 +64,15 @@ def resume(
     check_rate(run, folder, at, _tell)
     try:
         if not anyway:
-            check_progress(folder, at)
-    except NoProgressError as error:
+            check_restart_limit(folder, at)
+    except RestartLimitError as error:
         typer.echo(f"bireme: {error}", err=True)
         raise typer.Exit(NO_PROGRESS_STATUS) from None
     with progress_bar("preparing") as progress:
         prepared = prepared_again(run, folder, progress, checkpoint, _tell)
-    note_start(folder, at)
-    begins = "" if checkpoint else ", as there is no checkpoint to go on from"
-    typer.echo(f"bireme: going on behind step {at} of {run.training.steps}{begins}.", err=True)
+    count_start(folder, at)
+    begins = "" if checkpoint else ", because there is no checkpoint yet"
+    typer.echo(f"bireme: resuming after step {at} of {run.training.steps}{begins}.", err=True)
     run_to_end(prepared, folder, checkpoint, as_json=as_json)
 
 

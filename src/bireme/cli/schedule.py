@@ -1,4 +1,4 @@
-"""`bireme schedule`: draw a schedule, check it, take it to and from torch's format."""
+"""`bireme schedule`: draw a schedule, check it, convert it to and from torch's format."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +33,7 @@ __all__ = ["schedule"]
 
 def schedule(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="The schedule; all are listed if left out.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Schedule; without it, all are listed.")] = None,
     stages: Stages = 4,
     microbatches: Microbatches = None,
     batches: Batches = None,
@@ -42,27 +42,27 @@ def schedule(
     lookahead: AheadBy = 0,
     recompute: Recompute = False,
     source: From = None,
-    check: Annotated[bool, typer.Option("--check", help="Prove it right, or say what is wrong.")] = False,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one batch in torch's format.")
-    ] = None,
-    comms: Annotated[
-        bool, typer.Option("--comms", help="Write sends and receives into that file too.")
+    check: Annotated[
+        bool, typer.Option("--check", help="Prove the schedule right, or say what is wrong.")
     ] = False,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one batch to a file in torch's format.")
+    ] = None,
+    comms: Annotated[bool, typer.Option("--comms", help="Include sends and receives in that file.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw a schedule as a grid: ranks down, time across.
+    """Draw a schedule as a grid: one row per rank, time to the right.
 
     [dim]bireme schedule 2bw --stages 4 --microbatches 4 --batches 3 --check[/dim]
     """
     if name is None and source is None:
-        refuse(context, "Without a schedule there is only the list of them", *SHAPE, "check", "csv", "comms")
+        refuse(context, "Without a schedule the names are only listed", *SHAPE, "check", "csv", "comms")
         _list(as_json=as_json)
         return
     if source is not None:
-        refuse(context, "A file brings its own schedule", *SHAPE)
+        refuse(context, "The file defines the schedule", *SHAPE)
     if csv is None:
-        refuse(context, "Without --csv no file is written", "comms")
+        refuse(context, "--comms needs --csv", "comms")
     try:
         program = build_program(
             name,
@@ -99,7 +99,7 @@ def schedule(
 
 
 def _window(name: str | None) -> int:
-    """How many batches show what is special about a schedule."""
+    """How many batches show the character of a schedule."""
     from bireme.schedule.catalogue import SCHEDULES
     from bireme.schedule.rule import Rule
 
@@ -198,7 +198,7 @@ def _print_report(program: "Program", report: "Report", console: "Console") -> N
         for wait in report.deadlock:
             console.print(f"    {wait}", highlight=False)
         if not report.deadlock_if_buffered:
-            console.print("    It would run where sends complete before they are received.", style="dim")
+            console.print("    It would run if sends completed before they are received.", style="dim")
     if not report.ok:
         return
     console.print(

@@ -1,4 +1,4 @@
-"""`bireme simulate`: what a schedule would take on given devices and links, in seconds and bytes."""
+"""`bireme simulate`: predict time and memory of a schedule on given devices and links."""
 
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["simulate"]
 
 OF_ONE_SCHEDULE = ("name", "source", "stages_per_rank", "slices", "lookahead", "trace", "picture")
-"""The options that are about one schedule."""
+"""Options for a single schedule."""
 
 WINDOW = 10
 """Batches that show start-up, steady state and drain."""
@@ -49,7 +49,7 @@ def simulate(
     context: typer.Context,
     name: Annotated[
         str | None,
-        typer.Option("--schedule", "-s", metavar="NAME", help="The schedule; see `bireme schedule`."),
+        typer.Option("--schedule", "-s", metavar="NAME", help="Schedule; `bireme schedule` lists them."),
     ] = None,
     source: From = None,
     stages: Stages = 4,
@@ -60,20 +60,24 @@ def simulate(
     lookahead: AheadBy = 0,
     recompute: Recompute = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="All schedules on as many devices as stages.")
+        bool, typer.Option("--compare", help="Compare all schedules on as many devices as stages.")
     ] = False,
     costs: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Seconds and bytes per stage, instead of the options below."),
+        typer.Option(
+            metavar="FILE.json", help="File with seconds and bytes per stage, instead of the options below."
+        ),
     ] = None,
-    forward_s: Annotated[float | None, times_option(help="Forward of a stage; 1 if left out.")] = None,
+    forward_s: Annotated[
+        float | None, times_option(help="Seconds of a stage's forward; by default 1.")
+    ] = None,
     backward_s: Annotated[
-        float | None, times_option(help="Backward of a stage; twice the forward if left out.")
+        float | None, times_option(help="Seconds of a stage's backward; by default twice the forward.")
     ] = None,
-    update_s: Annotated[float, times_option(help="Optimiser step of a stage.")] = 0.0,
-    reduce_s: Annotated[float, times_option(help="Gradient sync of a stage's replicas, per batch.")] = 0.0,
+    update_s: Annotated[float, times_option(help="Seconds of a stage's optimiser step.")] = 0.0,
+    reduce_s: Annotated[float, times_option(help="Seconds of a stage's gradient sync, per batch.")] = 0.0,
     overlap_reduce: Annotated[
-        bool, times_option(help="Let the gradient sync run beside the next work.")
+        bool, times_option(help="Overlap the gradient sync with the next work.")
     ] = True,
     agree: Annotated[
         bool,
@@ -81,9 +85,9 @@ def simulate(
             "--agree", help="No update before all ranks have a batch's gradients, as in Bireme's engine."
         ),
     ] = False,
-    message_bytes: Annotated[float, links_option(help="Bytes across a border, each way.")] = 0.0,
+    message_bytes: Annotated[float, links_option(help="Bytes between two stages, in each direction.")] = 0.0,
     link_bytes_per_s: Annotated[
-        float | None, links_option(help="Bandwidth of a link; boundless if left out.")
+        float | None, links_option(help="Bandwidth of a link; by default unlimited.")
     ] = None,
     link_latency_s: Annotated[float, links_option(help="Latency of a link.")] = 0.0,
     half_duplex: Annotated[
@@ -95,17 +99,17 @@ def simulate(
             help="Ranks to a server, whose one network card is then the link; inside, messages are free."
         ),
     ] = None,
-    overlap: Annotated[bool, links_option(help="Let messages cross while ranks compute.")] = True,
+    overlap: Annotated[bool, links_option(help="Send messages while ranks compute.")] = True,
     weight_bytes: Annotated[
-        float, memory_option(help="One weight version of a stage; its gradient is as large.")
+        float, memory_option(help="Bytes of one weight version of a stage; its gradient has the same size.")
     ] = 0.0,
-    optimizer_bytes: Annotated[float, memory_option(help="Optimiser state of a stage.")] = 0.0,
-    stash_bytes: Annotated[float, memory_option(help="Kept of a micro-batch until its backward.")] = 0.0,
+    optimizer_bytes: Annotated[float, memory_option(help="Bytes of a stage's optimiser state.")] = 0.0,
+    stash_bytes: Annotated[float, memory_option(help="Bytes kept per micro-batch until its backward.")] = 0.0,
     trace: Annotated[
-        Path | None, output_option(metavar="FILE.json", help="Chrome trace, for ui.perfetto.dev.")
+        Path | None, output_option(metavar="FILE.json", help="Write a Chrome trace, for ui.perfetto.dev.")
     ] = None,
     picture: Annotated[
-        Path | None, output_option(metavar="FILE.svg|FILE.png", help="Draw the timeline.")
+        Path | None, output_option(metavar="FILE.svg|FILE.png", help="Draw the timeline to a file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -124,9 +128,9 @@ def simulate(
         "stash_bytes": stash_bytes,
     }
     if costs is not None:
-        refuse(context, "--costs brings seconds and bytes of its own", *given)
+        refuse(context, "--costs already gives seconds and bytes", *given)
     if source is not None:
-        refuse(context, "A file brings its own schedule", *SHAPE)
+        refuse(context, "The file defines the schedule", *SHAPE)
     if compare:
         refuse(context, "--compare shows all schedules", *OF_ONE_SCHEDULE)
     from bireme.schedule.generators.shape import Shape
@@ -210,7 +214,7 @@ def _costs(path: Path | None, given: dict[str, float], num_stages: int) -> "Cost
 
 
 def _refuse_unsound(source: Path) -> None:
-    """Check a file's one batch, which is all that it says."""
+    """Check that a file is asked for one batch; it has no more."""
     from bireme.schedule.checker import check
     from bireme.schedule.torch_csv import load
 
@@ -223,7 +227,7 @@ def _refuse_unsound(source: Path) -> None:
 def _advice(
     program: "Program", costs: "Costs", links: "Links", *, overlap_reduce: bool
 ) -> "Lookahead | None":
-    """What running further ahead would bring, for schedules that can and links that take time."""
+    """The gain of a lookahead, for schedules that allow one and links that take time."""
     from bireme.schedule.catalogue import schedule_named
     from bireme.simulate.lookahead import solve_lookahead
 

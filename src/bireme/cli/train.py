@@ -1,4 +1,4 @@
-"""`bireme train`: from a model and data to a trained model, over the devices at hand."""
+"""`bireme train`: train a model over the available devices."""
 
 import os
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["begin", "run_to_end", "show_finished", "show_prepared", "train"]
 
 INTERRUPTED_STATUS = 130
-"""What shells have for a command that ended of Ctrl-C."""
+"""Exit status that shells use for a command ended by Ctrl-C."""
 
 
 def train(
     run_file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RUN.toml", help="What to do; `bireme init` writes one. The demonstration if left out."
+            metavar="RUN.toml", help="Run file (`bireme init` writes one); by default the demonstration."
         ),
     ] = None,
     name: Annotated[
@@ -46,7 +46,7 @@ def train(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model over a pipeline. Without a file, a small language model on Python's own sources.
+    """Train a model over a pipeline. Without a run file: a small language model on Python's sources.
 
     [dim]bireme train run.toml --name first-run --steps 500[/dim]
     """
@@ -100,7 +100,7 @@ def begin() -> None:
 def run_to_end(
     prepared: "Prepared", folder: "RunFolder", checkpoint: "Checkpoint | None", *, as_json: bool
 ) -> None:
-    """Show what is planned, run it, and show what came of it."""
+    """Show the plan, run it, and show the results."""
     from bireme.runtime.failures import RankFailed
     from bireme.train.launching import start
 
@@ -108,7 +108,7 @@ def run_to_end(
     try:
         finished = start(prepared, folder, checkpoint, is_shown=True)
     except KeyboardInterrupt:
-        typer.echo(f"bireme: interrupted, without a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
+        typer.echo(f"bireme: interrupted before a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(INTERRUPTED_STATUS) from None
     except RankFailed as error:
         typer.echo(f"bireme: {error}\n{_how_to_go_on(folder.path)}", err=True)
@@ -117,8 +117,8 @@ def run_to_end(
 
 
 def _train_with_others(run_file: Path | None, sets: Sequence[str], *, as_json: bool) -> None:
-    """Be one of the processes that torchrun has started."""
-    from bireme.train.joining import join
+    """Join the run as one of torchrun's processes."""
+    from bireme.train.launched_rank import join
 
     finished = join(run_file, sets, partial(show_prepared, as_json=as_json))
     if finished is not None:
@@ -126,12 +126,12 @@ def _train_with_others(run_file: Path | None, sets: Sequence[str], *, as_json: b
 
 
 def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
-    """What was found and what is planned, before the first step."""
+    """Show devices and plan before the first step."""
     from rich.console import Console
 
     from bireme.report.train_table import print_prepared
+    from bireme.train.delay_warmup import first_delayed_step
     from bireme.train.prepare import is_short
-    from bireme.train.warmup import delayed_from
 
     print_prepared(
         prepared.run.model.source,
@@ -141,13 +141,13 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         folder.path,
         Console(stderr=as_json),
         answer=prepared.answer,
-        delayed_from=delayed_from(prepared.run, prepared.plan),
+        first_delayed_step=first_delayed_step(prepared.run, prepared.plan),
         is_brief=is_short(prepared.run, prepared.graph),
     )
 
 
 def show_finished(finished: "Finished", *, as_json: bool) -> None:
-    """What came of it."""
+    """Show the results."""
     if as_json:
         print_json(finished.summary.document())
         if finished.is_stopped:
@@ -164,4 +164,4 @@ def show_finished(finished: "Finished", *, as_json: bool) -> None:
 def _how_to_go_on(folder: "Path | str") -> str:
     import shlex
 
-    return f"Go on with: bireme resume {shlex.quote(str(folder))}"
+    return f"To resume: bireme resume {shlex.quote(str(folder))}"

@@ -30,12 +30,12 @@ def discover(cpus: int | None = None) -> Discovery:
     given it is one device where there is no CUDA device, and none where there is.
     """
     if cpus is not None and not 0 <= cpus <= MOST_CPUS:
-        raise BiremeError(f"The processor cannot be {cpus} devices; it can be 0 to {MOST_CPUS}.")
+        raise BiremeError(f"The CPU cannot be divided into {cpus} devices; it can be 0 to {MOST_CPUS}.")
     cuda = find_cuda_devices()
     notes = [cuda.note] if cuda.note else []
     parts = (0 if cuda.devices else 1) if cpus is None else cpus
     if not cuda.devices and not parts:
-        raise BiremeError("There is no CUDA device here, so the processor must be at least one device.")
+        raise BiremeError("There is no CUDA device here, so the CPU must be at least one device.")
     devices = (*cuda.devices, *_processor(parts))
     cards, own = network_cards(), list[Card]()
     if cards:
@@ -48,15 +48,15 @@ def discover(cpus: int | None = None) -> Discovery:
                 f"All devices are put on the fastest network card, {first.name}; there is also {others}."
             )
     else:
-        notes.append("No network card tells its speed. Add a [[server.card]] to join this server to others.")
-    if parts > 1:
         notes.append(
-            "How fast the processor's devices reach each other is not known: as if nothing limited it."
+            "No network card reports its speed. Add a [[server.card]] to join this server to others."
         )
+    if parts > 1:
+        notes.append("The bandwidth between the CPU's devices is unknown; it counts as unlimited.")
     shared = num_cores() if parts > num_cores() else 0
     server = Server(host_name(), devices, cuda.bridges, cuda.meshes, tuple(own), shared)
     if cuda.bridges or own:
-        notes.append("Bandwidths are what the hardware says it has, and latencies are not known.")
+        notes.append("Bandwidths are the hardware's rated figures; latencies are unknown.")
     return Discovery(Cluster((server,)), tuple(notes))
 
 

@@ -360,6 +360,6 @@ def _notes(found: Measurements, error: float) -> Iterator[str]:
             )
     if error > TOLERANCE:
         yield (
-            f"The links explain what was measured to {error:.0%} only. Something else used them, or they are "
-            "joined in a way that this file cannot say: probe again, for longer, or write them by hand."
+            f"The links explain the measurements only to {error:.0%}. Something else used them, or they are "
+            "connected in a way that this file cannot describe. Probe again, for longer, or edit the file."
         )

@@ -25,7 +25,7 @@ MOST_BYTES_PER_S = 1e18
 LONGEST_S = 3600.0
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""Of servers and links: what stands before and behind the slash of `server0/gpu1`."""
+"""Names of servers and links: what is before and after the slash of `server0/gpu1`."""
 
 
 def check_name(name: str, of: str) -> None:

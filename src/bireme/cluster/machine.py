@@ -61,7 +61,7 @@ def network_cards() -> tuple[NetworkCard, ...]:
     found = []
     for folder in sorted(CARDS.glob("*")):
         speed = _read(folder / "speed").strip()
-        # What has no device behind it is the system's own invention: loopback, bridges, tunnels.
+        # A card without a device is virtual: loopback, bridges, tunnels.
         if (folder / "device").exists() and _read(folder / "operstate").strip() == "up" and speed.isdecimal():
             bits_per_s = int(speed) * 1e6
             if bits_per_s:

@@ -42,7 +42,7 @@ def find_cuda_devices() -> CudaDevices:
         library = import_module("pynvml")
     except ImportError:
         return CudaDevices(
-            note="CUDA devices were not looked for: that takes nvidia-ml-py. Install bireme[gpu]."
+            note="CUDA devices were not searched for, because nvidia-ml-py is missing. Install bireme[gpu]."
         )
     try:
         library.nvmlInit()
@@ -51,7 +51,7 @@ def find_cuda_devices() -> CudaDevices:
     try:
         return _Finder(library).found()
     except library.NVMLError as error:
-        raise BiremeError(f"The driver does not tell about its CUDA devices: {error}.") from error
+        raise BiremeError(f"The driver does not list its CUDA devices: {error}.") from error
     finally:
         library.nvmlShutdown()
 
@@ -96,7 +96,7 @@ class _Finder:
         )
 
     def _bridges(self) -> tuple[Bridge, ...]:
-        """A bridge for each device, or for all that sit behind the same PCIe switches."""
+        """A bridge for each device, or for all devices on the same PCIe switches."""
         groups: list[list[int]] = []
         for place, handle in enumerate(self.handles):
             for group in groups:

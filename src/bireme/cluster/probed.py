@@ -73,7 +73,7 @@ class Measurements:
         alone = {one.flows[0] for one in self.experiments if len(one.flows) == 1}
         for pair in permutations(range(len(self.hosts)), 2):
             if pair not in alone or pair not in self.latency_s:
-                raise BiremeError(f"Nobody measured the way from device {pair[0]} to {pair[1]} alone.")
+                raise BiremeError(f"The path from device {pair[0]} to {pair[1]} was not measured alone.")
 
     def alone(self, source: int, destination: int) -> float:
         """The bytes a second of a flow that met no other."""

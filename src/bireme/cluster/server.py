@@ -44,8 +44,8 @@ class Server:
         for name, device in zip(self.device_names, self.devices, strict=True):
             if device.memory_bytes <= 0:
                 raise BiremeError(
-                    f"{self.name}/{name} has memory_bytes = {device.memory_bytes}; without it nobody can "
-                    "tell what fits."
+                    f"{self.name}/{name} has memory_bytes = {device.memory_bytes}; without it no "
+                    "plan can be checked."
                 )
         self._check_links()
 
@@ -72,8 +72,8 @@ class Server:
             for group in exclusive:
                 if twice := sorted(taken.intersection(group.devices)):
                     raise BiremeError(
-                        f"{self.name}/{self.device_names[twice[0]]} is on two {kind}, so nobody can tell "
-                        "which way its bytes go. Leave it on one."
+                        f"{self.name}/{self.device_names[twice[0]]} is on two {kind}, so the path "
+                        "of its bytes is ambiguous. Leave it on one."
                     )
                 taken.update(group.devices)
         for one, other in combinations(self.meshes, 2):

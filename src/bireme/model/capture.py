@@ -137,7 +137,7 @@ def batch_size(inputs: Any) -> int:
     if len(sizes) != 1:
         raise BiremeError(
             f"The example inputs have first axes of lengths {sorted(sizes)}. The first axis of each must be "
-            "the batch, and equally long."
+            "the batch, with the same length."
         )
     return int(sizes.pop())
 
@@ -225,7 +225,7 @@ def _why_not(error: Exception, model: torch.nn.Module) -> str:
         what = "Python there depends on the numbers in a tensor, and capture runs without any"
         remedy = "Write that line without it" if line else f"Torch says: {reason}. Write it without"
     else:
-        what, remedy = reason, "See that the model runs with these inputs by itself"
+        what, remedy = reason, "Check that the model runs with these inputs outside Bireme"
     return (
         f"{type(model).__name__} cannot be captured{line}: {what}. {remedy}, or give the model as a chain: "
         "an nn.Sequential or a list of modules to run one by one."

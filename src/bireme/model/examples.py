@@ -178,7 +178,7 @@ def _label_per_sample(maker: _Maker, num_labels: int) -> Tensor:
 
 
 def _shifted(labels: Tensor, maker: _Maker) -> Tensor:
-    """What a decoder reads to predict the labels: all but the last, behind the token that starts."""
+    """What a decoder reads to predict the labels: all but the last, after the start token."""
     start = maker.size("decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
     return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
 

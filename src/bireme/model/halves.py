@@ -73,7 +73,7 @@ def backward_input(
     other. Tensors that need no gradient get None. Where no input needs one, all is left to the second half.
 
     Some parameters get their gradients in the first half, because to wait would count a part twice or do it
-    twice: those behind a node that several others lead to, as a bias that two layers share, and those behind
+    twice: those after a node that several others lead to, as a bias that two layers share, and those after
     an `autograd.Function`, which cannot leave out a part. A compiled stage is one such function as a whole.
 
     What the forward has saved stays in memory until the second half, and parameters must not be written to
@@ -199,7 +199,7 @@ def _ways(begins: Sequence[Edge], inputs: Sequence[Edge], parameters: Sequence[E
 
 
 def _children(begins: Iterable[Edge]) -> Children:
-    """The edges out of every node that gradients can flow to; a node comes behind all that it leads to."""
+    """The edges out of every node that gradients can flow to; a node comes after all that it leads to."""
     edges: Children = {}
     finished: Children = {}
     waiting = [node for node, _ in begins]

@@ -1,6 +1,6 @@
-"""Which values of a graph learn: a gradient comes back to them, as a trainable parameter is behind them.
+"""Which values of a graph learn: they receive a gradient, because a trainable parameter comes before them.
 
-Where nothing behind a cut learns, as behind a frozen embedding, no gradient crosses it.
+If nothing before a cut learns, as after a frozen embedding, no gradient crosses it.
 """
 
 from bireme.model.graph import Graph

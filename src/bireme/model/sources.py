@@ -113,7 +113,7 @@ def load_source(
         case "python":
             model, inputs = _from_function(rest, batch, length, where)
         case _:
-            raise BiremeError(f"There is no model source {text!r}. Write one of: {', '.join(NOTATIONS)}.")
+            raise BiremeError(f"There is no model source {text!r}. Use one of: {', '.join(NOTATIONS)}.")
     if dtype is not None:
         model, inputs = _converted(model, inputs, dtype)
     if part.train is not None or part.freeze is not None:
@@ -129,7 +129,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 def _converted(model: nn.Module, inputs: dict[str, Tensor], dtype: str) -> Made:
     if dtype not in DTYPES:
-        raise BiremeError(f"There is no type of number {dtype!r} for a model. {closest(dtype, DTYPES)}")
+        raise BiremeError(f"There is no number format {dtype!r} for a model. {closest(dtype, DTYPES)}")
     kind: torch.dtype = getattr(torch, dtype)
     floating = {name: tensor.to(kind) for name, tensor in inputs.items() if tensor.is_floating_point()}
     return model.to(kind), inputs | floating
@@ -161,7 +161,7 @@ def _gpt_config(text: str) -> GPTConfig:
         name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given
     ]
     if missing:
-        raise BiremeError(f"gpt: lacks {', '.join(missing)}. Write it like {NOTATIONS[0]}.")
+        raise BiremeError(f"gpt: lacks {', '.join(missing)}. Write it as in {NOTATIONS[0]}.")
     return GPTConfig(**given)
 
 
@@ -300,7 +300,7 @@ def _function(path: str) -> Callable[[], Any]:
         raise BiremeError(f"The Python module {module_name} cannot be imported: {_reason(error)}.") from error
     if not hasattr(module, name):
         public = [word for word in vars(module) if not word.startswith("_")]
-        hint = closest(name, public) if public else "It has nothing public."
+        hint = closest(name, public) if public else "It has no public names."
         raise BiremeError(f"The Python module {module_name} has no {name!r}. {hint}")
     function: Callable[[], Any] = getattr(module, name)
     if not callable(function):

@@ -58,7 +58,7 @@ def torch_operator(operator: Operator) -> Callable[..., Any]:
 class StageFunction:
     """Runs some consecutive units.
 
-    `receives` are the tensors that come from the stage before, `sends` those for the stage behind,
+    `receives` are the tensors that come from the stage before, `sends` those for the next stage,
     `inputs` those of the model's inputs that it needs. Calling it gives what it sends and the model's
     outputs that are made in it, all by name. `writes` are those of its buffers that it changes, `is_random`
     tells whether anything in it is drawn.
@@ -254,7 +254,7 @@ class _Builder:
         return torch.fx.GraphModule(self.root, self.graph)
 
     def _switch_grad(self, outside: bool) -> None:
-        """Enter or leave a stretch that autograd does not see; behind it things are as they were."""
+        """Enter or leave a stretch that autograd does not see; after it the state is as before."""
         if outside == self.is_outside:
             return
         if outside:

@@ -118,7 +118,7 @@ class _Flow:
         return sorted(place for _, _, place in best.values())
 
     def _advance(self, live: dict[str, None], place: int) -> None:
-        """From what is live before the operator ahead of `place` to what is live behind it."""
+        """From what is live before the operator ahead of `place` to what is live after it."""
         operator = self.graph.operators[place - 1]
         for name in operator.reads():
             if self.last_use.get(name) == place - 1:

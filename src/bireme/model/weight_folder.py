@@ -92,7 +92,7 @@ class _Folder:
         else:
             raise BiremeError(
                 f"{self.folder} holds no weights: neither {ONE_FILE} nor {INDEX} is there. Name a folder "
-                "that a model was saved to in the safetensors format, or start from a seed."
+                "that a model was saved to in the safetensors format, or start from new weights."
             )
         return self
 
@@ -122,11 +122,11 @@ class _Folder:
                 ) from None
             path = self.folder / file
             if not path.is_file():
-                raise BiremeError(f"{path} is missing, and the index says it holds weights. Fetch it again.")
+                raise BiremeError(f"{path} is missing, but the index lists it. Fetch it again.")
             try:
                 opened = self.open_files.enter_context(safetensors.safe_open(path, framework="pt"))
             except (OSError, safetensors.SafetensorError) as error:
-                raise BiremeError(f"{path} is damaged or cut short ({error}). Fetch it again.") from error
+                raise BiremeError(f"{path} is damaged or truncated ({error}). Fetch it again.") from error
             self.handles[file] = opened
         return self.handles[file]
 
@@ -139,7 +139,7 @@ class _Folder:
         handle = self._handle(self.where[key])
         if key not in handle.keys():  # noqa: SIM118 - it is no mapping
             path = self.folder / self.where[key]
-            raise BiremeError(f"{path} has no tensor {key}, and the index says it has. Fetch it again.")
+            raise BiremeError(f"{path} has no tensor {key}, but the index lists it. Fetch it again.")
         if not self.reads_data:
             return torch.empty(handle.get_slice(key).get_shape(), device="meta")
         tensor: Tensor = handle.get_tensor(key)

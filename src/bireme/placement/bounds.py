@@ -9,13 +9,13 @@ import numpy as np
 from bireme.placement.items import Floats, Items
 from bireme.placement.workload import Objective
 
-__all__ = ["ROUNDING", "counted_bound", "each_maximum", "runs_on_accelerator"]
+__all__ = ["ROUNDING", "each_maximum", "runs_on_accelerator", "simple_bound"]
 
 ROUNDING = 1e-12
 """Relative room for sums that were added up in another order."""
 
 
-def counted_bound(items: Items, objective: Objective) -> float:
+def simple_bound(items: Items, objective: Objective) -> float:
     """A value that no placement is below: work shared out evenly, or more heavy items than devices.
 
     Every item must have a device that can take it.

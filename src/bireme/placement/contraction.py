@@ -113,7 +113,7 @@ class _Groups:
         )
 
     def _order(self, orphans: set[int]) -> list[tuple[int, int]]:
-        """Pairs of nodes' places: the first's group is not behind the second's."""
+        """Pairs of nodes' places: the first's group does not come after the second's."""
         nodes = self.workload.nodes
         pairs = []
         for edge in self.workload.edges:

@@ -22,7 +22,7 @@ Integers = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Rows of different lengths, one behind the other: row `i` is `values[starts[i] : starts[i + 1]]`."""
+    """Rows of different lengths, one after the other: row `i` is `values[starts[i] : starts[i + 1]]`."""
 
     starts: Integers
     values: Integers

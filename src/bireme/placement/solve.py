@@ -9,7 +9,7 @@ from time import monotonic
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import HAS_SOLVER, Anywhere
 from bireme.placement.baselines.simple import greedy, local_search, pipedream, single
-from bireme.placement.bounds import counted_bound
+from bireme.placement.bounds import simple_bound
 from bireme.placement.check import check
 from bireme.placement.contiguous.chain import NoSplitFoundError
 from bireme.placement.contiguous.search import MOST_IDEALS, Contiguous, Split, carried_over
@@ -80,7 +80,7 @@ class _Solving:
         if self.objective is not Objective.THROUGHPUT and not self.workload.is_training:
             self.notes.append("There are no backward nodes: this is the throughput of inference.")
         if self.request.contiguous and not self.is_contiguous:
-            self.notes.append(f"The method {self.request.method} knows no contiguity.")
+            self.notes.append(f"The method {self.request.method} ignores contiguity.")
         match self.request.method:
             case Method.AUTO:
                 return self._automatic()
@@ -182,7 +182,7 @@ class _Solving:
     def _bounded(self, found: Found) -> Found:
         """The same, bounded by counting work."""
         bare = items_of(self.workload, contiguous=False, weightless=Weightless.VANISH)
-        return replace(found, lower_bound=min(found.value, counted_bound(bare, self.objective)))
+        return replace(found, lower_bound=min(found.value, simple_bound(bare, self.objective)))
 
     def _of_split(self, method: Method, split: Split) -> Placement:
         found = split.found if self.is_contiguous else self._bounded(split.found)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.what_if import Change, changes
-from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 
 __all__ = ["Help", "explain"]
 
-Search = Callable[[Profile, Cluster, Wishes], object]
+Search = Callable[[Profile, Cluster, PlanRequest], object]
 """`find_plan`: an `Answer`, or something else where nothing fits."""
 
 Tell = Callable[[float, str], None]
@@ -32,7 +32,7 @@ class Help:
 def explain(
     profile: Profile,
     cluster: Cluster,
-    wishes: Wishes,
+    wishes: PlanRequest,
     answer: Answer,
     search: Search,
     *,

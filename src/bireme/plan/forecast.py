@@ -126,12 +126,12 @@ class NothingFits:
             return "No plan keeps all pinned units on their devices. Pin fewer of them."
         needs, has = _bytes(worst.peak_bytes), _bytes(worst.limit_bytes)
         text = (
-            f"Nothing fits. The nearest plan ({self.schedule}, depth {self.depth}, micro-batches of "
+            f"No plan fits. The nearest one ({self.schedule}, depth {self.depth}, micro-batches of "
             f"{self.micro_batch}) needs {needs} for stage {self.stage} (units {worst.begin} to "
-            f"{worst.end - 1}) on {self.device}, which has {has} for it: {_bytes(self.missing_bytes)} are "
+            f"{worst.end - 1}) on {self.device}, which has only {has}: {_bytes(self.missing_bytes)} are "
             "missing."
         )
-        return f"{text} What would fit: {'; or '.join(self.remedies)}." if self.remedies else text
+        return f"{text} What would make one fit: {'; or '.join(self.remedies)}." if self.remedies else text
 
 
 def _bytes(num_bytes: float) -> str:

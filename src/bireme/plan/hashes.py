@@ -75,9 +75,9 @@ def _difference(planned: Sequence[PlannedUnit], found: Sequence[PlannedUnit]) ->
     """The first thing in which two models differ, as a sentence."""
     for place, (one, other) in enumerate(zip_longest(planned, found)):
         if one is None or other is None:
-            return f"It has {len(planned)} units, and this model has {len(found)}."
+            return f"It has {len(planned)} units, but this model has {len(found)}."
         if one.name != other.name:
-            return f"Its unit {place} is {one.name}, and here it is {other.name}."
+            return f"Its unit {place} is {one.name}, but here it is {other.name}."
         if one.structure != other.structure:
-            return f"Unit {place} ({one.name}) does other work here: other operators, shapes or numbers."
+            return f"Unit {place} ({one.name}) differs here: other operators, shapes or constants."
     return None

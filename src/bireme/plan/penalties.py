@@ -14,15 +14,23 @@ from functools import lru_cache
 from bireme.errors import BiremeError
 from bireme.schedule.rule import Rule
 
-__all__ = ["ENOUGH_STEPS", "MEASURED", "START", "Steps", "start_of", "steps_for_one", "unseen_share"]
+__all__ = [
+    "DEFAULT_DELAY_WARMUP",
+    "ENOUGH_STEPS",
+    "MEASURED",
+    "Steps",
+    "delay_warmup_of",
+    "steps_for_one",
+    "unseen_share",
+]
 
-START = 0.2
-"""The share of a run that goes without delayed updates at its start, unless the user says otherwise."""
+DEFAULT_DELAY_WARMUP = 0.2
+"""The default delay warm-up, as a share of the run."""
 
 ENOUGH_STEPS = 1000
-"""A longer start is left to the user, unless the learning rate takes more than half of them to rise.
+"""The default delay warm-up is no longer than these steps or twice the warm-up of the learning rate.
 
-That a start must outlast the rise of the rate is measured, in short runs; this number is a judgement.
+Short runs show that it must outlast the warm-up of the rate; this number is a judgement.
 """
 
 
@@ -47,9 +55,9 @@ MEASURED: Mapping[tuple[Rule, bool], Mapping[str, Steps]] = {
 """By the rule and whether the run starts without delay; optimisers that are not here are taken for adamw."""
 
 
-def start_of(num_steps: int, warmup_steps: int) -> float:
-    """The share of a run that goes without delay at its start; `warmup_steps` are those of its rate."""
-    return min(START, max(2 * warmup_steps, ENOUGH_STEPS) / num_steps)
+def delay_warmup_of(num_steps: int, warmup_steps: int) -> float:
+    """The default delay warm-up, as a share of the run; `warmup_steps` are those of its learning rate."""
+    return min(DEFAULT_DELAY_WARMUP, max(2 * warmup_steps, ENOUGH_STEPS) / num_steps)
 
 
 @lru_cache(maxsize=4096)
@@ -57,25 +65,25 @@ def unseen_share(num_stages: int, num_microbatches: int, lookahead: int = 0) -> 
     """The share of the batch before that a trial version of 2bw-fresh misses, in the mean over the stages.
 
     A stage begins a batch when as many micro-batches of the one before are still on their way as there are
-    stages behind it. With a lookahead the first stage runs so many further ahead, the others in proportion.
+    stages after it. With a lookahead the first stage runs that many further ahead, the others in proportion.
     """
     most = max(num_stages - 1, 1)
     missing = (behind + -(-lookahead * behind // most) for behind in range(num_stages))
     return sum(min(count, num_microbatches) for count in missing) / (num_stages * num_microbatches)
 
 
-def steps_for_one(rule: Rule, optimizer: str, *, start: float, unseen: float) -> float:
-    """Steps that a rule takes for one of a synchronous run, `start` of which is not delayed.
+def steps_for_one(rule: Rule, optimizer: str, *, delay_warmup: float, unseen: float) -> float:
+    """Steps with a rule that equal one synchronous step, after a delay warm-up of the share `delay_warmup`.
 
-    None and `START` are measured; what is between them counts in proportion, and more is no better.
+    No warm-up and `DEFAULT_DELAY_WARMUP` are measured; shares in between are interpolated.
     """
     if rule is Rule.SYNCHRONOUS:
         return 1.0
     if (rule, True) not in MEASURED:
-        raise BiremeError(f"What {rule} updates cost in steps was not measured.")
+        raise BiremeError(f"The cost of {rule} updates in steps was not measured.")
     without, with_start = (
         known.get(optimizer, known["adamw"]).at(unseen)
         for known in (MEASURED[rule, False], MEASURED[rule, True])
     )
-    part = min(start / START, 1.0)
+    part = min(delay_warmup / DEFAULT_DELAY_WARMUP, 1.0)
     return max(1.0, (1 - part) * without + part * with_start)

@@ -50,7 +50,7 @@ def ranges_of(
 
 
 def _units(text: str, names: Sequence[str], where: str) -> list[int]:
-    """The units that a number, a name or the beginning of names stands for."""
+    """The units that a number, a name or the beginning of names means."""
     if text.isdecimal():
         if int(text) >= len(names):
             raise BiremeError(f"{where}: there is no unit {text}; they are 0 to {len(names) - 1}.")

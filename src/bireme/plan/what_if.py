@@ -10,7 +10,7 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh
 from bireme.cluster.server import Server
 from bireme.plan.device_ranges import device_ranges
-from bireme.plan.wishes import Wishes
+from bireme.plan.plan_request import PlanRequest
 
 __all__ = ["Change", "changes"]
 
@@ -30,10 +30,10 @@ class Change:
 
     words: str
     cluster: Cluster
-    wishes: Wishes
+    wishes: PlanRequest
 
 
-def changes(cluster: Cluster, wishes: Wishes) -> Iterator[Change]:
+def changes(cluster: Cluster, wishes: PlanRequest) -> Iterator[Change]:
     """More memory on each kind of device, each kind of link faster, a larger batch, each wish given up."""
     for device in _most_frequent([placed.device for placed in cluster.devices()]):
         names = [placed.name for placed in cluster.devices() if placed.device == device]
@@ -109,24 +109,24 @@ def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
     return (*server.bridges, *server.meshes, *server.cards)
 
 
-def _other_wishes(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[str, Wishes]]:
+def _other_wishes(cluster: Cluster, wishes: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     batch, largest = TIMES * wishes.batch_size, wishes.largest_batch
     yield (
         f"a batch of {batch} samples",
         replace(wishes, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
     )
-    plain = Wishes(wishes.batch_size)
+    plain = PlanRequest(wishes.batch_size)
     words = {
         "schedule": f"any schedule, not {wishes.schedule} alone",
         "synchronous": "delayed updates allowed",
-        "memory_fraction": f"all of the memory, not {wishes.memory_fraction:.0%}",
+        "memory_fraction": f"all of the memory instead of {wishes.memory_fraction:.0%}",
         "depth": f"another depth than {wishes.depth}",
         "width": f"another width than {wishes.width}",
         "micro_batch": f"other micro-batches than of {wishes.micro_batch}",
         "pinned": "no units pinned",
         "together": "no units kept together",
         "devices": f"all {cluster.num_devices} devices",
-        "recompute": "the forward run again where that is needed",
+        "recompute": "recomputation where needed",
         "lookahead": "stages that may run further ahead",
     }
     for name, sentence in words.items():

@@ -36,7 +36,7 @@ class Block:
     """One allocation. Being made by an operator counts as its first access.
 
     `name` is that of the parameter, buffer or input in it or that it belongs to, `module` the one whose
-    forward made it; they are empty where there is none. Without memory behind it, it has no `address`.
+    forward made it; they are empty where there is none. Without memory it has no `address`.
     """
 
     id: int

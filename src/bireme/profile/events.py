@@ -46,7 +46,7 @@ class Storage:
     """A block as the trace knows it.
 
     `name` is that of the parameter, buffer or input it holds or belongs to, `module` the one whose code made
-    it; both are empty where unknown. `address` is None where the storage has no memory behind it.
+    it; both are empty where unknown. `address` is None where the storage has no memory.
     """
 
     block: int

@@ -24,8 +24,8 @@ def check_measurable(device: torch.device) -> None:
     """Refuse a device whose seconds cannot be measured."""
     if device.type not in KINDS:
         raise BiremeError(
-            f"Seconds are measured on {' and '.join(KINDS)}, and not on {device}. Give the "
-            "description of a device instead, and they are estimated."
+            f"Seconds are measured on {' and '.join(KINDS)}, not on {device}. Give the "
+            "description of a device to estimate them instead."
         )
 
 

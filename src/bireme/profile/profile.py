@@ -49,7 +49,7 @@ class UnitCost:
 
     `saved_bytes` is what the unit alone keeps for its backward, its parameters and buffers not counted. What
     `shared` names are pieces that its neighbours may know and keep as well, and that are then there once.
-    `boundary_bytes` goes to the unit behind. `workspace_bytes` is what else is alive at the worst moment,
+    `boundary_bytes` goes to the next unit. `workspace_bytes` is what else is alive at the worst moment,
     besides what is saved, what came in and what goes out.
     """
 
@@ -101,8 +101,7 @@ class UnitProfile:
                 return cost
         known = ", ".join(str(cost.micro_batch) for cost in self.costs)
         raise BiremeError(
-            f"The profile knows micro-batches of {known} samples, not of {micro_batch}. Profile that size "
-            "too."
+            f"The profile has micro-batches of {known} samples, not of {micro_batch}. Profile that size too."
         )
 
 

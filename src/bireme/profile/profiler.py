@@ -111,7 +111,7 @@ def _graph_for(graphs: Graphs, size: int) -> Graph:
     graph = graphs if isinstance(graphs, Graph) else graphs(size)
     if not graph.any_batch and graph.batch != size:
         raise BiremeError(
-            f"The graph of {graph.name} holds for micro-batches of {graph.batch} samples alone, not of "
+            f"The graph of {graph.name} holds for micro-batches of {graph.batch} samples only, not of "
             f"{size}: the model's code fixes the size. Give a way to capture each size, such as "
             "`Captures(...).graph`."
         )

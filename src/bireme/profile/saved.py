@@ -55,7 +55,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Residue:
-    """What one micro-batch of a unit leaves behind, and needs besides. Names are those in the graph.
+    """What one micro-batch of a unit keeps for its backward and also needs. Names are those in the graph.
 
     `kept_bytes` are what is saved, what came in and what goes out.
     """

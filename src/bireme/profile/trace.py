@@ -31,7 +31,7 @@ class StorageTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     Given a list, it appends every `Event` to it, and remembers dead blocks in `storages`. Its clock stands
     still while it writes things down. `device` is the type of the devices that count, such as `cuda`; all do
-    without it. `wait` runs after each operator, for devices that run behind.
+    without it. `wait` runs after each operator, for devices that run asynchronously.
     """
 
     supports_higher_order_operators = True

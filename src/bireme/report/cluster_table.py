@@ -28,7 +28,7 @@ WORDS = ("device", "model", "link", "joins", "bandwidth", "shared")
 
 
 def cluster_document(cluster: Cluster) -> dict[str, Any]:
-    """A cluster with all that its file leaves unsaid; figures that are not known are left out."""
+    """A cluster with all defaults filled in; unknown figures are left out."""
     return {
         "num_servers": len(cluster.servers),
         "num_devices": cluster.num_devices,
@@ -82,7 +82,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table without the columns that nothing stands in."""
+    """A table without its empty columns."""
     kept = [column for column in range(len(headings)) if any(row[column] for row in rows)]
     table = columns([headings[column] for column in kept], words=WORDS, wrapped=("model", "joins"))
     for row in rows:
@@ -138,7 +138,7 @@ def _link_row(group: Bridge | Mesh | Card) -> list[str]:
     link: Link = group.link
     shared = "by all" if len(group.devices) > 1 else ""
     if isinstance(group, Mesh):
-        shared = "a port each" if group.switched else "a cable for each two"
+        shared = "one port per device" if group.switched else "one cable per pair"
     back = f", {rate_text(link.back_bytes_per_s)} back" if link.back_bytes_per_s is not None else ""
     duplex = "each way" if link.full_duplex and not back else "" if back else "in all"
     rate = f"{rate_text(link.bytes_per_s)}{back} {duplex}".strip()

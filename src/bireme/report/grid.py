@@ -20,7 +20,7 @@ __all__ = ["print_program"]
 
 MOST_BANDS = 4
 MOST_LINES = 48
-"""Longer programs are cut off: nobody reads a picture that does not fit the screen."""
+"""Longer programs are cut off at the width of the screen."""
 
 SIGNS = frozenset(sign for sign, _ in MARKS.values())
 DIM, BOLD = Style(dim=True), Style(bold=True)
@@ -46,7 +46,7 @@ def print_program(program: Program, console: Console) -> None:
     if picture.num_columns < cells.num_columns:
         of = f" of {cells.num_columns}" if begin is program else ""
         console.print(
-            f"The first {picture.num_columns}{of} columns are shown; use a wider terminal for more.",
+            f"Showing the first {picture.num_columns}{of} columns; widen the terminal for more.",
             style="yellow",
             soft_wrap=True,
             highlight=False,

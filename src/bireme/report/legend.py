@@ -62,7 +62,7 @@ def _batches(contents: Contents) -> Iterator[_Entry]:
         if same:
             colours = [palette.fill(hue, kind) for kind in kinds]
             yield _Entry(SWATCH * len(colours), _beside(colours), f"batch {', '.join(same)}")
-    yield _Entry(-6, _nothing, "numbers: micro-batches, counted on through batches")
+    yield _Entry(-6, _nothing, "numbers: micro-batches, counted through all batches")
 
 
 def _signs(contents: Contents) -> Iterator[_Entry]:
@@ -80,11 +80,11 @@ def _signs(contents: Contents) -> Iterator[_Entry]:
         yield _Entry(2 * SWATCH, _beside(colours, 12), "weight version computed on, even and odd")
     if contents.most_stages > 1:
         low = SWATCH if contents.most_stages == 2 else SWATCH / 2
-        meaning = "bar: stage of the rank, the higher the earlier in the model"
+        meaning = "bar: stage of the rank; higher is earlier in the model"
         yield _Entry(2 * SWATCH, _stage_bars(first, low - 3), meaning)
     if contents.has_links:
         colours = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
-        yield _Entry(2 * SWATCH, _beside(colours, 6), "activations and gradients on their way to the rank")
+        yield _Entry(2 * SWATCH, _beside(colours, 6), "activations and gradients sent to the rank")
     if contents.has_syncs:
         yield _Entry(SWATCH, _beside([palette.SYNC], 6), "gradient sync with replicas")
 

@@ -54,7 +54,7 @@ def print_memory(
     say(f"\n{_repetition(behaviour)}")
     intervals = idle_intervals(behaviour)
     if intervals:
-        console.print("\nHow long blocks lie idle between two accesses", style="bold")
+        console.print("\nHow long blocks are idle between two accesses", style="bold")
         console.print(_idleness(intervals, alone.bandwidth))
     say(f"\n{_swapping(alone, in_turn)}")
 

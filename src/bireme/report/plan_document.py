@@ -74,19 +74,19 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
         there = " and ".join(sorted(kinds))
         here = f"{profile.device} ({profile.device_kind})"
         notes.append(
-            f"The seconds are those of {here}, where the model was profiled, and the cluster's devices "
-            f"are {there}: give their speed in the cluster's file, or profile the model there."
+            f"The times are those of {here}, where the model was profiled, but the cluster's devices "
+            f"are {there}. Set their speed in the cluster file, or profile the model there."
         )
     devices = [placed.device for placed in cluster.devices()]
     names = sorted({device.name for device in devices})
     if len(names) > 1 and len({device.speed for device in devices}) == 1:
         notes.append(
             f"The cluster's devices are of different makes ({', '.join(names)}) and all have the speed "
-            f"{devices[0].speed:g}, so they are planned for as equally fast: give their speed in the "
-            "cluster's file; `bireme cluster probe` measures it."
+            f"{devices[0].speed:g}, so the plan treats them as equally fast. Set their speed in the "
+            "cluster file; `bireme cluster probe` measures it."
         )
     if not profile.is_measured:
-        notes.append("The seconds are estimated, not measured; ratios between plans are surer than they.")
+        notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
     return notes
 
 

@@ -30,13 +30,13 @@ NOT_SHOWN = Kind.STASHED
 """The kind that the engine does not run."""
 
 LEGEND = (
-    "shape: depth×width, micro-batches×samples; steps: of this update rule for one of a synchronous run "
-    "(--penalty); cost: seconds for what a sample is worth there"
+    "shape: depth×width, micro-batches×samples; steps: with this update rule, for one synchronous step "
+    "(--penalty); cost: seconds per sample times steps"
 )
 
 MOST_CANDIDATES = 8
 HELPS = 1.005
-"""From so much on a change is worth a line."""
+"""Gains below this are not shown."""
 
 
 def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Console) -> None:
@@ -56,8 +56,8 @@ def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Con
 
 
 def print_explanation(answer: Answer, helps: Sequence[Help], console: Console) -> None:
-    """The best few candidates with what limits each, and what planning again found to help."""
-    table = _table(("candidate", "shape", "cost", "behind", "limited by", "memory left"))
+    """Print the best candidates with what limits each, and the changes that help."""
+    table = _table(("candidate", "shape", "cost", "slower by", "limited by", "memory left"))
     least = answer.best.forecast.cost_s_per_sample
     for candidate in answer.candidates[:MOST_CANDIDATES]:
         short = summarize(candidate)
@@ -74,7 +74,7 @@ def print_explanation(answer: Answer, helps: Sequence[Help], console: Console) -
     _say(console, "\n[bold]What would help[/bold]")
     helping = [one for one in helps if one.gain >= HELPS]
     if not helping:
-        _say(console, "Nothing of what was tried: " + "; ".join(escape(one.words) for one in helps) + ".")
+        _say(console, "Nothing that was tried: " + "; ".join(escape(one.words) for one in helps) + ".")
         return
     gains = _table(("with", "gain", "then", "a batch", "samples/s"))
     for one in helping:
@@ -176,7 +176,7 @@ def _inner(name: str) -> str:
 
 
 def _promise(best: Candidate, short: Summary) -> str:
-    busy = "it is" if best.plan.num_ranks == 1 else "its devices are"
+    busy = "it is" if best.plan.num_ranks == 1 else "the devices are"
     return (
         f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {counted(short.batch_size, 'sample')}, "
         f"[bold]{_rate(short)} samples/s[/bold]; {busy} busy {short.busy_share:.0%} of the time."
@@ -185,11 +185,11 @@ def _promise(best: Candidate, short: Summary) -> str:
 
 def _limit(best: Candidate, short: Summary) -> str:
     device, left = _left(best)
-    return f"{escape(short.bottleneck)} sets the pace. Least memory is left on {escape(device)}: {left}."
+    return f"{escape(short.bottleneck)} limits the pace. {escape(device)} has the least free memory: {left}."
 
 
 def _left(candidate: Candidate) -> tuple[str, str]:
-    """The device with the smallest share of its memory left, and how much that is."""
+    """The device with the smallest share of free memory, and how much that is."""
     limits = {
         device: limit_bytes
         for stage in candidate.forecast.stages
@@ -201,9 +201,9 @@ def _left(candidate: Candidate) -> tuple[str, str]:
 
 
 def _kinds(answer: Answer) -> Table:
-    """The best plan of each kind, the best first; of what could not be, only the name."""
+    """The best plan of each kind, the best first; only the name of kinds without a plan."""
     found = best_of_kinds(answer.candidates)
-    table = _table(("best of a kind", "shape", "a batch", "samples/s", "steps", "cost", "behind"))
+    table = _table(("best of a kind", "shape", "a batch", "samples/s", "steps", "cost", "slower by"))
     least = answer.best.forecast.cost_s_per_sample
     for place, short in enumerate(sorted(found.values(), key=lambda one: one.cost_s_per_sample)):
         table.add_row(

@@ -60,7 +60,7 @@ def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | Non
     console.print(f"\n{_pace_sentence(timeline)}", highlight=False)
     if advice is not None and advice.lookahead:
         console.print(
-            f"With --lookahead {advice.lookahead} messages hide behind work: "
+            f"With --lookahead {advice.lookahead} messages overlap with work: "
             f"{seconds_text(advice.steady_batch_s)} a batch, "
             f"{1 - advice.steady_batch_s / advice.without_s:.0%} less.",
             highlight=False,
@@ -136,7 +136,7 @@ def print_comparison(contenders: Sequence[Contender], console: Console) -> None:
     console.print(table)
     ahead = [(c.schedule.name, c.advice) for c, _ in ran if c.advice is not None and c.advice.lookahead]
     if ahead:
-        console.print("\nRunning further ahead would hide messages behind work:")
+        console.print("\nRunning further ahead would overlap messages with work:")
     for name, advice in ahead:
         console.print(
             f"  {name} --lookahead {advice.lookahead} takes {seconds_text(advice.steady_batch_s)} a batch",

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bireme.cluster.cluster import Cluster
 from bireme.plan.forecast import Answer
-from bireme.plan.penalties import START
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
@@ -40,10 +40,10 @@ def print_prepared(
     console: Console,
     *,
     answer: Answer | None,
-    delayed_from: int,
+    first_delayed_step: int,
     is_brief: bool = False,
 ) -> None:
-    """The devices that were found, and the plan with what it promises."""
+    """Print the devices and the plan with its predictions."""
     say = console.print
     say(f"[bold]{escape(model)}[/bold]", highlight=False, soft_wrap=True)
     if profile is not None and (learning := _learning_bytes(profile)) < profile.parameter_bytes:
@@ -64,7 +64,7 @@ def print_prepared(
             highlight=False,
         )
     plan, forecast = saved.plan, saved.forecast
-    recompute = f", stages {', '.join(map(str, plan.recompute))} run forward again" if plan.recompute else ""
+    recompute = f", stages {', '.join(map(str, plan.recompute))} recompute" if plan.recompute else ""
     replicas = f", {plan.width} replicas" if plan.width > 1 else ""
     say(
         f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{replicas}, "
@@ -72,7 +72,7 @@ def print_prepared(
         highlight=False,
     )
     if plan.source.rule is not Rule.SYNCHRONOUS:
-        say(_about_delay(delayed_from), highlight=False)
+        say(_about_delay(first_delayed_step), highlight=False)
     if forecast is not None:
         table = Table("stage", "units", "device", "busy", "memory", "of limit", box=None, header_style="dim")
         names = [] if profile is None else [unit.name for unit in profile.units]
@@ -91,7 +91,7 @@ def print_prepared(
             )
         say(table)
         say(
-            f"Predicted: {seconds_text(forecast.batch_s)} a step, {forecast.samples_per_s:,.1f} samples/s; "
+            f"Predicted: {seconds_text(forecast.batch_s)} per step, {forecast.samples_per_s:,.1f} samples/s; "
             f"limited by {escape(forecast.bottleneck)}.",
             highlight=False,
         )
@@ -137,17 +137,17 @@ def _units(begin: int, end: int, names: Sequence[str]) -> str:
     return f"{numbers}: {names[begin]}" + (f" … {names[end - 1]}" if end - begin > 1 else "")
 
 
-def _about_delay(delayed_from: int) -> str:
-    if delayed_from:
-        return f"Updates are delayed behind step {delayed_from}; until then the stages run under 1f1b."
+def _about_delay(first_delayed_step: int) -> str:
+    if first_delayed_step:
+        return f"Updates are delayed after step {first_delayed_step}; until then the stages run under 1f1b."
     return (
-        "Updates are delayed from the first step on, which costs loss early in a run; "
-        f"plan.delay_warmup_fraction = {START:g} costs less."
+        "Updates are delayed from the first step, which costs loss early in a run; "
+        f"plan.delay_warmup_fraction = {DEFAULT_DELAY_WARMUP:g} avoids most of it."
     )
 
 
 def print_summary(document: dict[str, Any], console: Console, *, is_stopped: bool) -> None:
-    """What came of a run."""
+    """Print the results of a run."""
     say, tell = console.print, partial(_tell, console)
     steps, folder = document["steps"], document["run_dir"]
     table = Table("", "predicted", "measured", "error", box=None, header_style="dim")
@@ -182,7 +182,7 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     say()
     say(table)
     if speed is not None:
-        tell(f"The machine ran at {speed:.2f} of its speed when profiled.")
+        tell(f"The machine ran at {speed:.2f} of the speed that it was profiled at.")
     loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]
     rate, perplexity = document["tokens_per_s"], document.get("eval_perplexity")
     loss += [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
@@ -191,14 +191,14 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     for warning in document["warnings"][-MOST_WARNINGS:]:
         tell(f"Warning: {warning}")
     if is_stopped:
-        tell(f"Stopped ({document['reason']}). Go on with: bireme resume {shlex.quote(folder)}")
+        tell(f"Stopped ({document['reason']}). To resume: bireme resume {shlex.quote(folder)}")
     elif Path(folder, "model").is_dir():
         tell(f"The model is in {folder}/model.")
     else:
-        tell("There is no checkpoint, and so no model: checkpoint.at_end is false.")
-    tell(f"Look at it all with: bireme report {shlex.quote(folder)}")
+        tell("There is no checkpoint and so no model, because checkpoint.at_end is false.")
+    tell(f"For a page with all results: bireme report {shlex.quote(folder)}")
     if document["sample"]:
-        say("\n[dim]It writes:[/dim]")
+        say("\n[dim]A sample of its text:[/dim]")
         say(escape(document["sample"][:LONGEST_SAMPLE]), highlight=False)
 
 

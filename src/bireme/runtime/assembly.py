@@ -93,7 +93,7 @@ class Assembly:
             if found != states[name].shape:
                 what = "are not there" if found is None else f"have the shape {found}"
                 raise BiremeError(
-                    f"The weights given for {name} {what}, and the model has {states[name].shape} there."
+                    f"The weights given for {name} {what}, but the model has {states[name].shape}."
                 )
         for name in function.parameters:
             _check_dtype(states[name], given[name].dtype, bank_dtype)
@@ -138,6 +138,6 @@ def _check_dtype(state: State, given: torch.dtype, bank_dtype: torch.dtype | Non
     else:
         remedy = f"With bank_dtype = {found}, capture the model in {found}."
     raise BiremeError(
-        f"The weights given for {state.name} would be computed with in {found}, and the model was captured "
-        f"with {state.dtype} there. {remedy}"
+        f"The weights given for {state.name} would be used in {found}, but the model was captured "
+        f"with {state.dtype}. {remedy}"
     )

@@ -47,8 +47,8 @@ class BankInUse(RuntimeError):  # noqa: N818 (named for what happened)
 
     def __init__(self, stage: int, version: int | None, made: int, num_held: int) -> None:
         super().__init__(
-            f"Stage {stage} cannot make version {made} in the place of version {version}, which "
-            f"{num_held} micro-batches under way still need."
+            f"Stage {stage} cannot replace version {version} by version {made}, because "
+            f"{num_held} micro-batches in flight still need it."
         )
 
 
@@ -57,7 +57,7 @@ class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
 
     def __init__(self, stage: int, version: int, living: Collection[int]) -> None:
         has = ", ".join(map(str, living))
-        super().__init__(f"Stage {stage} is to run on version {version}, but has version {has}.")
+        super().__init__(f"Stage {stage} must run on version {version}, but has version {has}.")
 
 
 @dataclass(frozen=True, slots=True)

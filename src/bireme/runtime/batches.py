@@ -63,7 +63,7 @@ def lazy(given: Batch, number: int, required: Sequence[Value]) -> LazyBatch:
     if isinstance(given, LazyBatch):
         return given
     raise BiremeError(
-        f"Batch {number} is a {type(given).__name__}. A batch is a dict of tensors by the names of the "
+        f"Batch {number} is a {type(given).__name__}. A batch is a dict of tensors, named like the "
         "model's inputs, or has num_samples, stamp and rows as bireme.runtime.batches.LazyBatch says."
     )
 
@@ -146,14 +146,14 @@ def _check_like(tensor: Tensor, value: Value, number: int) -> None:
     if tensor.ndim != len(value.shape) or tuple(tensor.shape[1:]) != inner:
         captured = ", ".join(map(str, value.shape))
         raise BiremeError(
-            f"In batch {number}, {value.name} is of shape {list(tensor.shape)}, and the model was captured "
-            f"for [{captured}], where b is the number of samples. Capture it with inputs like those that it "
+            f"In batch {number}, {value.name} is of shape {list(tensor.shape)}, but the model was captured "
+            f"for [{captured}], where b is the number of samples. Capture it with inputs like those it "
             "is trained on, or cut or pad these."
         )
     if found != value.dtype:
         raise BiremeError(
-            f"In batch {number}, {value.name} is {found}, and the model was captured with {value.dtype} "
-            f"there. Convert it: {value.name}.to(torch.{value.dtype})."
+            f"In batch {number}, {value.name} is {found}, but the model was captured with {value.dtype}. "
+            f"Convert it: {value.name}.to(torch.{value.dtype})."
         )
 
 
@@ -161,7 +161,7 @@ def _num_samples_of(batch: Mapping[str, Tensor]) -> int:
     sizes = {len(value) for value in batch.values() if value.ndim}
     if len(sizes) != 1:
         raise BiremeError(
-            f"A batch has first axes of lengths {sorted(sizes)}. The first axis of each tensor is the "
-            "batch, and equally long."
+            f"A batch has first axes of lengths {sorted(sizes)}. The first axis of every tensor must be the "
+            "batch, with the same length."
         )
     return sizes.pop()

@@ -14,13 +14,13 @@ from bireme.runtime.failures import Failure
 if TYPE_CHECKING:
     from bireme.runtime.stores import Store
 
-__all__ = ["Board", "Pulse"]
+__all__ = ["Board", "Heartbeat"]
 
 CAUSE = "board/cause"
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Heartbeat:
     """A rank's sign of life. Only that `count` grows means something: clocks of machines differ."""
 
     count: int
@@ -41,17 +41,17 @@ class Board:
 
         self._store = new_connection(self._store)
 
-    def beat(self, rank: int, pulse: Pulse) -> None:
+    def beat(self, rank: int, pulse: Heartbeat) -> None:
         """Give a sign of life."""
         self._store.set(self._keys[rank], json.dumps(asdict(pulse)))
 
-    def pulses(self, ranks: Sequence[int]) -> list[Pulse | None]:
+    def pulses(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
         """The last sign of life of these ranks; None of one that never gave any."""
         keys = [self._keys[rank] for rank in ranks]
         if self._store.check(keys):
-            return [Pulse(**json.loads(text)) for text in self._store.multi_get(keys)]
+            return [Heartbeat(**json.loads(text)) for text in self._store.multi_get(keys)]
         # Some are not there, and to get such a one is to wait for it.
-        return [Pulse(**json.loads(self._store.get(k))) if self._store.check([k]) else None for k in keys]
+        return [Heartbeat(**json.loads(self._store.get(k))) if self._store.check([k]) else None for k in keys]
 
     def record(self, failure: Failure) -> Failure:
         """Write down a root cause. What comes back is the one that counts: it may be another's."""

@@ -28,7 +28,7 @@ class Borders:
         self.backward = lru_cache(maxsize=256)(self._backward)
 
     def gradients_into(self, stage: int) -> tuple[str, ...]:
-        """The names of the tensors whose gradients a stage is given by the one behind it."""
+        """The names of the tensors whose gradients a stage receives from the next one."""
         if stage + 1 >= len(self.receives):
             return ()
         return tuple(name for name in self.receives[stage + 1] if name in self.learned)
@@ -43,7 +43,7 @@ class Borders:
         return self._format(self.receives[to_stage], num_samples)
 
     def _backward(self, to_stage: int, num_samples: int) -> WireFormat:
-        """What a stage receives from the one behind it."""
+        """What a stage receives from the next one."""
         return self._format(self.gradients_into(to_stage), num_samples)
 
     def _format(self, names: tuple[str, ...], num_samples: int) -> WireFormat:

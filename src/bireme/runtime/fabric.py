@@ -13,16 +13,16 @@ from torch import Tensor
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
-from bireme.runtime.meeting import meet
 from bireme.runtime.nccl_transport import NcclTransport
+from bireme.runtime.peer_sockets import meet
 from bireme.runtime.socket_sums import SocketSums
 from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
-from bireme.sync.group import DistGroup, LonelyGroup, MessageGroup, OwnedGroup, Sums
+from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, SingleRankGroup, Sums
 
-__all__ = ["DistFabric", "Fabric", "LonelyFabric", "PipelineFabric", "fabric_of"]
+__all__ = ["DistFabric", "Fabric", "PipelineFabric", "SingleRankFabric", "fabric_of"]
 
 AWAKE_S = 0.5e-3
 """How long a rank with cores of its own stays awake when it waits for a message. Where processors sleep
@@ -48,7 +48,7 @@ def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.devi
             f"The plan is for {num_ranks} processes. Start them with bireme.launch or torchrun, and give the "
             "pipeline the open World."
         )
-    return LonelyFabric()
+    return SingleRankFabric()
 
 
 class Fabric(Protocol):
@@ -155,7 +155,7 @@ def neighbours_of(rank: int, rank_of_stage: Sequence[int]) -> set[int]:
     return {other for pair in pairs for other in pair} - {rank}
 
 
-class LonelyFabric:
+class SingleRankFabric:
     """The fabric of one process, which has nobody to talk to."""
 
     rank = 0
@@ -167,15 +167,15 @@ class LonelyFabric:
 
     def sums(self, _transport: Transport, /) -> Sums:
         """This process alone."""
-        return LonelyGroup()
+        return SingleRankGroup()
 
     def everyone(self) -> MessageGroup:
         """This process alone."""
-        return LonelyGroup()
+        return SingleRankGroup()
 
     def group(self, _ranks: Sequence[int]) -> OwnedGroup:
         """This process alone."""
-        return LonelyGroup()
+        return SingleRankGroup()
 
 
 class PipelineFabric:

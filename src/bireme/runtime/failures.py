@@ -10,10 +10,10 @@ from enum import StrEnum
 
 from bireme.errors import BiremeError
 
-__all__ = ["Blame", "Failure", "RankFailed", "grace_s"]
+__all__ = ["Failure", "FailureKind", "RankFailed", "grace_s"]
 
 
-class Blame(StrEnum):
+class FailureKind(StrEnum):
     """Whose doing a failure is, which decides how it is told."""
 
     PROGRAM = "program"
@@ -61,16 +61,16 @@ class Failure:
     instruction: str | None
     summary: str
     text: str
-    blame: Blame = Blame.PROGRAM
+    blame: FailureKind = FailureKind.PROGRAM
 
     @classmethod
     def of(cls, error: BaseException, rank: int, instruction: str | None) -> "Failure":
         """The failure that an exception is."""
         what = str(error)
         if isinstance(error, BiremeError):
-            return cls(rank, instruction, _first_line(what), what, Blame.USER)
+            return cls(rank, instruction, _first_line(what), what, FailureKind.USER)
         if isinstance(error, KeyboardInterrupt):
-            return cls(rank, instruction, "it was interrupted", "it was interrupted", Blame.INTERRUPT)
+            return cls(rank, instruction, "it was interrupted", "it was interrupted", FailureKind.INTERRUPT)
         name = type(error).__qualname__
         summary = f"{name}: {_first_line(what)}" if what else name
         return cls(rank, instruction, summary, "".join(traceback.format_exception(error)))
@@ -79,7 +79,7 @@ class Failure:
     def told(cls, sentence: str, rank: int, instruction: str | None) -> "Failure":
         """A failure that no exception tells of; the instruction is that of the last sign of life."""
         if instruction is not None:
-            sentence += " (What it was doing is as of its last sign of life.)"
+            sentence += " (Its instruction is as of its last heartbeat.)"
         return cls(rank, instruction, sentence, sentence)
 
     def encode(self) -> str:
@@ -90,7 +90,7 @@ class Failure:
     def decode(cls, text: str | bytes) -> "Failure":
         """What `encode` wrote."""
         fields = json.loads(text)
-        return cls(**{**fields, "blame": Blame(fields["blame"])})
+        return cls(**{**fields, "blame": FailureKind(fields["blame"])})
 
     def to_others(self) -> RankFailed:
         """The exception that the other ranks end with."""
@@ -98,9 +98,9 @@ class Failure:
 
     def to_starter(self) -> BaseException:
         """The exception for who started the ranks: the user's mistake is one again, an interrupt too."""
-        if self.blame is Blame.USER:
+        if self.blame is FailureKind.USER:
             return BiremeError(self.text)
-        if self.blame is Blame.INTERRUPT:
+        if self.blame is FailureKind.INTERRUPT:
             return KeyboardInterrupt()
         return self.to_others()
 

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bireme.runtime.lifeline import die_with_parent
+from bireme.runtime.parent_watch import die_with_parent
 
 __all__ = ["FORK", "HELD", "IMPORT", "Preparation", "inherited", "serve", "told"]
 

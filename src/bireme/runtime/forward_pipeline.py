@@ -32,7 +32,7 @@ from bireme.runtime.runnable import work_of
 from bireme.runtime.stage import LOSS
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.world import World
-from bireme.sync.group import LonelyGroup
+from bireme.sync.group import SingleRankGroup
 from bireme.sync.reducer import Reducer
 
 __all__ = ["ForwardPipeline"]
@@ -80,7 +80,7 @@ class ForwardPipeline:
         """What this rank takes of each batch."""
         transport = self._fabric.transport(layout.pipeline, layout.rank_of_stage)
         courier = Courier(layout.rank_of_stage, borders, transport, device)
-        alone = Reducer(LonelyGroup(), in_background=False)
+        alone = Reducer(SingleRankGroup(), in_background=False)
         updates = Updates({}, Batches(), alone, Settings())  # a program of forwards has none
         interpreter = Interpreter({}, courier, updates, teller(world))
         self._evaluator = Evaluator(stages, layout, interpreter, self._fabric.everyone(), self.cutter)

@@ -5,7 +5,7 @@ import torch
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.transport import Transport
-from bireme.sync.group import Group, LonelyGroup
+from bireme.sync.group import Group, SingleRankGroup
 from bireme.sync.reducer import Reducer
 
 __all__ = ["reducer_of"]
@@ -18,7 +18,7 @@ def reducer_of(fabric: Fabric, layout: Layout, transport: Transport, device: tor
         if sums is not None:
             return Reducer(sums, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
-    control = fabric.group(range(fabric.size)) if fabric.size > 1 else LonelyGroup()
+    control = fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup()
     assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.
     of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
@@ -32,7 +32,7 @@ def reducer_of(fabric: Fabric, layout: Layout, transport: Transport, device: tor
 
 
 def _replicas(fabric: Fabric, layout: Layout) -> Group:
-    replicas: Group = LonelyGroup()
+    replicas: Group = SingleRankGroup()
     for pipeline_rank in range(layout.num_pipeline_ranks):
         ranks = layout.replicas_of(pipeline_rank)
         made = fabric.group(ranks) if len(ranks) > 1 else None

@@ -45,7 +45,7 @@ def read_header(header: bytes) -> Header:
     magic, batch, microbatch, half, to_stage, forward, num_bytes, signature = LAYOUT.unpack(header)
     if magic != MAGIC or num_bytes < HEADER_BYTES:
         raise BiremeError(
-            f"What came is no message of this version of Bireme: it begins with {header[:8].hex(' ')}. "
+            f"Received data is no message of this version of Bireme: it begins with {header[:8].hex(' ')}. "
             "Run the same version on all ranks."
         )
     key = Message(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
-from bireme.runtime.failures import Blame, Failure, grace_s
+from bireme.runtime.failures import Failure, FailureKind, grace_s
 from bireme.runtime.processes import Process, preload, start_process
 from bireme.runtime.rank_process import LOCALHOST, UNGUARDED_STATUS, Order, run_rank
 
@@ -65,7 +65,7 @@ def launch(
         os._exit(UNGUARDED_STATUS)
     if num_processes < 1 or timeout_s <= 0:
         raise BiremeError(
-            f"To launch {num_processes} processes with a timeout of {timeout_s:g} s is not possible: both "
+            f"Cannot launch {num_processes} processes with a timeout of {timeout_s:g} s: both "
             "must be positive."
         )
     call = _pickled(function, args)
@@ -181,7 +181,7 @@ class _Crew:
             return Failure.told(f"its process was killed by {_signal_name(-status)}.", rank.number, doing)
         when = " before it could start its work" if pulse is None else ""
         return Failure.told(
-            f"its process ended with status {status}{when}; what it printed may say why.", rank.number, doing
+            f"its process ended with status {status}{when}; its output may say why.", rank.number, doing
         )
 
     def __enter__(self) -> Self:
@@ -193,7 +193,7 @@ class _Crew:
     ) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
         try:
-            if interrupted or (self.cause is not None and self.cause.blame is Blame.INTERRUPT):
+            if interrupted or (self.cause is not None and self.cause.blame is FailureKind.INTERRUPT):
                 self._signal_all(signal.SIGINT)
             if error is None or interrupted:
                 self._wait(self._grace_s)
@@ -225,8 +225,8 @@ def _sentinels(ranks: Iterable[_Rank]) -> list[Any]:
 
 
 UNGUARDED = (
-    "The script that launches processes would do so again in each of them, because they import it. Put "
-    'the part that is to run once under `if __name__ == "__main__":`.'
+    "Each launched process imports the script that launches it and would launch again. Put "
+    'the part that must run once under `if __name__ == "__main__":`.'
 )
 
 
@@ -235,7 +235,7 @@ def _pickled(function: Callable[..., object], args: Iterable[object]) -> bytes:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if getattr(function, "__module__", None) == "__main__" and not (script and Path(script).exists()):
         raise BiremeError(
-            f"{name} cannot be launched: it was typed in, and a new process has no file to import it from. "
+            f"{name} cannot be launched: it was typed interactively. A new process imports it from a file. "
             "Put it in a file."
         )
     try:
@@ -259,7 +259,7 @@ def _signal_name(number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         name = "no name"
-    hint = ". If nobody did it, the memory ran out" if number == signal.SIGKILL else ""
+    hint = ". If nobody sent it, the machine probably ran out of memory" if number == signal.SIGKILL else ""
     return f"signal {number} ({name}){hint}"
 
 

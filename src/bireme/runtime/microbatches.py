@@ -114,8 +114,8 @@ class Cutter:
         if num_samples < (2 * pieces if self.num_sliced else pieces):
             raise BiremeError(
                 f"Batch {number} has {num_samples} samples, and the plan cuts it into {pieces} "
-                f"micro-batches ({self.num_microbatches} for each of {self.width} replicas). Leave such a "
-                "batch out, or plan for fewer micro-batches."
+                f"micro-batches ({self.num_microbatches} for each of {self.width} replicas). Skip such a "
+                "batch, or plan for fewer micro-batches."
             )
         shares = self.shares(number) or (1,) * self.width
         sizes = apportioned(num_samples, [share for share in shares for _ in range(self.num_microbatches)])

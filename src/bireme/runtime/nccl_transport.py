@@ -1,7 +1,7 @@
 """Messages between CUDA devices over NCCL.
 
 NCCL knows no tags: what two ranks of one communicator exchange is matched by order, and it is done in order,
-so that a receive posted early holds up all that comes behind it. Therefore each channel, one direction over
+so that a receive posted early delays everything after it. Therefore each channel, one direction over
 one border, has a process group of its two ranks to itself.
 """
 
@@ -50,7 +50,7 @@ class NcclTransport:
         torch.cuda.synchronize(device)
 
     def send(self, key: Message, to: int, payload: Tensor) -> Pending:
-        """Begin to send, behind what the current stream has to do so far."""
+        """Begin to send, after the work already in the current stream."""
         channel = Channel(key.forward, key.to_stage)
         try:
             work = self._groups[channel].send([payload], self._peers[channel], 0)

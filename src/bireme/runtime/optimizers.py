@@ -89,4 +89,4 @@ def named_optimizer(
 def _refuse_outside(what: str, value: float, below: float = math.inf) -> None:
     if not 0.0 <= value < below:
         limit = "" if below == math.inf else f" and less than {below:g}"
-        raise BiremeError(f"An optimiser with a {what} of {value} cannot be: it is 0 or more{limit}.")
+        raise BiremeError(f"An optimiser cannot have a {what} of {value}: it must be 0 or more{limit}.")

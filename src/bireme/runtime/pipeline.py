@@ -236,10 +236,10 @@ class Pipeline:
         return self.parameters() | buffers
 
     def snapshot(self, *, all_held: bool = False) -> Snapshot:
-        """Copies of what this rank answers for behind the last batch whose result it has taken.
+        """Copies of this rank's share of the state after the last batch whose result it has taken.
 
         To be called while `train` goes on, right when it gives a result, or when nothing is under way: then
-        all ranks' snapshots behind the same batch belong together. One rank answers for each tensor; with
+        all ranks' snapshots after the same batch belong together. One rank answers for each tensor; with
         `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline.
         """
         owners, layout = self.layout.owners, self.layout
@@ -320,7 +320,7 @@ class Pipeline:
         """Refuse to go on from where nothing can."""
         if self._failure is not None:
             raise BiremeError(
-                f"Training has failed in this pipeline ({self._failure}) and cannot go on in it. Mend that, "
+                f"Training has failed in this pipeline ({self._failure}) and cannot continue. Fix that "
                 "and make a new pipeline."
             ) from self._failure
         if self._is_running:

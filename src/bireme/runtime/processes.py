@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bireme.runtime.fork_server import FORK, HELD, IMPORT, Preparation, inherited, serve, told
-from bireme.runtime.lifeline import die_with_parent
+from bireme.runtime.parent_watch import die_with_parent
 
 __all__ = ["Process", "preload", "serve_from_here", "start_process"]
 

@@ -32,7 +32,7 @@ def runnable(plan: AnyPlan) -> ProgramPlan:
     if asked.source.rule is Rule.STASHED:
         raise BiremeError(
             f"The engine does not run {asked.source.name}, whose stages step after every micro-batch and so "
-            "never agree on a batch. 2bw trains without a bubble too, on two weight versions. `bireme "
+            "never agree on a batch. 2bw also trains without a bubble, on two weight versions. `bireme "
             "simulate` shows both."
         )
     _check_updates(asked.source)

@@ -22,7 +22,7 @@ BEFORE, BUFFERS, OPTIMIZER, TRIAL, WEIGHTS = "before", "buffers", "optimizer", "
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copies on the CPU of what one rank answers for, behind `num_trained` batches.
+    """Copies on the CPU of one rank's share of the state, after `num_trained` batches.
 
     Every name is in the snapshot of one rank. `clip_scale` is the last known factor of clipping, which trial
     steps take.
@@ -53,7 +53,7 @@ def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str
 
 
 def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, replica: int) -> None:
-    """Let a stage go on from saved tensors, which must have all it holds, behind `version` updates.
+    """Restore a stage from saved tensors, which must be complete, after `version` updates.
 
     What was saved of another rule, or not at all, begins equal to the newest weights.
     """

@@ -164,7 +164,7 @@ class Line:
             transfer.take(header, body)
 
     def _stage_more(self) -> bool:
-        """Read more behind what is staged; whether there was any."""
+        """Read more after what is staged; return whether there was any."""
         if STAGING_BYTES - self._begin < LARGE_BYTES or self._begin == self._end:
             rest = self._end - self._begin
             self._staging[:rest] = self._staging[self._begin : self._end]
@@ -185,7 +185,7 @@ def _ordinary_size(header: bytes) -> int:
     size = read_header(header).num_bytes
     if size > LARGE_BYTES:
         raise BiremeError(
-            f"What came is no message of this version of Bireme: it would have {size} bytes. Run the same "
+            f"Received data is no message of this version of Bireme: {size} bytes long. Run the same "
             "version on all ranks."
         )
     return size

@@ -237,11 +237,13 @@ def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> 
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, optim.LBFGS):
-            raise BiremeError("LBFGS steps all parameters as one, which no stage has. Use another optimiser.")
+            raise BiremeError(
+                "LBFGS steps all parameters together, but a stage has only some. Use another optimiser."
+            )
         if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
             raise BiremeError(
-                f"{kind} keeps other weights for training than for evaluation and changes them over in "
-                "train() and eval(), which the engine does not call. Use one that has one set of weights."
+                f"{kind} keeps separate weights for training and evaluation and swaps them in "
+                "train() and eval(), which the engine does not call. Use one with a single set of weights."
             )
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -256,7 +258,7 @@ def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> 
     if names:
         raise BiremeError(
             f"No optimiser holds the parameter {next(iter(names.values()))}. Give every parameter that the "
-            "factory is called with to one optimiser; a parameter that is to stay as it is must not require "
+            "factory is called with to one optimiser; a frozen parameter must not require "
             "gradients in the model."
         )
 

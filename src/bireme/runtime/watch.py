@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from bireme.runtime.board import Board, Pulse
+from bireme.runtime.board import Board, Heartbeat
 from bireme.runtime.failures import Failure, RankFailed, grace_s
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.transport import AbortedError
@@ -87,7 +87,7 @@ class Watch:
         """Of the last request to the store, if that failed."""
         self._num_failed = 0
         """Looks that failed, one after the other."""
-        self._pulses: dict[int, Pulse] = {}
+        self._pulses: dict[int, Heartbeat] = {}
         self._changed_at: dict[int, float] = {}
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class Watch:
         missing = [other for other in self._others if other not in self._pulses]
         cause = self._cause
         if cause is None and missing:
-            absent = Failure.told(f"it has not joined within {limit_s:g} s.", missing[0], None)
+            absent = Failure.told(f"it did not join within {limit_s:g} s.", missing[0], None)
             cause = self._record(self._out_of_touch() or absent)
         if cause is not None:
             self._knows = True
@@ -152,7 +152,7 @@ class Watch:
         found = self._cause or self._silence(MISSED_BEATS * self._beat_s) or self._out_of_touch()
         if found is None:
             own = Failure.of(error, self._rank, self._doing_now())
-            more = f"All ranks live: {self._all_doing(own.instruction)}."
+            more = f"All ranks are alive: {self._all_doing(own.instruction)}."
             if "Timed out" in str(error):
                 more += f" If a step can take longer than {self._timeout_s:g} s, raise the timeout."
             found = replace(own, summary=f"{own.summary} {more}", text=f"{own.text.rstrip()}\n{more}")
@@ -195,8 +195,8 @@ class Watch:
             return None
         silence_s = self._looked_at - self._changed_at[rank]
         sentence = (
-            f"it has given no sign of life for {silence_s:.1f} s: its process, its machine or the network to "
-            "it is stopped or gone."
+            f"it has sent no heartbeat for {silence_s:.1f} s: its process, its machine or the network to "
+            "it is stopped or dead."
         )
         return Failure.told(sentence, rank, self._pulses[rank].doing)
 
@@ -212,8 +212,8 @@ class Watch:
             return None
         why = f"is gone ({self._store_error})" if self._is_out_of_touch else "does not answer"
         sentence = (
-            f"it lost another rank, and the store, which would know why, {why}. "
-            "What holds it is the launcher, or rank 0 where there is none."
+            f"it lost another rank, and the store, which knows why, {why}. "
+            "The store is in the launcher, or in rank 0 without one."
         )
         return Failure.told(sentence, self._rank, self._doing_now())
 
@@ -266,7 +266,7 @@ class Watch:
             board.record(failure)  # again where that fails: of two the first stays
             self._to_record = None
         self._count += 1
-        board.beat(self._rank, Pulse(self._count, self._finished, self._doing_now()))
+        board.beat(self._rank, Heartbeat(self._count, self._finished, self._doing_now()))
         cause = board.cause()
         pulses = board.pulses(self._others)
         with self._changed:

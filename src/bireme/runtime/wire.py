@@ -98,11 +98,11 @@ class WireFormat:
         expected = f"This rank expected the {key} ({listed}, {self.num_bytes} bytes in all)"
         if come != key:
             return BiremeError(
-                f"{expected}, but the {come} came ({num_bytes} bytes). The two ranks do not follow the same "
+                f"{expected}, but got the {come} ({num_bytes} bytes). The two ranks do not follow the same "
                 "program: give all ranks the same plan and schedule, and check the program."
             )
         return BiremeError(
-            f"{expected}, but it came with tensors of other shapes or dtypes ({num_bytes} bytes, signature "
+            f"{expected}, but got tensors of other shapes or dtypes ({num_bytes} bytes, signature "
             f"{signature:016x} instead of {self.signature:016x}). Give all ranks the same batches, and "
             "the same model."
         )

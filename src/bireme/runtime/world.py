@@ -26,7 +26,7 @@ from bireme.devices import (
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
-from bireme.runtime.lifeline import die_with_parent
+from bireme.runtime.parent_watch import die_with_parent
 from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store, second_connection
 from bireme.runtime.watch import Watch, is_of_a_peer
 
@@ -117,7 +117,7 @@ class World:
     def __enter__(self) -> Self:
         if dist.is_initialized():
             raise BiremeError(
-                "torch.distributed is initialised already in this process. Leave that to Bireme: remove the "
+                "torch.distributed is already initialised in this process. Leave that to Bireme: remove the "
                 "call of init_process_group, or close the world that is open."
             )
         self.watch.start()
@@ -172,8 +172,8 @@ def _check(backend: Backend, kind: str, local_rank: int) -> None:
         raise BiremeError(f"There is no backend {backend!r}. Use gloo, or nccl for CUDA devices.")
     if kind not in KINDS or (backend == "nccl" and kind == "cpu"):
         raise BiremeError(
-            f"A rank computes on {' or '.join(KINDS)}, with the backend nccl on {ACCELERATOR} alone, and not "
-            f"on {kind!r}."
+            f"A rank computes on {' or '.join(KINDS)}, with the backend nccl only on {ACCELERATOR}, "
+            f"not on {kind!r}."
         )
     there = num_accelerators()
     if backend == "nccl" and local_rank >= there:

@@ -44,7 +44,7 @@ class Report:
         if self.problems:
             more = len(self.problems) - 1
             others = " `bireme schedule --check` shows more." if more else ""
-            return f"{name} is not a right program. {self.problems[0]}{others}"
+            return f"{name} is not a correct program. {self.problems[0]}{others}"
         return f"{name} deadlocks: {'; '.join(self.deadlock or ())}."
 
 

@@ -1,6 +1,6 @@
 """Lowering: put the communication into a compute-only program.
 
-A send stands right behind the instruction that makes the message. Its receive is posted on the other rank
+A send comes right after the instruction that makes the message. Its receive is posted on the other rank
 
 * before the instruction that is under way there, on the clock of `ticks.py`, when the message is sent, so
   that the transfer never waits for the receiver, and
@@ -42,7 +42,7 @@ class _Transfer:
 def lower(program: Program) -> Program:
     """The same program with sends and receives. It must hold none yet."""
     if program.is_lowered:
-        raise BiremeError(f"{program.name} has its sends and receives already.")
+        raise BiremeError(f"{program.name} already has its sends and receives.")
     tracks = [list(track) for track in program.tracks]
     ends = clock(tracks, program.num_stages).ends
     receives: list[dict[int, list[Instruction]]] = [{} for _ in tracks]

@@ -23,7 +23,7 @@ class Sizes:
 
     `stash` and `inputs` are for one micro-batch: all activations kept for the backward, and the stage's
     input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
-    messages that come into the stage from before and from behind. Where `master` is set, the newest
+    messages that come into the stage from the stages before and after. Where `master` is set, the newest
     weights live in the optimiser's own master copy, counted in `optimizer`.
     """
 

@@ -49,7 +49,7 @@ def providers(instruction: Instruction, num_stages: int) -> tuple[Message, ...]:
     """The messages that are ready when a compute instruction ends.
 
     The second half of a sliced forward has its own half ready, and with it the whole micro-batch: the
-    stage behind may run on halves or on the whole.
+    next stage may run on halves or on the whole.
     """
     made = instruction.makes(num_stages)
     if made is None:
@@ -142,7 +142,7 @@ def _never_runs(
     cycle = circle(waits_for)
     shown = [waits[rank] for rank in cycle] or [waits[min(waits)]]
     return NeverRunsError(
-        f"This order can never run: {'; '.join(shown)}. Check that every stage runs every micro-batch, and "
+        f"This order deadlocks: {'; '.join(shown)}. Check that every stage runs every micro-batch, and "
         "that no two ranks wait for each other.",
         tuple(waits[rank] for rank in cycle),
     )

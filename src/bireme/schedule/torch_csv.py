@@ -54,7 +54,7 @@ def load(path: Path, num_batches: int = 1) -> Program:
         raise BiremeError(f"The schedule file {path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise BiremeError(
-            f"{path} is no schedule file: it is not text from byte {error.start} on."
+            f"{path} is not a schedule file: it is not text from byte {error.start} on."
         ) from error
     return parse(text, source=str(path), num_batches=num_batches)
 
@@ -194,7 +194,7 @@ def _read_action(text: str, cell: _Cell) -> _Action:
     if match is None:
         raise cell.error(
             f"{_quoted(text)} is not an action. An action is a stage, what to do and a micro-batch, such as "
-            "0F3, 2B0 or 1SEND_F2; or UNSHARD, RESHARD or REDUCE_GRAD behind a stage; or several of them as "
+            "0F3, 2B0 or 1SEND_F2; or UNSHARD, RESHARD or REDUCE_GRAD after a stage; or several of them as "
             "in (1F0;2B3)OVERLAP_F_B."
         )
     stage, what, microbatch = match.groups()
@@ -219,7 +219,7 @@ def _placement(sheet: _Sheet) -> tuple[int, ...]:
         if home.rank != cell.rank:
             raise cell.error(
                 f"stage {action.stage} is on rank {cell.rank} here, but on rank {home.rank} in row "
-                f"{home.rank + 1}, column {home.column + 1}. A stage lives on one rank."
+                f"{home.rank + 1}, column {home.column + 1}. A stage must be on one rank."
             )
     missing = _first_missing(homes.keys())
     if missing is not None:
@@ -305,7 +305,7 @@ def _check_complete(sheet: _Sheet, num_stages: int, num_microbatches: int) -> No
 
 
 def _check_expressible(program: Program) -> None:
-    cannot = f"Torch's schedule files cannot say what {program.name} does: "
+    cannot = f"Torch's schedule files cannot express {program.name}: "
     if program.rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
             f"{cannot}its update rule is {program.rule}, and torch knows neither weight versions nor updates "

@@ -43,7 +43,7 @@ class CostsFile(BaseModel):
     update_s: StageValue = Field(0.0, description="seconds of an optimiser step")
     trial_s: StageValue | None = Field(None, description="seconds of a trial step")
     reduce_s: StageValue = Field(0.0, description="seconds of a batch's gradient sync between replicas")
-    message_bytes: StageValue = Field(0.0, description="bytes that cross the border behind each stage")
+    message_bytes: StageValue = Field(0.0, description="bytes sent after each stage, in each direction")
     weight_bytes: StageValue = Field(0.0, description="bytes of one weight version")
     gradient_bytes: StageValue | None = Field(None, description="bytes of one batch's gradient")
     optimizer_bytes: StageValue = Field(0.0, description="bytes of the optimiser's state")

@@ -16,7 +16,7 @@ __all__ = ["AGREED", "LOCAL", "RECEIVE", "REDUCE", "SEND", "UPDATE", "USE", "Op"
 LOCAL, USE, SEND, RECEIVE, REDUCE, UPDATE = range(6)
 
 AGREED = 1
-"""From the key of a sync to that of what all ranks agree on behind it."""
+"""From the key of a sync to the key of the agreement of all ranks after it."""
 
 
 class Op(NamedTuple):

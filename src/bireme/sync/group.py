@@ -17,10 +17,10 @@ __all__ = [
     "CollectiveError",
     "DistGroup",
     "Group",
-    "LonelyGroup",
     "MessageGroup",
     "OwnedGroup",
     "Pending",
+    "SingleRankGroup",
     "Sums",
 ]
 
@@ -201,7 +201,7 @@ class _Sum:
             raise self._group._failed("sum", error) from error
 
 
-class LonelyGroup:
+class SingleRankGroup:
     """A group of this rank alone, which agrees with itself at once."""
 
     rank = 0

@@ -41,9 +41,9 @@ def reduced_of(total: Tensor, batch: Hashable, *, num_ranks: int) -> Reduced:
     if int(stamps) ** 2 != num_ranks * int(squares):
         # The square of a sum is so large only where all of its parts are equal.
         raise BiremeError(
-            f"Batch {batch} is not the same on all ranks, so what they computed together is of no use. Give "
-            "every rank the same batches in the same order: shuffle with one seed, and let no rank take a "
-            "part of its own, for the pipeline does that."
+            f"Batch {batch} is not the same on all ranks, so its result is useless. Give "
+            "every rank the same batches in the same order: shuffle with one seed, and do not split the data "
+            "between ranks, because the pipeline does that."
         )
     # One element that is not finite anywhere makes every sum that it enters so.
     return Reduced(loss, math.sqrt(norm), math.isfinite(norm), votes)

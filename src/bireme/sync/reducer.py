@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bireme.sync.exchange import SLICE_BYTES, sum_in_slices
 from bireme.sync.gradients import BatchGradients
-from bireme.sync.group import Group, LonelyGroup, Pending, Sums
+from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
 from bireme.sync.norm import squared_norm
 from bireme.sync.reduced import Reduced, numbers_of, reduced_of
 
@@ -66,7 +66,7 @@ class Reducer:
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         self._control = control
-        self._replicas = replicas or LonelyGroup()
+        self._replicas = replicas or SingleRankGroup()
         self._tied = dict(tied or {})
         self._counted = counted
         self._device = device

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything that belongs to it lies."""
+"""The folder of a run and the paths in it."""
 
 import os
 import re
@@ -36,15 +36,15 @@ class RunFolder:
         if run.log.name is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
             folder = shlex.quote(str(path))
             is_run = cls(path).run_file.is_file()
-            remedy = f"Go on with it by `bireme resume {folder}`, or give" if is_run else "Give"
+            remedy = f"Resume it with `bireme resume {folder}`, or give" if is_run else "Give"
             raise BiremeError(
-                f"{path} is there already. {remedy} the new run another name with --set log.name=NAME."
+                f"{path} already exists. {remedy} the new run another name with --set log.name=NAME."
             )
         there = next(one for one in (path, *path.absolute().parents) if one.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            why = "cannot be written to" if there.is_dir() else "is no folder"
+            why = "cannot be written to" if there.is_dir() else "is not a folder"
             raise BiremeError(
-                f"The folder {path} of the run cannot be made: {there} {why}. Name another log.folder."
+                f"The folder {path} of the run cannot be created: {there} {why}. Set another log.folder."
             )
 
     @classmethod
@@ -83,8 +83,8 @@ class RunFolder:
         missing = [one.name for one in (folder.run_file, folder.plan, folder.graph) if not one.is_file()]
         if missing:
             raise BiremeError(
-                f"{path} is not the folder of a run that has begun: it lacks {', '.join(missing)}. `bireme "
-                "train` begins one."
+                f"{path} is not the folder of a run: it lacks {', '.join(missing)}. `bireme "
+                "train` starts one."
             )
         return folder
 

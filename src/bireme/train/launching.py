@@ -25,8 +25,8 @@ from bireme.train.outcome import Outcome
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared
 from bireme.train.summary import Summary, summary_of
+from bireme.train.text_sample import written
 from bireme.train.worker import Start, first_of, train_rank
-from bireme.train.writing import written
 
 __all__ = ["DONE", "Finished", "finish", "first_words", "start"]
 
@@ -38,7 +38,7 @@ DONE = ("finished", "time limit")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What came of a run that was started here, and how it ended."""
+    """The result of a run that was started here, and how it ended."""
 
     summary: Summary
     reason: str
@@ -148,7 +148,7 @@ def _signals_passed_on() -> Iterator[None]:
             signal.signal(number, before[signal.Signals(number)])
             os.kill(os.getpid(), number)
             return
-        print("bireme: stopping behind this step, and saving …", file=sys.stderr, flush=True)  # noqa: T201 (for people)
+        print("bireme: stopping after this step and saving …", file=sys.stderr, flush=True)  # noqa: T201 (for people)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, pass_on) for number in numbers}

@@ -28,7 +28,7 @@ from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 
-__all__ = ["RECORDED", "Later", "Loop", "Tell"]
+__all__ = ["RECORDED", "Loop", "ScheduleSwitch", "Tell"]
 
 RECORDED = 6
 """Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
@@ -44,17 +44,17 @@ Tell = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
-    """What takes over behind `step` batches: `make` makes its pipeline, with any weights."""
+class ScheduleSwitch:
+    """A schedule switch after `step` batches: `make` makes the new pipeline, with any weights."""
 
     step: int
     make: Callable[[], Pipeline]
 
 
 class Loop:
-    """The steps of a run, from where its pipeline stands; `later` is for those behind its own.
+    """The steps of a run, from where its pipeline is; `later` takes over after the first schedule.
 
-    The schedule that stays begins behind step `delayed_from`, which may be long past. `notes` are warnings
+    The final schedule begins after step `first_delayed_step`, which may be long past. `notes` are warnings
     about the data.
     """
 
@@ -71,8 +71,8 @@ class Loop:
         rank_bytes: Callable[[int | None], list[int | None]],
         stops: Stops,
         control: Control | None = None,
-        later: Later | None = None,
-        delayed_from: int = 0,
+        later: ScheduleSwitch | None = None,
+        first_delayed_step: int = 0,
         notes: Sequence[str] = (),
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
@@ -80,7 +80,7 @@ class Loop:
         self.stops, self._control = stops, control
         self.timeline: Timeline | None = None
         self._rank_bytes = rank_bytes
-        self._later, self._delayed_from = later, delayed_from
+        self._switch, self._delayed_from = later, first_delayed_step
         self._reason = Reason.NONE
         self._ends: int | None = None
         self._num_skipped = self._skipped_in_a_row = self._told_skipped = 0
@@ -111,8 +111,8 @@ class Loop:
             self._warn(text)
         with ExitStack() as self._reading:
             while self._ends is None and self.step < steps:
-                if self._later is not None and self.step >= self._later.step:
-                    self._hand_over(self._later)
+                if self._switch is not None and self.step >= self._switch.step:
+                    self._switch_schedule(self._switch)
                 self._train_until(self._window_end())
                 if self._ends is None:
                     self._evaluate_if_due()
@@ -121,7 +121,7 @@ class Loop:
         is_done = self._reason in (Reason.NONE, Reason.TIME)
         if is_done and self._evaluated_at != self.step:
             self._evaluate()
-        if self.run.checkpoint.at_end if is_done else not self._minds_windows:
+        if self.run.checkpoint.at_end if is_done else not self._depends_on_drains:
             self._save()
         self.writer.wait()
         if self.timeline is None and self.pipeline.recording is not None:
@@ -129,7 +129,7 @@ class Loop:
         return self._outcome()
 
     def note_checkpoint(self, event: CheckpointEvent) -> None:
-        """What the writer of checkpoints has to say."""
+        """Handles an event of the checkpoint writer."""
         if isinstance(event, CheckpointSaved):
             self._newest = event.step
             self.tell(
@@ -146,14 +146,14 @@ class Loop:
         self._warnings.append(text)
         self.tell("warning", self.step if step is None else step, text=text)
 
-    def _hand_over(self, later: Later) -> None:
+    def _switch_schedule(self, later: ScheduleSwitch) -> None:
         """Go on with the other pipeline from where this one is, which is drained."""
         snapshot = self.pipeline.snapshot(all_held=True)
         self._reading.close()
         self._read = None
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
-        self.pipeline, self._later = later.make(), None
+        self.pipeline, self._switch = later.make(), None
         self.pipeline.restore(snapshot)
         self.meta = replace(self.meta, schedule=self.pipeline.plan.source.name)
         self._record_from = self._recorded_first()
@@ -166,13 +166,13 @@ class Loop:
         """
         every, steps = self.run.training.evaluate_every, self.run.training.steps
         end = steps if not every else min(steps, (self.step // every + 1) * every)
-        if self._later is not None:
-            return min(end, self._later.step)
+        if self._switch is not None:
+            return min(end, self._switch.step)
         marks = (self._record_from, self._recorded_end) if self._recorded_end < steps else ()
         return min([end, *(mark for mark in marks if self._to_record and mark > self.step)])
 
     @property
-    def _minds_windows(self) -> bool:
+    def _depends_on_drains(self) -> bool:
         """Whether what is learned depends on where the pipeline is drained, as it does with trial versions.
 
         A run that was stopped then goes on from a moment when it was full, and drains where one does that
@@ -181,8 +181,8 @@ class Loop:
         return self.pipeline.plan.source.rule is Rule.FRESH
 
     def _recorded_first(self) -> int:
-        """The step behind which to record; where windows count, it must not depend on where a run stopped."""
-        if self._minds_windows:
+        """The step after which to record; if windows count, it must not depend on where a run stopped."""
+        if self._depends_on_drains:
             return self._delayed_from
         return self.step + (SETTLING if self.run.training.steps - self.step >= LONG else 0)
 
@@ -199,7 +199,7 @@ class Loop:
     def _records(self) -> bool:
         """Whether the next window is recorded: an early one of the schedule that stays."""
         is_early = self._record_from <= self.step < self._recorded_end
-        return self._to_record and self._later is None and is_early and self._has_room
+        return self._to_record and self._switch is None and is_early and self._has_room
 
     def _train_until(self, end: int) -> None:
         records = self._records
@@ -263,20 +263,20 @@ class Loop:
         self._num_skipped += result.is_skipped
         if not result.weight:
             self._warn(
-                f"Step {result.batch + 1} is left out: nothing in its batch counts for the loss.",
+                f"Step {result.batch + 1} is skipped: nothing in its batch counts for the loss.",
                 result.batch + 1,
             )
             return
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
         most = self.run.training.most_skipped_in_a_row
         if result.is_skipped:
-            self._warn(f"Step {result.batch + 1} is left out: its gradient is not finite.", result.batch + 1)
+            self._warn(f"Step {result.batch + 1} is skipped: its gradient is not finite.", result.batch + 1)
         if self._skipped_in_a_row > most:
             self.tell("stop", result.batch + 1, reason="not finite")
             raise BiremeError(
                 f"The gradient was not finite in {self._skipped_in_a_row} steps in a row, up to step "
-                f"{result.batch + 1}, so the run stops. Lower training.learning_rate, clip more, or look at "
-                f"the data of these steps; training.most_skipped_in_a_row = {most} is how many may be."
+                f"{result.batch + 1}, so the run stops. Lower training.learning_rate, clip more, or check "
+                f"the data of these steps. training.most_skipped_in_a_row = {most} is the limit."
             )
 
     def _log(self, result: Result, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The devices of a run: those of a cluster file, or this machine's, and the processes that stand for them."""
+"""The devices of a run, from a cluster file or this machine, and their processes."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from bireme.cluster.server import Server
 from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.train.gathered import server_here
+from bireme.train.machine_devices import server_here
 from bireme.train.run_file import RunFile
 
 __all__ = ["Machines", "machines_of", "shared", "visible_gpus"]
@@ -43,8 +43,8 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
     may_share = asked.device == ACCELERATOR and asked.backend == "gloo" and num_cuda > 0
     if asked.device == ACCELERATOR and num_cuda < wants and not may_share:
         raise BiremeError(
-            f"cluster.device is cuda, and there are {num_cuda} CUDA devices for {wants} processes. Set "
-            "cluster.workers to fewer, cluster.backend to gloo, with which processes share a device, or "
+            f"cluster.device is cuda, but there are {num_cuda} CUDA devices for {wants} processes. Set "
+            "cluster.workers to fewer, cluster.backend to gloo to share devices, or "
             "cluster.device to cpu."
         )
     device = ACCELERATOR if asked.device != "cpu" and (may_share or 0 < wants <= num_cuda) else "cpu"
@@ -57,7 +57,7 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
     backend = asked.backend if asked.backend != "auto" else ("gloo" if device == "cpu" else "nccl")
     if backend == "nccl" and device == "cpu":
         raise BiremeError(
-            "cluster.backend is nccl, which joins CUDA devices alone, and the run is on CPUs. Set it to gloo."
+            "cluster.backend is nccl, which joins only CUDA devices, but the run is on CPUs. Set it to gloo."
         )
     threads = asked.threads_per_worker
     if threads is None and device == "cpu":

@@ -90,17 +90,17 @@ class RunModel:
         loss = next((one.value for one in graph.outputs if one.name == "loss"), None)
         value = made.get(loss.name) if isinstance(loss, Reference) else None
         if value is None and asked is not None:
-            raise BiremeError(f"model.loss is {asked}, which gives no tensor that the model has a part in.")
+            raise BiremeError(f"model.loss is {asked}, which returns no tensor that depends on the model.")
         if value is None:
             raise BiremeError(
-                f"The model {name} returns no loss. Let it return one, alone or under the name loss, or name "
+                f"The model {name} returns no loss. Make it return one, alone or as `loss`, or name "
                 f"one in model.loss: {', '.join(NAMED)}, or your own module:function."
             )
         if value.shape or not value.dtype.startswith(("float", "bfloat")):
             shape = ", ".join(map(str, value.shape))
             raise BiremeError(
                 f"The loss of {asked or name} is {value.dtype} of shape [{shape}], where b is the number of "
-                "samples. It must be one number with a fraction, such as their mean."
+                "samples. It must be a single floating-point number, such as their mean."
             )
         if value.name not in learned_values(graph):
             raise BiremeError(
@@ -137,7 +137,7 @@ def _loss(text: str | None) -> Loss | None:
     except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
         raise BiremeError(f"model.loss is {text}, which cannot be imported: {error}.") from error
     if not callable(function):
-        raise BiremeError(f"model.loss is {text}, which is no function.")
+        raise BiremeError(f"model.loss is {text}, which is not a function.")
     return function  # type: ignore[no-any-return]  # what a user's module holds is not known
 
 
@@ -153,7 +153,7 @@ class _Named:
         target = next((given[name] for name in TARGETS if name in given), None)
         if target is None:
             raise BiremeError(
-                f"model.loss is {self.name}, which compares with an input named {' or '.join(TARGETS)}; the "
+                f"model.loss is {self.name}, which needs an input named {' or '.join(TARGETS)}, but the "
                 f"inputs are {', '.join(given)}. Rename it, or give a function of your own."
             )
         named: dict[str, Any] = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}

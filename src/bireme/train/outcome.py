@@ -1,4 +1,4 @@
-"""What came of a run, as plain data: each rank's part, and all of it beside what was predicted."""
+"""The results of a run as plain data: each rank's part, and the whole beside its prediction."""
 
 from dataclasses import dataclass, field
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bireme.plan.search.search import timeline_of
 from bireme.report.page.recorded import write_recorded
-from bireme.train.prepare import Prepared, wishes_of
+from bireme.train.prepare import Prepared, plan_request_of
 
 __all__ = ["write_predicted"]
 
@@ -17,7 +17,7 @@ def write_predicted(prepared: Prepared, path: Path, *, num_batches: int) -> None
         prepared.plan.plan,
         prepared.profile,
         prepared.machines.cluster,
-        wishes_of(prepared.run),
+        plan_request_of(prepared.run),
         num_batches=num_batches,
     )
     write_recorded(timeline, path)

@@ -1,4 +1,4 @@
-"""What is done before any process starts: check, measure, plan, and write it into the folder of the run."""
+"""Preparation before any process starts: check, measure, plan, and write the run's folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.partition.loads import Recompute
-from bireme.plan.penalties import start_of
+from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
+from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.search import find_plan
 from bireme.plan.summary import summarize
 from bireme.plan.unit_names import pins_of, ranges_of
-from bireme.plan.wishes import Goal, Wishes
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
@@ -32,14 +32,14 @@ from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
-from bireme.train.companions import Companions
 from bireme.train.data.checks import check_sizes
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
-from bireme.train.going_on import check_goes_on
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
+from bireme.train.parallel_profiling import ParallelMeasurer
+from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
@@ -49,10 +49,10 @@ __all__ = [
     "Prepared",
     "data_of",
     "is_short",
+    "plan_request_of",
     "prepare",
     "prepared_again",
     "prepared_document",
-    "wishes_of",
     "write_prepared",
 ]
 
@@ -154,7 +154,7 @@ def prepared_again(
         tell("What the plan rests on was changed, so a new one is made.")
         found = prepare(run, progress)
     if checkpoint is not None:
-        check_goes_on(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
+        check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder)
     return found
 
@@ -245,7 +245,7 @@ def _check_devices(run: RunFile, machines: Machines) -> None:
         if run.cluster.source is None:
             remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
         raise BiremeError(
-            f"plan.depth times plan.width is {needed}, and the run has {num_devices} devices: each of them "
+            f"plan.depth times plan.width is {needed}, but the run has {num_devices} devices: each of them "
             f"is a process. {remedy}"
         )
 
@@ -267,8 +267,8 @@ def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:
     num_ranks, num_devices = found.plan.num_ranks, machines.cluster.num_devices
     if num_ranks > num_devices:
         raise BiremeError(
-            f"The plan in {path} is for {num_ranks} devices, and the run has {num_devices}. Set "
-            f"cluster.workers to {num_ranks}, or name the cluster that it was made for in cluster.source."
+            f"The plan in {path} is for {num_ranks} devices, but the run has {num_devices}. Set "
+            f"cluster.workers to {num_ranks}, or set cluster.source to the cluster it was made for."
         )
     return found
 
@@ -320,7 +320,7 @@ def _measured(
     if machines.threads is not None:
         torch.set_num_threads(machines.threads)
         if machines.device == "cpu":
-            measurer = Companions(
+            measurer = ParallelMeasurer(
                 run,
                 num_workers=machines.workers_here,
                 num_threads=machines.threads,
@@ -342,18 +342,18 @@ def _measured(
         torch.set_num_threads(before)
 
 
-def wishes_of(run: RunFile) -> Wishes:
+def plan_request_of(run: RunFile) -> PlanRequest:
     """What a run file asks of a plan."""
     asked = run.plan
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
-    return Wishes(
+    return PlanRequest(
         batch_size=run.training.batch_size,
         largest_batch=asked.largest_batch,
         schedule=asked.schedule,
         synchronous=asked.synchronous,
         goal=Goal(asked.objective),
         penalties={rule: steps for rule, steps in penalties.items() if steps is not None},
-        start=_start(run),
+        delay_warmup=_start(run),
         memory_fraction=asked.memory_fraction,
         depth=asked.depth,
         width=asked.width,
@@ -370,7 +370,7 @@ def _start(run: RunFile) -> float | None:
     asked = run.plan.num_delay_warmup_steps(steps)
     if asked is not None:
         return asked / steps
-    return start_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
+    return delay_warmup_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
 def _planned(
@@ -378,7 +378,7 @@ def _planned(
 ) -> Answer:
     asked, names = run.plan, [unit.name for unit in measured.units]
     wishes = replace(
-        wishes_of(run),
+        plan_request_of(run),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )

@@ -10,7 +10,7 @@ __all__ = ["Screen"]
 
 
 class Screen:
-    """Speaks on standard error, where progress belongs."""
+    """Prints to standard error, where progress belongs."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -18,22 +18,24 @@ class Screen:
         self._begin_step = 0
 
     def show(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """What has just happened."""
+        """Print an event of the run."""
         match kind:
             case "start":
                 self._begin_s, self._begin_step = monotonic(), step
-                self._say(f"step {self._of(step)}  the pipeline stands")
+                self._say(f"step {self._of(step)}  the pipeline is ready")
             case "train":
                 self._say(self._line(step, values))
             case "evaluation":
                 self._say(f"step {self._of(step)}  evaluation loss {values['loss']:.4f}{_more(values)}")
             case "checkpoint":
                 self._say(
-                    f"step {self._of(step)}  checkpoint, {bytes_text(values['num_bytes'])}, held up for "
+                    f"step {self._of(step)}  checkpoint, {bytes_text(values['num_bytes'])}, pause "
                     f"{seconds_text(values['stall_s'])}, written in {seconds_text(values['write_s'])}"
                 )
             case "schedule":
-                self._say(f"step {self._of(step)}  goes on under {values['schedule']}, updates delayed")
+                self._say(
+                    f"step {self._of(step)}  switches to {values['schedule']}; updates are delayed from here"
+                )
             case "warning":
                 self._say(f"step {self._of(step)}  {values['text']}")
 

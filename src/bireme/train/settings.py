@@ -1,4 +1,4 @@
-"""`--set table.key=value`: single keys of a document of tables, given on the command line.
+"""`--set table.key=value`: sets single keys of a document from the command line.
 
 A setting is checked by itself first, so that a mistake is told with the setting it is in, in the sentence
 that a file would get. Which tables and keys there are is read from the pydantic model of the document.
@@ -57,8 +57,8 @@ def _parsed(text: str, model: type[BaseModel], advise: Advise) -> _Setting:
     name = name.strip()
     if not equals or not name:
         raise BiremeError(
-            f"--set {text} is not of the form table.key=value, such as {_key_names(model)[0]}=…. Put an "
-            "equals sign between the two."
+            f"--set {text} is not of the form table.key=value, such as {_key_names(model)[0]}=…. The "
+            "equals sign is missing."
         )
     path = tuple(name.split("."))
     _check_known(path, model, text, advise)
@@ -82,7 +82,7 @@ def _check_known(path: tuple[str, ...], model: type[BaseModel], text: str, advis
         return
     within = [known for known in names if known.startswith(f"{name}.")]
     if within:
-        raise BiremeError(f"--set {text} is for a whole table. Set a key of it, such as {within[0]}=….")
+        raise BiremeError(f"--set {text} names a whole table. Set one of its keys, such as {within[0]}=….")
     raise BiremeError(f"--set {text} has an unknown key {name!r}. {advise(path) or _nearest(path, names)}")
 
 

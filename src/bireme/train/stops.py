@@ -1,7 +1,7 @@
 """When a run is to stop or to save: signals to any rank and the clock of rank 0, agreed on by all ranks.
 
 A signal only sets a flag here. With every batch each rank says what it wants; the sum comes back with the
-batch's result, the same on all ranks, so that all do it behind the same batch.
+batch's result, the same on all ranks, so that all stop after the same batch.
 """
 
 import signal
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Reason(IntEnum):
-    """What a rank wants, as the number that is added up over ranks: whichever is largest counts.
+    """What a rank wants, as a number to sum over ranks; the largest reason counts.
 
     Rank 0 alone asks for a checkpoint or says that the time is over.
     """
@@ -30,7 +30,7 @@ class Reason(IntEnum):
 
     @classmethod
     def of(cls, votes: float) -> "Reason":
-        """The weightiest reason in the sum of all ranks' votes, which are fewer than 8,192 ranks'."""
+        """The largest reason in the sum of all ranks' votes, for fewer than 8,192 ranks."""
         return next(one for one in reversed(cls) if votes >= one)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Stops:
     def listening(self) -> Iterator[None]:
         """Take the signals for as long as this lasts, also those that were held back until now.
 
-        A second interrupt is an ordinary one. Behind it, a wish to stop that comes too late does no harm.
+        A second interrupt is an ordinary one. A request to stop that comes after the end does no harm.
         """
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,4 +1,4 @@
-"""What a run comes to, measured beside predicted: the document that it ends with."""
+"""The summary of a run: measured and predicted figures, as the final document."""
 
 import json
 import math
@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from bireme.files import write_text_atomically
+from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
-from bireme.train.warmup import delayed_from
 from bireme.train.worker import first_of
 
 __all__ = ["ControlSummary", "RankSummary", "StageSummary", "Summary", "summary_of"]
@@ -57,7 +57,7 @@ class ControlSummary:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
-    updates are delayed, if the schedule delays them, behind step `delayed_from`.
+    updates are delayed, if the schedule delays them, after step `first_delayed_step`.
     """
 
     steps: int
@@ -77,7 +77,7 @@ class Summary:
     control: ControlSummary | None
     run_dir: str
     schedule: str
-    delayed_from: int
+    first_delayed_step: int
     model: str
     reason: str
     num_skipped: int
@@ -118,7 +118,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         control=_control(prepared, outcomes),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
-        delayed_from=delayed_from(prepared.run, saved),
+        first_delayed_step=first_delayed_step(prepared.run, saved),
         model=prepared.run.model.source,
         reason=own.reason,
         num_skipped=own.num_skipped,
@@ -137,11 +137,11 @@ LOSSES = ("train_loss", "eval_loss")
 
 
 def _diverged(own: Outcome) -> list[str]:
-    """A sentence for each loss that is no number any more."""
+    """A sentence for each loss that is not finite."""
     names = {"train_loss": "training", "eval_loss": "evaluation"}
     return [
-        f"The {names[name]} loss is {value}: the model has diverged, or the data hold such numbers. Lower "
-        "training.learning_rate, or look at the data."
+        f"The {names[name]} loss is {value}: the model has diverged, or the data contain such numbers. Lower "
+        "training.learning_rate, or check the data."
         for name in LOSSES
         if (value := getattr(own, name)) is not None and not math.isfinite(value)
     ]

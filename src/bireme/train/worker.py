@@ -1,4 +1,4 @@
-"""What every process of a run does: make its part of the pipeline, take up a checkpoint, run the loop."""
+"""One process of a run: make its part of the pipeline, load a checkpoint, run the loop."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,9 +23,9 @@ from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
+from bireme.train.delay_warmup import first_delayed_step, flush_twin
 from bireme.train.folder import RunFolder
-from bireme.train.going_on import circumstances
-from bireme.train.loop import Later, Loop
+from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.metrics import Metrics
 from bireme.train.mlflow_tracker import MLflow
@@ -33,6 +33,7 @@ from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import data_of
 from bireme.train.rates import rate_factor
+from bireme.train.resume_checks import run_conditions
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.screen import Screen
@@ -40,7 +41,6 @@ from bireme.train.stops import Stops
 from bireme.train.tensorboard import TensorBoard
 from bireme.train.tracker import Tracker
 from bireme.train.wandb_tracker import WandB
-from bireme.train.warmup import delayed_from, flush_twin
 
 __all__ = ["Start", "train_rank"]
 
@@ -55,7 +55,7 @@ class Start:
     """Which run, from which checkpoint if any, and what the processes are told beside what its folder says.
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
-    damaged checkpoints behind the one to go on from.
+    damaged checkpoints after the one to resume from.
     """
 
     folder: Path
@@ -103,12 +103,12 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     world, folder, run = part.world, part.folder, part.run
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
-    begin, step = delayed_from(run, saved), 0
+    begin, step = first_delayed_step(run, saved), 0
     if checkpoint is not None:
         step = checkpoint.manifest.step
         if checkpoint.manifest.schedule == saved.plan.schedule:
             begin = min(begin, step)  # a run that was made longer does not go back
-    pipeline, later = _pipelines(part, saved, step=step, delayed_from=begin)
+    pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
     log = _Log(world, folder, run, part.start) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
@@ -135,7 +135,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             stops=stops,
             control=_control(part),
             later=later,
-            delayed_from=begin,
+            first_delayed_step=begin,
             notes=() if log is None else data_notes(part.data),
         )
         del pipeline  # the loop may have another one later, and no room for two
@@ -167,13 +167,15 @@ def _checkpoint(start: Start) -> Checkpoint | None:
 
 
 def _pipelines(
-    part: _Part, saved: SavedPlan, *, step: int, delayed_from: int
-) -> tuple[Pipeline, Later | None]:
-    """The pipeline for the steps behind `step`, and the one that takes over from it if there is one."""
-    twin = flush_twin(saved.plan) if step < delayed_from else None
+    part: _Part, saved: SavedPlan, *, step: int, first_delayed_step: int
+) -> tuple[Pipeline, ScheduleSwitch | None]:
+    """The pipeline for the steps after `step`, and the schedule switch, if there is one."""
+    twin = flush_twin(saved.plan) if step < first_delayed_step else None
     if twin is None:
         return _pipeline(part, saved), None
-    return _pipeline(part, replace(saved, plan=twin)), Later(delayed_from, lambda: _pipeline(part, saved))
+    return _pipeline(part, replace(saved, plan=twin)), ScheduleSwitch(
+        first_delayed_step, lambda: _pipeline(part, saved)
+    )
 
 
 def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
@@ -215,7 +217,7 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),
-        extra=circumstances(part.run, _identity(part)),
+        extra=run_conditions(part.run, _identity(part)),
     )
 
 
@@ -276,7 +278,7 @@ class _Log:
         self._screen.show(kind, step, values)
         failure = self._metrics.failure
         if failure is not None and failure != before:
-            text = f"The log takes no lines ({failure}); they wait, and the run goes on."
+            text = f"The log cannot be written ({failure}); its lines wait, and the run continues."
             self._screen.show("warning", step, {"text": text})
         self._tell_failures(step)
 

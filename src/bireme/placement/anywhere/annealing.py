@@ -19,7 +19,7 @@ from bireme.placement.anywhere.blocks import blocks_of
 from bireme.placement.anywhere.kernel import Heat, Scratch, anneal
 from bireme.placement.baselines.local_search import random_start
 from bireme.placement.baselines.simple import greedy
-from bireme.placement.bounds import counted_bound
+from bireme.placement.bounds import simple_bound
 from bireme.placement.found import Found, fits, loads_of, value_of
 from bireme.placement.items import Items
 from bireme.placement.moves import Tables, overflow, state_of, tables_of
@@ -80,7 +80,7 @@ def improve(
     if objective is Objective.LATENCY:
         raise BiremeError("The annealing does not know latency. Use the search for latency instead.")
     pace = _Pace(time_limit_s, None if num_moves is None else num_moves // NUM_TRACKS)
-    bound = counted_bound(items, objective)
+    bound = simple_bound(items, objective)
     starts = _starts(items, objective, start, seed)
     best = _best_that_fits(items, starts)
     if items.num_devices > 1 and (best is None or best.value > bound * (1 + ROUNDING)):

@@ -14,7 +14,7 @@ import numpy as np
 
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.annealing import improve
-from bireme.placement.bounds import counted_bound
+from bireme.placement.bounds import simple_bound
 from bireme.placement.contiguous.search import Split, carried_over
 from bireme.placement.contraction import Weightless, items_of
 from bireme.placement.found import Found
@@ -58,7 +58,7 @@ class Anywhere:
         """The contiguous split, as a placement of these items."""
         if self.split is None:
             return None
-        bound = counted_bound(self.items, self.objective)
+        bound = simple_bound(self.items, self.objective)
         return replace(carried_over(self.split, self.items, self.objective), lower_bound=bound)
 
     def annealed(self, start: Found | None, seconds: float, num_moves: int | None = None) -> Found:
@@ -71,7 +71,7 @@ class Anywhere:
             seed=self.seed,
             num_moves=num_moves,
         )
-        bound = counted_bound(self.items, self.objective)
+        bound = simple_bound(self.items, self.objective)
         return replace(found, lower_bound=min(found.value, max(bound, start.lower_bound if start else 0.0)))
 
     def solved(self, start: Found | None, seconds: float) -> Found:

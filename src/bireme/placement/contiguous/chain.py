@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.bounds import counted_bound
+from bireme.placement.bounds import simple_bound
 from bireme.placement.contiguous.limits import Limits, flush_by_limits
 from bireme.placement.found import SLACK, Found, loads_of, value_of
 from bireme.placement.items import Floats, Integers, Items
@@ -45,7 +45,7 @@ def cut_chain(
         return _found(items, objective, where)
     # Under a limit only short stretches count, so a limit that proves too low costs little.
     most = items.accelerator_time.sum() + items.cpu_time.sum() + items.net_cost.sum()
-    below = 1.3 * counted_bound(items, objective)
+    below = 1.3 * simple_bound(items, objective)
     while 0 < below < most and not is_over():
         where = line.split(Limits(value=below), by_sum=True)
         if where is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.cluster.machine import num_cores
-from bireme.placement.bounds import counted_bound
+from bireme.placement.bounds import simple_bound
 from bireme.placement.contiguous.ideals import Lattice
 from bireme.placement.contiguous.limits import Limits, flush_by_limits
 from bireme.placement.contiguous.sweep import sweep
@@ -58,7 +58,7 @@ class DynamicProgram:
         if objective is Objective.FLUSH:
             return self._flush(start)
         known = math.inf if start is None else value_of(loads_of(self.items, start), objective)
-        bound = counted_bound(self.items, objective)
+        bound = simple_bound(self.items, objective)
         if known <= bound * (1 + SLACK):
             return Found(start, known, known) if start is not None else None
         where = self._split(Limits(value=known * (1 - SLACK)), by_sum=True)
@@ -81,7 +81,7 @@ class DynamicProgram:
         if steps.where is None:
             return None
         value = value_of(loads_of(self.items, steps.where), Objective.FLUSH)
-        bound = max(steps.lower_bound, counted_bound(self.items, Objective.FLUSH))
+        bound = max(steps.lower_bound, simple_bound(self.items, Objective.FLUSH))
         return Found(steps.where, value, min(value, bound))
 
     def _forward_bound(self) -> float:
@@ -92,7 +92,7 @@ class DynamicProgram:
             accelerator_time=self.items.accelerator_time * forward,
             cpu_time=self.items.cpu_time * forward,
         )
-        return counted_bound(alone, Objective.THROUGHPUT)
+        return simple_bound(alone, Objective.THROUGHPUT)
 
     def _split(self, limits: Limits, *, by_sum: bool) -> tuple[int, ...] | None:
         """The best split within the limits, by the sum of forward and backward or by backward alone."""

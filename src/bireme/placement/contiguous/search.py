@@ -14,7 +14,7 @@ from time import monotonic
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.placement.bounds import counted_bound
+from bireme.placement.bounds import simple_bound
 from bireme.placement.compiled import IS_COMPILED
 from bireme.placement.contiguous.chain import no_split_fits, no_split_found
 from bireme.placement.contiguous.dynamic import DynamicProgram
@@ -76,7 +76,7 @@ class Contiguous:
         except BiremeError:
             items = self._items(Weightless.STAY)
             found = self._cut_lines(items)
-        return Split(items, replace(found, lower_bound=min(counted_bound(bare, self.objective), found.value)))
+        return Split(items, replace(found, lower_bound=min(simple_bound(bare, self.objective), found.value)))
 
     def best(self) -> Split | None:
         """The best split of all, proven where the time suffices; None where the ideals are too many,

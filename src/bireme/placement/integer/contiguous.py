@@ -90,7 +90,7 @@ class _Model:
         return None if goes_back else numbers[slots].tolist()
 
     def values_of(self, where: Sequence[int], line: Sequence[int]) -> Floats:
-        """The columns for a placement whose devices stand in this line, empty ones behind it."""
+        """The columns for a placement whose devices are in this order, empty ones after it."""
         slot_of = {device: slot for slot, device in enumerate(line)}
         slots = np.array([slot_of[device] for device in where])
         is_cpu = [device >= self.items.num_accelerators for device in line]

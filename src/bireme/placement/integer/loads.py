@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.bounds import counted_bound, each_maximum, runs_on_accelerator
+from bireme.placement.bounds import each_maximum, runs_on_accelerator, simple_bound
 from bireme.placement.contiguous.chain import cut_chain, no_split_fits
 from bireme.placement.found import Found, fits, loads_of, value_of
 from bireme.placement.integer.program import Columns, Outcome, Program, Solved
@@ -117,7 +117,7 @@ def frame_of(items: Items, objective: Objective, start: Sequence[int] | None) ->
         scale=scale,
         most=most * scale,
         ceiling=ceiling,
-        floor=counted_bound(items, objective) * scale,
+        floor=simple_bound(items, objective) * scale,
         accelerator_time=each_maximum(items.accelerator_time, objective) * scale,
         cpu_time=each_maximum(items.cpu_time, objective) * scale,
         net_cost=each_maximum(items.net_cost, objective) * scale,

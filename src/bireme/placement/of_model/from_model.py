@@ -25,7 +25,7 @@ __all__ = ["ModelWorkload", "workload_of"]
 
 @dataclass(frozen=True, slots=True)
 class ModelWorkload:
-    """A workload made of a model, with what is behind its nodes and devices.
+    """A workload made from a model, and what its nodes and devices stand for.
 
     `units[i]` is the unit of node `i`, `operators[i]` the places in the graph of what it runs. Nodes of the
     same operators are its forward, its backward, and those that stand for one of its results or gradients.

@@ -38,7 +38,7 @@ class PlacedPlan:
             return ""
         change = 100 * (self.value / self.value_before - 1) if self.value_before else float("inf")
         return (
-            f"Cuts were moved to the nearest borders of units; the value is {self.value:.6g} ms in place of "
+            f"Cuts were moved to the nearest borders of units; the value is {self.value:.6g} ms instead of "
             f"{self.value_before:.6g} ms ({change:+.1f} %)."
         )
 

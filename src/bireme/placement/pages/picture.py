@@ -143,7 +143,7 @@ def _title(view: _View) -> str:
 def _caption(view: _View) -> str:
     sentences = ["taller: takes longer", "dark line: moved between devices"]
     if view.workload.is_training:
-        sentences.append("darker: the backward of what is above it, without its lines")
+        sentences.append("darker: backward of the node above, drawn without lines")
     if view.graph.is_coarser:
         drawn = f"{len(view.graph.cells)} boxes for {len(view.workload.nodes):,} nodes"
         sentences.append(f"{drawn}, neighbours on one device as one")

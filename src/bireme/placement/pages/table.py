@@ -24,8 +24,8 @@ BAR = 10
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 MEANINGS = {
-    Objective.THROUGHPUT: "a sample, at the pace of the busiest device",
-    Objective.TRAINING: "a sample, forward and backward, at the pace of the busiest device",
+    Objective.THROUGHPUT: "per sample, at the pace of the busiest device",
+    Objective.TRAINING: "per sample, forward and backward, at the pace of the busiest device",
     Objective.FLUSH: "the largest forward load and the largest backward load",
     Objective.LATENCY: "until one sample is through",
 }
@@ -58,7 +58,7 @@ def advice_on(placement: Placement) -> str | None:
         words.append("--method dp (exact, for graphs of few ideals)")
     if placement.objective is Objective.LATENCY:
         words.append("more --pieces")
-    return f"A better one may be left. To try: {', '.join(words)}."
+    return f"A better placement may exist. Try: {', '.join(words)}."
 
 
 def print_placement(workload: Workload, placement: Placement, seconds: float, console: Console) -> None:
@@ -88,7 +88,7 @@ def print_verdict(
         console.print()
     if math.isfinite(verdict.value):
         _say(console, f"[bold]{verdict.value:.6g}[/bold] {MEANINGS[objective]}.")
-    line = "stand in a line" if verdict.ordered else "do not stand in a line"
+    line = "can be put in an order" if verdict.ordered else "cannot be put in an order"
     _say(console, f"{'Contiguous' if verdict.contiguous else 'Not contiguous'}; the devices {line}.")
     for problem in verdict.problems:
         console.print(problem, style="red", markup=False, highlight=False)

@@ -32,8 +32,8 @@ EXPORTS = {
     export.name: export
     for export in (
         Export("torch-csv", "the schedule, for torch.distributed.pipelining", False, _torch_csv),
-        Export("torchtitan", "tables of its configuration, in TOML", True, torchtitan_toml),
-        Export("nemo", "a section of a recipe of NeMo AutoModel, in YAML", True, nemo_yaml),
+        Export("torchtitan", "configuration tables, in TOML", True, torchtitan_toml),
+        Export("nemo", "the distributed section of a NeMo AutoModel recipe, in YAML", True, nemo_yaml),
         Export("megatron", "arguments of Megatron-LM, with its layout", False, megatron_arguments),
     )
 }

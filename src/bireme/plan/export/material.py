@@ -11,7 +11,7 @@ from bireme.plan.summary import Summary, summarize
 __all__ = ["NEEDS_MODEL", "Material"]
 
 NEEDS_MODEL = (
-    "{} wants names of modules, which a profile does not hold. Name the model with --model too; it is not "
+    "{} needs names of modules, which a profile does not have. Give the model with --model too; it is not "
     "measured again."
 )
 """Why an export cannot be made of a profile alone."""

@@ -75,7 +75,7 @@ def layout(plan: Plan, unit_names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Where the layers begin, and the unit behind the last; before them is the embedding, behind the head."""
+    """Where the layers begin, and the unit after the last; the embedding is before them, the head after."""
 
     starts: tuple[int, ...]
     end: int
@@ -92,12 +92,12 @@ def _layers_of(unit_names: tuple[str, ...]) -> _Layers:
     if len(stems) > 1:
         named = " and ".join(sorted(str(stem) for stem in stems))
         raise BiremeError(
-            f"Megatron-LM's layout has one list of layers, and this model has several: {named}."
+            f"Megatron-LM's layout has one list of layers, but this model has several: {named}."
         )
     for (_, end), (begin, _) in pairwise(layers):
         if begin != end:
             raise BiremeError(
-                f"Megatron-LM's layout has nothing between two layers, and this model has {unit_names[end]} "
+                f"Megatron-LM's layout has nothing between two layers, but this model has {unit_names[end]} "
                 "there."
             )
     return _Layers(tuple(begin for begin, _ in layers), layers[-1][1])
@@ -115,7 +115,7 @@ def _check_cut(cut: int, layers: _Layers, unit_names: tuple[str, ...]) -> None:
         return
     if layers.starts[0] < cut < layers.end:
         raise BiremeError(
-            f"The plan cuts a layer in two, before unit {cut} ({unit_names[cut]}), and Megatron-LM keeps "
+            f"The plan cuts a layer in two, before unit {cut} ({unit_names[cut]}), but Megatron-LM keeps "
             "layers whole. Plan with --whole-layers."
         )
     part, first, last = (
@@ -124,6 +124,6 @@ def _check_cut(cut: int, layers: _Layers, unit_names: tuple[str, ...]) -> None:
         else ("head", layers.end, len(unit_names) - 1)
     )
     raise BiremeError(
-        f"The plan cuts the {part} in two, before unit {cut} ({unit_names[cut]}), and Megatron-LM keeps it "
+        f"The plan cuts the {part} in two, before unit {cut} ({unit_names[cut]}), but Megatron-LM keeps it "
         f"whole. Plan with --together {first}..{last}."
     )

@@ -30,7 +30,7 @@ def module_parts(plan: Plan, graph: Graph) -> tuple[tuple[str, ...], ...]:
     for stage, names in enumerate(parts):
         if not names:
             raise BiremeError(
-                f"Stage {stage} runs no module of its own, only code between modules, and a stage is named "
+                f"Stage {stage} runs no module of its own, only code between modules, but a stage is named "
                 "by its modules. Cut elsewhere: --whole-layers cuts between layers only."
             )
     return tuple(tuple(names) for names in parts)
@@ -107,7 +107,7 @@ def _assign(module: _Module, parts: list[list[str]]) -> None:
             for child in module.children.values()
         )
         raise BiremeError(
-            f"{module.name} is cut in two ({inside}), and these frameworks keep a layer whole or not at all. "
+            f"{module.name} is cut in two ({inside}), but these frameworks keep layers whole. "
             "Plan with --whole-layers."
         )
     if module.children:

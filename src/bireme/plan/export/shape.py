@@ -13,8 +13,8 @@ def check_pipelined(plan: Plan, framework: str) -> None:
     if plan.num_stages == 1:
         what = "data parallelism" if plan.width > 1 else "one device"
         raise BiremeError(
-            f"The best plan is {what}, without a pipeline, so there is nothing to say to {framework}. Ask "
-            "for a pipeline with --depth 2 or more if you want one all the same."
+            f"The best plan is {what}, without a pipeline, so there is nothing to export to {framework}. Ask "
+            "for a pipeline with --depth 2 or more if you want one anyway."
         )
 
 
@@ -38,8 +38,8 @@ def check_equal_replicas(plan: Plan, framework: str) -> None:
     if len(set(plan.micro_batch_sizes)) > 1:
         sizes = " and ".join(map(str, sorted(set(plan.micro_batch_sizes))))
         raise BiremeError(
-            f"The replicas get micro-batches of {sizes} samples, as their devices differ, and {framework} "
-            "gives all the same. Plan with --micro-batch or --width 1."
+            f"The replicas get micro-batches of {sizes} samples, as their devices differ, but {framework} "
+            "gives all the same size. Plan with --micro-batch or --width 1."
         )
 
 
@@ -48,6 +48,6 @@ def check_recompute(plan: Plan, framework: str) -> None:
     if plan.recompute_units or 0 < len(plan.recompute) < plan.num_stages:
         where = ", ".join(map(str, plan.recompute)) or "parts of stages"
         raise BiremeError(
-            f"The plan runs the forward again on stages {where} of {plan.num_stages} alone, and {framework} "
-            "does so on all stages or none. Plan with --recompute always or --recompute never."
+            f"The plan recomputes only on stages {where} of {plan.num_stages}, but {framework} "
+            "recomputes on all stages or none. Plan with --recompute always or --recompute never."
         )

@@ -112,7 +112,7 @@ def _schedule(material: Material, framework: str) -> str:
         return "ZBVZeroBubble" if plan.schedule == "zbv" else FROM_FILE
     if name is None:
         raise BiremeError(
-            f"Torch has no schedule of the name {plan.schedule}, so {framework} needs it as a file: add "
+            f"Torch has no schedule named {plan.schedule}, so {framework} needs it as a file: add "
             "--export torch-csv:FILE."
         )
     if plan.lookahead:
@@ -123,7 +123,7 @@ def _schedule(material: Material, framework: str) -> str:
     stages, micro_batches = plan.num_stages, plan.num_microbatches
     if name == "1F1B" and micro_batches < stages:
         raise BiremeError(
-            f"Torch's 1F1B wants as many micro-batches as stages, and the plan has {micro_batches} for "
+            f"Torch's 1F1B needs as many micro-batches as stages, but the plan has {micro_batches} for "
             f"{stages}. Add --export torch-csv:FILE, so that it is read from there."
         )
     if name == "Interleaved1F1B" and micro_batches % max(1, micro_batches // material.num_ranks):

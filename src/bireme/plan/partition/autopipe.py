@@ -1,6 +1,6 @@
 """AutoPipe's partitioner: start from the least pace, then move work away from the critical path.
 
-A batch that drains does not take its pace alone: the best partition is not flat, its loads fall behind the
+A batch that drains takes more than its pace: in the best partition, loads are not equal but fall after the
 master stage, so that the last micro-batch comes back without waiting. The search is that of the authors'
 released planner. Ours are: any number of micro-batches, devices of unequal speed, memory limits and links
 (through the tables it starts from), no stage is ever empty, and a last walk from neighbour to neighbour.
@@ -143,7 +143,7 @@ class _Search:
         return self.tried[cuts]
 
     def _lighten_the_tail(self, trial: _Trial) -> None:
-        """Move units forward behind the master until the last micro-batch comes back without a bubble.
+        """Move units to later stages after the master until the last micro-batch comes back without a bubble.
 
         The last micro-batch goes to stage `behind` and back while the master runs its last backwards;
         `gap_s` is what it may be late because of what was moved.
@@ -181,9 +181,9 @@ class _Search:
         return None
 
     def _with_a_smaller_master(self, trial: _Trial) -> Iterable[Cuts]:
-        """The master's first unit given to the stages before it, or its last to the one behind.
+        """Give the master's first unit to the stages before it, or its last to the next stage.
 
-        The stages before are cut anew as the table says. Where the critical path would move behind, nothing
+        The stages before are cut anew as the table says. If the critical path would move later, nothing
         is won.
         """
         bounds, master = self._loads.chain.bounds(trial.cuts), trial.master

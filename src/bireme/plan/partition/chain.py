@@ -26,7 +26,7 @@ Seconds = npt.NDArray[np.float64]
 class Chain:
     """The units in the order they run, on a device of speed 1.
 
-    The seconds are per unit and mean what they do in a `UnitCost`; `boundary_bytes` goes over the cut behind
+    The seconds are per unit and mean what they do in a `UnitCost`; `boundary_bytes` goes over the cut after
     each unit.
     """
 

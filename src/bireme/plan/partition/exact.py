@@ -69,7 +69,7 @@ class LeastMax:
 def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> LeastMax:
     """Cut so that the greatest cost is least; entries are those of `Loads`.
 
-    `borders[s][b]` is the cost of the cut behind stage s at unit s + 1 + b.
+    `borders[s][b]` is the cost of the cut after stage s at unit s + 1 + b.
     """
     least: list[Seconds] = []
     begins: list[npt.NDArray[np.intp]] = []

@@ -21,7 +21,7 @@ __all__ = ["DEEP", "Moment", "holdings"]
 class Moment:
     """What is there at once: each field counts the bytes of the same name in `Sizes`.
 
-    `activation` and `gradient_message` are buffers for messages from before and from behind.
+    `activation` and `gradient_message` are buffers for messages from the stages before and after.
     """
 
     version: float
@@ -76,7 +76,7 @@ def holdings(
 def _of_deep(
     schedule: str, num_stages: int, num_microbatches: int, recompute: bool
 ) -> tuple[tuple[Moment, ...], ...]:
-    """The moments of a deep pipeline, from what a stage more before or behind adds in shallow ones.
+    """The moments of a deep pipeline, from what one more stage before or after adds in shallow ones.
 
     With a batch at least as long as the pipeline is deep, counts are those of a stage as far from the end, or
     more by the same for each stage in between.
@@ -92,7 +92,7 @@ def _of_deep(
         ]
 
     def between(stage: int) -> list[Moment]:
-        """One stage more before it, and one more behind it, from the middle."""
+        """The effect of one more stage before it and one more after it, from the middle."""
         middle = DEEP // 2
         behind = num_stages - 1 - stage
         base = deeper[middle]

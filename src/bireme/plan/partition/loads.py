@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, Seconds
+from bireme.plan.partition.device_row import DeviceRow
 from bireme.plan.partition.holdings import Moment, holdings
-from bireme.plan.partition.line import Line
 
 __all__ = ["Loads", "Recompute", "Setting", "loads_of"]
 
@@ -46,7 +46,7 @@ class Loads:
     """
 
     chain: Chain
-    line: Line
+    line: DeviceRow
     setting: Setting
     busy_s: tuple[Seconds, ...]
     recomputed: tuple[npt.NDArray[np.bool_], ...]
@@ -75,7 +75,7 @@ class Loads:
         return float(self.busy_s[stage][begin - stage, end - 1 - stage])
 
     def link_of(self, stage: int, end: int) -> float:
-        """How long the link behind a stage is busy that ends before a unit."""
+        """How long the link after a stage that ends before a unit is busy."""
         return float(self.link_s[stage][end - 1 - stage])
 
     def fits(self, stage: int, begin: int, end: int) -> bool:
@@ -91,7 +91,7 @@ class Loads:
         return float(self.peak_bytes[stage][begin - stage, end - 1 - stage])
 
 
-def loads_of(chain: Chain, line: Line, setting: Setting) -> Loads:
+def loads_of(chain: Chain, line: DeviceRow, setting: Setting) -> Loads:
     """The loads of all stages that a chain could be cut into on these devices."""
     num_stages, num_units = line.num_stages, chain.num_units
     if num_stages > num_units:
@@ -122,7 +122,7 @@ def loads_of(chain: Chain, line: Line, setting: Setting) -> Loads:
 class _Work:
     """The parts of which the tables are made, each once."""
 
-    def __init__(self, chain: Chain, line: Line, setting: Setting) -> None:
+    def __init__(self, chain: Chain, line: DeviceRow, setting: Setting) -> None:
         self._chain = chain
         self._line = line
         self._setting = setting
@@ -138,7 +138,7 @@ class _Work:
             for again in (False, True)
         }
         self._boundary = np.concatenate(([0], chain.boundary_bytes[:-1], [0])).astype(np.float64)
-        """What crosses a cut, by the unit behind it; at both ends nothing does."""
+        """Bytes that cross a cut, by the unit after it; 0 at both ends."""
         self._states: dict[tuple[float, float], npt.NDArray[np.float64]] = {}
 
     def busy_s(self, stage: int, *, recompute: bool) -> Seconds:

@@ -1,7 +1,7 @@
 """The bytes of every range of units that could be a stage, all at once.
 
 They are those of `profile/stages.py` to the byte, which works one range out alone. Here ranges that differ by
-their first unit are worked out from each other: only what that unit and the border behind it know of changes.
+their first unit are worked out from each other: only what involves that unit and the border after it changes.
 """
 
 from collections import defaultdict

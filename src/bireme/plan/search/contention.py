@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bireme.cluster.routes import Lane
-from bireme.plan.partition.line import Link
+from bireme.plan.partition.device_row import Link
 from bireme.plan.ring import ring_share
-from bireme.plan.search.ground import Ground
+from bireme.plan.search.problem import PlanningProblem
 
 __all__ = ["Ring", "Traffic", "links_between", "ring_over"]
 
@@ -24,7 +24,7 @@ class Ring:
     num_bytes: float
 
 
-def ring_over(ground: Ground, devices: Sequence[int], num_bytes: float) -> Ring:
+def ring_over(ground: PlanningProblem, devices: Sequence[int], num_bytes: float) -> Ring:
     """Around the devices in the order of their numbers, which keeps those of a server together."""
     ring = sorted(set(devices))
     hops = _hops(ring)
@@ -47,13 +47,13 @@ class Traffic:
 
     @staticmethod
     def of(
-        ground: Ground,
+        ground: PlanningProblem,
         grid: Sequence[Sequence[int]],
         rank_of_stage: Sequence[int],
         border_bytes: Sequence[Sequence[float]],
         reduce_bytes: Sequence[float],
     ) -> "Traffic":
-        """Of a grid; `border_bytes` are those behind each stage of each replica.
+        """Of a grid; `border_bytes` are those after each stage of each replica.
 
         `reduce_bytes` are those that each rank's ring moves over each hop.
         """
@@ -106,8 +106,10 @@ class Traffic:
         return name, seconds.get(name, 0.0)
 
 
-def links_between(ground: Ground, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int]) -> list[Link]:
-    """The way behind each stage, as the worst placed replica has it while all messages are under way."""
+def links_between(
+    ground: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int]
+) -> list[Link]:
+    """The path after each stage, for the worst placed replica while all messages are in flight."""
     flows: Counter[str] = Counter()
     ways: list[list[tuple[int, int]]] = []
     for one, other in pairwise(rank_of_stage):

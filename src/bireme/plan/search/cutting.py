@@ -12,25 +12,25 @@ from itertools import combinations
 import numpy as np
 
 from bireme.plan.partition.autopipe import autopipe
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot
 from bireme.plan.partition.exact import exact, least_max
 from bireme.plan.partition.holdings import DEEP
-from bireme.plan.partition.line import Line, Seat
 from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
-from bireme.plan.search.ground import Ground
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.rule import Rule
 
-__all__ = ["all_drafts", "likely_drafts", "loads_on", "num_cuts_and_sets"]
+__all__ = ["all_drafts", "loads_on", "num_cuts_and_sets", "promising_drafts"]
 
 RECKONED_AS = {"1f1b-sliced": "1f1b"}
 """Whose bytes and times stand for a schedule until it is judged."""
 
 
-def all_drafts(ground: Ground, outline: Outline, grid: Grid) -> Iterator[Draft]:
+def all_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """All ways to cut, and all sets of stages that could run again."""
     for cuts in combinations(ground.bounds[1:-1], outline.num_stages - 1):
         if _keeps_pins(ground, outline, grid, cuts):
@@ -38,7 +38,7 @@ def all_drafts(ground: Ground, outline: Outline, grid: Grid) -> Iterator[Draft]:
                 yield Draft(outline, grid, cuts, recompute)
 
 
-def num_cuts_and_sets(ground: Ground, outline: Outline) -> int:
+def num_cuts_and_sets(ground: PlanningProblem, outline: Outline) -> int:
     """How many of them there are for a mapping."""
     num_sets = 2**outline.num_stages if ground.wishes.recompute is Recompute.WHERE_NEEDED else 1
     count = 1
@@ -47,7 +47,7 @@ def num_cuts_and_sets(ground: Ground, outline: Outline) -> int:
     return count * num_sets
 
 
-def _sets(ground: Ground, num_stages: int) -> Iterator[tuple[int, ...]]:
+def _sets(ground: PlanningProblem, num_stages: int) -> Iterator[tuple[int, ...]]:
     match ground.wishes.recompute:
         case Recompute.NEVER:
             yield ()
@@ -58,7 +58,7 @@ def _sets(ground: Ground, num_stages: int) -> Iterator[tuple[int, ...]]:
                 yield from combinations(range(num_stages), count)
 
 
-def _keeps_pins(ground: Ground, outline: Outline, grid: Grid, cuts: tuple[int, ...]) -> bool:
+def _keeps_pins(ground: PlanningProblem, outline: Outline, grid: Grid, cuts: tuple[int, ...]) -> bool:
     if not ground.pins:
         return True
     ranks = outline.rank_of_stage
@@ -73,7 +73,7 @@ ENOUGH_ROUNDS = 16
 """So many micro-batches for each rank show where a schedule that drains is best cut."""
 
 
-def likely_drafts(ground: Ground, outline: Outline, grid: Grid) -> list[Draft]:
+def promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     """The cuts that the partitioners would make, best first; none if they see no way to fit."""
     if outline.stages_per_rank > 1:
         return list(_folded(ground, outline, grid))
@@ -104,7 +104,7 @@ class _Group:
     limits: tuple[float, ...]
 
 
-def loads_on(ground: Ground, outline: Outline, grid: Grid) -> Loads:
+def loads_on(ground: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
     links = tuple(links_between(ground, grid, range(outline.num_ranks)))
     schedule = RECKONED_AS.get(outline.schedule, outline.schedule)
@@ -116,11 +116,11 @@ def loads_on(ground: Ground, outline: Outline, grid: Grid) -> Loads:
     of_group = []
     for group in groups:
         seats = tuple(
-            Seat(f"rank {rank}", speed, limit)
+            DeviceSlot(f"rank {rank}", speed, limit)
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
         setting = Setting(schedule, num_microbatches, ground.wishes.recompute)
-        of_group.append(loads_of(ground.merged(group.size), Line(seats, links), setting))
+        of_group.append(loads_of(ground.merged(group.size), DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(
         replace(seat, name=ground.names[min(row, key=lambda device: ground.limits[device])])
@@ -130,7 +130,7 @@ def loads_on(ground: Ground, outline: Outline, grid: Grid) -> Loads:
     return _pinned(ground, slowest, grid) if ground.pins else slowest
 
 
-def _groups(ground: Ground, outline: Outline, grid: Grid) -> list[_Group]:
+def _groups(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[_Group]:
     """One for each size of micro-batch, with the slowest and the tightest device of each rank."""
     found = []
     for size in dict.fromkeys(outline.sizes):
@@ -165,7 +165,7 @@ def _worst(of_group: list[Loads]) -> Loads:
     )
 
 
-def _pinned(ground: Ground, loads: Loads, grid: Grid) -> Loads:
+def _pinned(ground: PlanningProblem, loads: Loads, grid: Grid) -> Loads:
     """The loads in which no stage fits that has a unit which belongs to another's device."""
     peaks = []
     for stage, table in enumerate(loads.peak_bytes):
@@ -178,7 +178,7 @@ def _pinned(ground: Ground, loads: Loads, grid: Grid) -> Loads:
     return replace(loads, peak_bytes=tuple(peaks))
 
 
-def _folded(ground: Ground, outline: Outline, grid: Grid) -> Iterator[Draft]:
+def _folded(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """Stages of equal seconds: without a limit, within the memory, and running all again."""
     ranks = outline.rank_of_stage
     chain = ground.merged(max(outline.sizes))

@@ -121,12 +121,12 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
     """The draft of a plan that names its devices and the samples of its micro-batches."""
     if not plan.devices or not plan.micro_batch_sizes:
         raise BiremeError(
-            "The plan does not say on which devices it runs, or how many samples a micro-batch has, so "
-            "nobody can tell what it takes. Give it both."
+            "The plan names no devices or no micro-batch sizes, so "
+            "its time cannot be predicted. Give it both."
         )
     if plan.recompute_units:
         raise BiremeError(
-            "What a plan takes that runs single units again is not known. Name whole stages to recompute."
+            "Plans that recompute single units cannot be predicted. Name whole stages to recompute."
         )
     num_ranks = plan.source.num_ranks
     outline = Outline(
@@ -141,6 +141,6 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
     if len(set(used)) != len(used):
         twice = next(device for device in used if used.count(device) > 1)
         raise BiremeError(
-            f"The plan puts two ranks on {cluster.devices()[twice].name}; each takes a device of its own."
+            f"The plan puts two ranks on {cluster.devices()[twice].name}; each rank needs its own device."
         )
     return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead, plan.is_early)

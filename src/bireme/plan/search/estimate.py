@@ -18,7 +18,7 @@ import numpy as np
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.ring import ring_share
 from bireme.plan.search.draft import Draft
-from bireme.plan.search.ground import Ground
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.rule import Rule, banks_needed
@@ -49,7 +49,7 @@ class _Totals:
 class Estimator:
     """Orders shapes by what they would cost."""
 
-    def __init__(self, ground: Ground, outlines: Outlines) -> None:
+    def __init__(self, ground: PlanningProblem, outlines: Outlines) -> None:
         self._ground = ground
         self._outlines = outlines
         self._totals: dict[int, _Totals] = {}

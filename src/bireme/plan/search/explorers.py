@@ -12,18 +12,18 @@ from operator import itemgetter
 from typing import Protocol
 
 from bireme.plan.search.contention import links_between
-from bireme.plan.search.cutting import all_drafts, likely_drafts, num_cuts_and_sets
+from bireme.plan.search.cutting import all_drafts, num_cuts_and_sets, promising_drafts
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.estimate import Estimator
-from bireme.plan.search.ground import Ground
-from bireme.plan.search.ledger import Judged, Ledger
-from bireme.plan.search.mapping import all_grids, exchanged, likely_grids
+from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
+from bireme.plan.search.mapping import all_grids, exchanged, promising_grids
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
 from bireme.plan.summary import Kind
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.generators.shape import Shape
 
-__all__ = ["Explorer", "Likely", "Thorough", "few_enough"]
+__all__ = ["ExhaustiveExplorer", "Explorer", "HeuristicExplorer", "few_enough"]
 
 MOST_PLANS = 6_000
 """So many plans are all gone through."""
@@ -74,7 +74,7 @@ class Explorer(Protocol):
         """Judge what these shapes have to offer."""
 
 
-def few_enough(ground: Ground, shapes: Sequence[Outline]) -> bool:
+def few_enough(ground: PlanningProblem, shapes: Sequence[Outline]) -> bool:
     """Whether all plans can be gone through."""
     if len(ground.devices) > MOST_DEVICES:
         return False
@@ -111,13 +111,15 @@ def _variants(outline: Outline, *, runs_ahead: bool) -> Iterator[tuple[int | Non
         yield None, lookahead
 
 
-class Thorough:
+class ExhaustiveExplorer:
     """Goes through all plans, leaving out those that cannot be the best of their kind.
 
     If it is to be brief it goes through the most promising ones of every kind in turns, and stops early.
     """
 
-    def __init__(self, ground: Ground, outlines: Outlines, ledger: Ledger, *, is_brief: bool) -> None:
+    def __init__(
+        self, ground: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
+    ) -> None:
         self._ground = ground
         self._outlines = outlines
         self._ledger = ledger
@@ -136,7 +138,7 @@ class Thorough:
         for place, outline in enumerate(ordered):
             ledger.progress(place / len(ordered))
             if place >= num_kinds and ledger.judge.num_instructions > most and ledger.all_best():
-                self.how = f"the {ledger.num_judged:,} most promising plans simulated, as the run is short"
+                self.how = f"the {ledger.num_evaluated:,} most promising plans simulated, as the run is short"
                 return
             for grid in all_grids(self._ground, outline, MOST_PLANS) or []:
                 for draft in all_drafts(self._ground, outline, grid):
@@ -145,7 +147,7 @@ class Thorough:
                         self._look(replace(draft, num_sliced=num_sliced, lookahead=lookahead))
         ledger.progress(1.0)
         self.how = (
-            f"all {num_plans:,} plans gone through, {ledger.num_judged:,} simulated, the others ruled out"
+            f"all {num_plans:,} plans considered, {ledger.num_evaluated:,} simulated, the others ruled out"
         )
 
     def _look(self, draft: Draft) -> None:
@@ -164,10 +166,10 @@ def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
     ]
 
 
-class Likely:
+class HeuristicExplorer:
     """Goes through the shapes that look best, and walks on from the best of every kind."""
 
-    def __init__(self, ground: Ground, outlines: Outlines, ledger: Ledger) -> None:
+    def __init__(self, ground: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts) -> None:
         self._ground = ground
         self._outlines = outlines
         self._ledger = ledger
@@ -214,8 +216,8 @@ class Likely:
             self._walk(judged)
         ledger.progress(1.0)
         self.how = (
-            f"{num_shapes:,} of {len(shapes):,} shapes looked at, {ledger.num_judged:,} plans simulated; the "
-            "others looked worse"
+            f"{num_shapes:,} of {len(shapes):,} shapes tried, {ledger.num_evaluated:,} plans simulated; the "
+            "others looked slower"
         )
 
     def _ranked(self, shapes: Sequence[Outline]) -> dict[Kind, list[Outline]]:
@@ -234,16 +236,16 @@ class Likely:
     def _drafts(self, outline: Outline) -> Iterator[Draft]:
         num_sliced = next(_variants(outline, runs_ahead=False))[0]
         for grid in self._grids(outline):
-            for draft in likely_drafts(self._ground, outline, grid):
+            for draft in promising_drafts(self._ground, outline, grid):
                 yield replace(draft, num_sliced=num_sliced)
 
-    def _judge(self, draft: Draft) -> Judged:
+    def _judge(self, draft: Draft) -> EvaluatedDraft:
         return self._ledger.judged(draft)
 
     def _grids(self, outline: Outline) -> list[Grid]:
         """The mappings whose links carry a batch soonest, those first that come first among equals."""
         most = max(MOST_CUT, MOST_GRIDS * FEW // max(outline.num_devices, FEW))
-        grids = list(islice(likely_grids(self._ground, outline), most))
+        grids = list(islice(promising_grids(self._ground, outline), most))
         if len(grids) <= MOST_CUT:
             return grids
         units = self._ground.bounds
@@ -255,7 +257,7 @@ class Likely:
             scored.append((floor.seconds, place))
         return [grids[place] for _, place in sorted(scored)[:MOST_CUT]]
 
-    def _walk(self, judged: Judged) -> None:
+    def _walk(self, judged: EvaluatedDraft) -> None:
         """From neighbour to neighbour as long as that is better: slices, lookahead, devices, cuts."""
         best, is_better = judged, True
         while is_better:
@@ -265,7 +267,7 @@ class Likely:
                 if found is not None and found.cost_s * AS_GOOD < best.cost_s:
                     best, is_better = found, True
 
-    def _best_of(self, drafts: Iterator[Draft]) -> Judged | None:
+    def _best_of(self, drafts: Iterator[Draft]) -> EvaluatedDraft | None:
         """The best that fits, of as many as may still be simulated."""
         ledger, best = self._ledger, None
         for draft in drafts:
@@ -296,7 +298,7 @@ class Likely:
         if len(self._ground.devices) > MOST_EXCHANGED:
             return
         for grid in islice(exchanged(self._ground, draft.grid), MOST_EXCHANGES):
-            for other in likely_drafts(self._ground, draft.outline, grid)[:1]:
+            for other in promising_drafts(self._ground, draft.outline, grid)[:1]:
                 yield replace(other, num_sliced=draft.num_sliced, lookahead=draft.lookahead)
 
     def _recut(self, draft: Draft) -> Iterator[Draft]:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, permutations, product
 
 from bireme.plan.search.draft import Grid
-from bireme.plan.search.ground import Ground
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 
-__all__ = ["all_grids", "exchanged", "likely_grids"]
+__all__ = ["all_grids", "exchanged", "promising_grids"]
 
 MOST_ORDERS = 20_000
 """Before those that are alike are left out."""
@@ -30,7 +30,7 @@ MOST_REPLICAS = 4
 """With more, mappings are not all gone through."""
 
 
-def all_grids(ground: Ground, outline: Outline, most: int) -> list[Grid] | None:
+def all_grids(ground: PlanningProblem, outline: Outline, most: int) -> list[Grid] | None:
     """All mappings but those that exchanging equal devices or replicas makes alike; None if over `most`."""
     if outline.width > MOST_REPLICAS:
         return None
@@ -46,7 +46,7 @@ def all_grids(ground: Ground, outline: Outline, most: int) -> list[Grid] | None:
     return list(found.values())
 
 
-def _orders(ground: Ground, used: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+def _orders(ground: PlanningProblem, used: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
     if not left:
         yield used
         return
@@ -73,7 +73,7 @@ def _exchanges(
         yield tuple(pipeline for group in chosen for pipeline in group)
 
 
-def _written(ground: Ground, pipelines: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+def _written(ground: PlanningProblem, pipelines: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     if not ground.is_symmetric:
         return pipelines
     order = ground.symmetry.canonical([device for pipeline in pipelines for device in pipeline])
@@ -81,7 +81,7 @@ def _written(ground: Ground, pipelines: tuple[tuple[int, ...], ...]) -> tuple[tu
     return tuple(order[r * depth : (r + 1) * depth] for r in range(len(pipelines)))
 
 
-def likely_grids(ground: Ground, outline: Outline) -> Iterator[Grid]:
+def promising_grids(ground: PlanningProblem, outline: Outline) -> Iterator[Grid]:
     """Mappings worth a look."""
     seen: set[Grid] = set()
     for order in _device_orders(ground, outline):
@@ -92,7 +92,7 @@ def likely_grids(ground: Ground, outline: Outline) -> Iterator[Grid]:
                     yield grid
 
 
-def _with_pins(ground: Ground, grid: Grid) -> Iterator[Grid]:
+def _with_pins(ground: PlanningProblem, grid: Grid) -> Iterator[Grid]:
     """The mappings in which pinned devices have changed places with others, to run any of the ranks."""
     pinned = list(dict.fromkeys(device for _, device in sorted(ground.pins.items())))
     for ranks in islice(product(range(len(grid)), repeat=len(pinned)), MOST_PINNED):
@@ -127,7 +127,7 @@ def _tiled(order: Sequence[int], outline: Outline, tile: int) -> Grid:
     return tuple(map(tuple, grid))
 
 
-def _device_orders(ground: Ground, outline: Outline) -> Iterator[tuple[int, ...]]:
+def _device_orders(ground: PlanningProblem, outline: Outline) -> Iterator[tuple[int, ...]]:
     """Orders of as many devices as are needed, those of a server next to each other."""
     count = outline.num_devices
     speed, memory = ground.speeds.__getitem__, ground.limits.__getitem__
@@ -159,7 +159,7 @@ def _device_orders(ground: Ground, outline: Outline) -> Iterator[tuple[int, ...]
         yield (*pinned, *fastest[: count - len(pinned)])
 
 
-def exchanged(ground: Ground, grid: Grid) -> Iterator[Grid]:
+def exchanged(ground: PlanningProblem, grid: Grid) -> Iterator[Grid]:
     """The mappings in which two unlike devices have changed places, or an unlike idle one has come in."""
     used = [(rank, replica) for rank, row in enumerate(grid) for replica in range(len(row))]
     taken = {device for row in grid for device in row}
@@ -179,5 +179,5 @@ def exchanged(ground: Ground, grid: Grid) -> Iterator[Grid]:
                 yield tuple(map(tuple, rows))
 
 
-def _look(ground: Ground, device: int) -> tuple[int, float, float]:
+def _look(ground: PlanningProblem, device: int) -> tuple[int, float, float]:
     return ground.servers[device], ground.speeds[device], ground.limits[device]

@@ -10,15 +10,15 @@ from itertools import islice
 
 from bireme.errors import BiremeError
 from bireme.plan.forecast import NothingFits, StageForecast
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.line import Line, Link, Seat
 from bireme.plan.partition.loads import Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit, Partition
 from bireme.plan.search.cutting import loads_on
 from bireme.plan.search.draft import Grid
-from bireme.plan.search.ground import Ground
-from bireme.plan.search.ledger import Judged
-from bireme.plan.search.mapping import likely_grids
+from bireme.plan.search.evaluated import EvaluatedDraft
+from bireme.plan.search.mapping import promising_grids
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
 from bireme.schedule.catalogue import schedule_named
 
@@ -53,7 +53,9 @@ class _Near:
         return max(self.missing)
 
 
-def nearest_misfit(ground: Ground, shapes: Sequence[Outline], judged: Sequence[Judged]) -> NothingFits:
+def nearest_misfit(
+    ground: PlanningProblem, shapes: Sequence[Outline], judged: Sequence[EvaluatedDraft]
+) -> NothingFits:
     """Of all plans the one whose worst device misses least, and what would help.
 
     `judged` are plans that were looked at and do not fit: all there is of schedules with several stages on a
@@ -84,7 +86,7 @@ def nearest_misfit(ground: Ground, shapes: Sequence[Outline], judged: Sequence[J
     )
 
 
-def _near_of(ground: Ground, outline: Outline, grid: Grid, misfit: Misfit) -> _Near:
+def _near_of(ground: PlanningProblem, outline: Outline, grid: Grid, misfit: Misfit) -> _Near:
     return _Near(
         outline,
         grid,
@@ -103,13 +105,13 @@ def _near_of(ground: Ground, outline: Outline, grid: Grid, misfit: Misfit) -> _N
     )
 
 
-def _tightest(ground: Ground, near: _Near, stage: int) -> str:
+def _tightest(ground: PlanningProblem, near: _Near, stage: int) -> str:
     """The device of a stage that has least memory."""
     row = near.grid[near.outline.rank_of_stage[stage]]
     return ground.names[min(row, key=lambda device: ground.limits[device])]
 
 
-def _asked(ground: Ground, shapes: Sequence[Outline]) -> Iterator[_Near | Partition]:
+def _asked(ground: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[_Near | Partition]:
     """The shapes that take the fewest bytes, on likely mappings."""
     seen: set[tuple[str, int, int, int]] = set()
     num_asked = 0
@@ -118,7 +120,7 @@ def _asked(ground: Ground, shapes: Sequence[Outline]) -> Iterator[_Near | Partit
         if outline.stages_per_rank > 1 or key in seen:
             continue
         seen.add(key)
-        for grid in islice(likely_grids(ground, outline), 3):
+        for grid in islice(promising_grids(ground, outline), 3):
             num_asked += 1
             found = exact(loads_on(ground, outline, grid))
             yield _near_of(ground, outline, grid, found) if isinstance(found, Misfit) else found
@@ -126,14 +128,14 @@ def _asked(ground: Ground, shapes: Sequence[Outline]) -> Iterator[_Near | Partit
             return
 
 
-def _remedies(ground: Ground, near: _Near) -> Iterator[str]:
+def _remedies(ground: PlanningProblem, near: _Near) -> Iterator[str]:
     """The changes that would do, each alone."""
     wishes = ground.wishes
     missing = near.most_missing
     if missing == math.inf:
         return
     if wishes.recompute is Recompute.NEVER and _would_fit(ground, recompute=Recompute.WHERE_NEEDED):
-        yield "running forwards again (recompute)"
+        yield "recomputation (recompute)"
     smaller = [size for size in ground.profile.micro_batches if size < min(ground.sizes)]
     if smaller:
         fits = [size for size in smaller if _would_fit(ground, micro_batch=size)]
@@ -153,7 +155,7 @@ def _remedies(ground: Ground, near: _Near) -> Iterator[str]:
         yield f"{more} device{'s' if more > 1 else ''} more like {like}"
 
 
-def _given_up(ground: Ground) -> Iterator[str]:
+def _given_up(ground: PlanningProblem) -> Iterator[str]:
     """The wishes about a plan's shape without any one of which something would fit."""
     wishes = ground.wishes
     if wishes.schedule != "auto" and _would_fit(ground, schedule="auto"):
@@ -164,20 +166,20 @@ def _given_up(ground: Ground) -> Iterator[str]:
             yield f"another {name} than {value}"
 
 
-def _would_fit(ground: Ground, **changes: object) -> bool:
+def _would_fit(ground: PlanningProblem, **changes: object) -> bool:
     """Whether anything would fit with other wishes."""
     wishes = replace(ground.wishes, **changes)  # type: ignore[arg-type]  # the names and types are given above
-    other = Ground(ground.profile, ground.cluster, wishes)
+    other = PlanningProblem(ground.profile, ground.cluster, wishes)
     return any(isinstance(found, Partition) for found in _asked(other, list(Outlines(other))))
 
 
-def _devices_more(ground: Ground, near: _Near) -> int | None:
+def _devices_more(ground: PlanningProblem, near: _Near) -> int | None:
     """How many devices like the one that misses most would make a pipeline deep enough, if so many do."""
     outline = near.outline
     row = near.grid[outline.rank_of_stage[near.missing.index(near.most_missing)]]
     device = min(row, key=lambda one: ground.limits[one])
     seats = [
-        Seat(ground.names[own], ground.speeds[own], ground.limits[own])
+        DeviceSlot(ground.names[own], ground.speeds[own], ground.limits[own])
         for own in (min(one, key=lambda d: ground.limits[d]) for one in near.grid)
     ]
     chain = ground.merged(max(outline.sizes))
@@ -187,8 +189,8 @@ def _devices_more(ground: Ground, near: _Near) -> int | None:
             return None
         m = max(outline.num_microbatches, depth)
         name = outline.schedule if schedule_named(outline.schedule).stages_per_rank == 1 else "1f1b"
-        line = Line(
-            (*seats, *[Seat("more", ground.speeds[device], ground.limits[device])] * more),
+        line = DeviceRow(
+            (*seats, *[DeviceSlot("more", ground.speeds[device], ground.limits[device])] * more),
             (Link(),) * (depth - 1),  # bytes do not depend on the links
         )
         found = exact(loads_of(chain, line, Setting(name, m, ground.wishes.recompute)))

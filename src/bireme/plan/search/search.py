@@ -14,14 +14,14 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, NothingFits, Origin
 from bireme.plan.hashes import profile_hash
 from bireme.plan.plan import Plan
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import draft_of
-from bireme.plan.search.explorers import Explorer, Likely, Thorough, few_enough
-from bireme.plan.search.ground import Ground
-from bireme.plan.search.judging import Judge
-from bireme.plan.search.ledger import Ledger
+from bireme.plan.search.evaluated import EvaluatedDrafts
+from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.explorers import ExhaustiveExplorer, Explorer, HeuristicExplorer, few_enough
 from bireme.plan.search.misfit import nearest_misfit
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
-from bireme.plan.wishes import Wishes
 from bireme.profile.profile import Profile
 from bireme.timeline.timeline import Timeline
 
@@ -34,7 +34,7 @@ Progress = Callable[[float], None]
 def find_plan(
     profile: Profile,
     cluster: Cluster,
-    wishes: Wishes,
+    wishes: PlanRequest,
     *,
     progress: Progress | None = None,
     is_brief: bool = False,
@@ -43,17 +43,17 @@ def find_plan(
 
     With `is_brief`, for a run that is over soon, the search stops early where it would go through all plans.
     """
-    ground = Ground(profile, cluster, wishes)
+    ground = PlanningProblem(profile, cluster, wishes)
     outlines = Outlines(ground)
     shapes = list(outlines)
     if not shapes:
         raise BiremeError(_no_shape(ground, outlines.refusal))
-    ledger = Ledger(ground, Judge(ground), progress or (lambda _share: None))
+    ledger = EvaluatedDrafts(ground, PlanEvaluator(ground), progress or (lambda _share: None))
     explorer: Explorer
     if few_enough(ground, shapes):
-        explorer = Thorough(ground, outlines, ledger, is_brief=is_brief)
+        explorer = ExhaustiveExplorer(ground, outlines, ledger, is_brief=is_brief)
     else:
-        explorer = Likely(ground, outlines, ledger)
+        explorer = HeuristicExplorer(ground, outlines, ledger)
     explorer.explore(shapes)
     candidates = ledger.candidates()
     if not candidates:
@@ -65,27 +65,27 @@ def find_plan(
         batch_size=wishes.batch_size,
         how=explorer.how,
     )
-    return Answer(candidates, origin, ledger.num_judged)
+    return Answer(candidates, origin, ledger.num_evaluated)
 
 
-def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes) -> Forecast:
+def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Forecast:
     """What any plan promises that names its devices and the samples of its micro-batches.
 
     Of the wishes the part of the memory and the penalties count.
     """
     draft = draft_of(plan, cluster)
-    return Judge(Ground(profile, cluster, wishes)).forecast(draft)
+    return PlanEvaluator(PlanningProblem(profile, cluster, wishes)).forecast(draft)
 
 
 def timeline_of(
-    plan: Plan, profile: Profile, cluster: Cluster, wishes: Wishes, *, num_batches: int
+    plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanRequest, *, num_batches: int
 ) -> Timeline:
     """The first batches under such a plan, by the simulator: of the slowest replica."""
-    judge = Judge(Ground(profile, cluster, wishes))
+    judge = PlanEvaluator(PlanningProblem(profile, cluster, wishes))
     return judge.timeline(draft_of(plan, cluster), plan.program(num_batches))
 
 
-def _no_shape(ground: Ground, refusal: str) -> str:
+def _no_shape(ground: PlanningProblem, refusal: str) -> str:
     wishes = ground.wishes
     sizes = ", ".join(map(str, ground.sizes))
     batch = f"{wishes.batch_size}"

@@ -22,7 +22,7 @@ from itertools import combinations
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.plan.search.ground import Ground
+from bireme.plan.search.problem import PlanningProblem
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.generators.shape import Shape as ScheduleShape
 
@@ -84,7 +84,7 @@ class Outline:
 class Outlines:
     """All shapes that the wishes allow, with their bounds."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: PlanningProblem) -> None:
         self._ground = ground
         self._speeds = np.sort([ground.speeds[device] for device in ground.devices])[::-1]
         self._fastest = np.concatenate(([0.0], np.cumsum(self._speeds)))
@@ -205,5 +205,5 @@ class Outlines:
 
 
 def _is_round(number: int) -> bool:
-    """Whether the number has three binary digits at most and zeros behind them, such as 24, 40 and 448."""
+    """Whether the number has at most three binary digits, followed by zeros, such as 24, 40 and 448."""
     return number >> max(number.bit_length() - 3, 0) << max(number.bit_length() - 3, 0) == number

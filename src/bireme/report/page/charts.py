@@ -143,7 +143,7 @@ def _ticks(run: Run) -> Iterator[Tick]:
     for start in metrics.starts[1:]:
         yield Tick(start.step, start.time_s, f"resumed at step {start.step:,}", "resumed")
     for one in metrics.checkpoints[-MOST_TICKS:]:
-        stall = f", training stood still for {seconds_text(one.stall_s)}" if one.stall_s >= 0 else ""
+        stall = f", training paused for {seconds_text(one.stall_s)}" if one.stall_s >= 0 else ""
         text = f"checkpoint at step {one.step:,}: {bytes_text(one.num_bytes)}{stall}"
         yield Tick(one.step, one.time_s, text, "checkpoint")
     skipped = [i for i, count in enumerate(lines.num_skipped) if count > 0]

@@ -35,7 +35,7 @@ CROWDED = 0.7
 
 
 def cluster_figure(run: Run, stages: Sequence[StageFigures]) -> str:
-    """The drawing; nothing where nobody knows which devices the run uses."""
+    """The drawing; empty if the devices of the run are unknown."""
     used = posts(run)
     if not used:
         return ""
@@ -60,7 +60,7 @@ def cluster_figure(run: Run, stages: Sequence[StageFigures]) -> str:
         aria_label=title,
     )
     width = max(post.replica for post in used) + 1
-    note = tag("p", f"Drawn is the first of {width} equal replicas.", class_="note") if is_cut else ""
+    note = tag("p", f"This shows the first of {width} equal replicas.", class_="note") if is_cut else ""
     return tag("figure", tag("div", picture, class_="plots"), note, class_="chart wide")
 
 
@@ -286,7 +286,7 @@ def _flow_told(flow: Flow) -> str:
         parts.append(f"activations {flow.forth_bytes:,.0f} bytes a batch")
         parts.append(f"gradients {flow.back_bytes:,.0f} bytes a batch")
     if math.isinf(flow.most_bytes_per_s):
-        parts.append("nothing on the way limits it")
+        parts.append("no link limits it")
     elif math.isfinite(flow.most_bytes_per_s):
-        parts.append(f"the way carries {flow.most_bytes_per_s:,.0f} bytes a second")
+        parts.append(f"the path carries {flow.most_bytes_per_s:,.0f} bytes a second")
     return "\n".join(parts)

@@ -93,7 +93,7 @@ def state(run: Run, now_s: float) -> State:
     recent = metrics.training.time_s[-2:]
     between_s = recent[-1] - recent[0] if len(recent) == 2 else 0.0
     if now_s - run.written_s > max(QUIET_S, QUIET_LINES * between_s):
-        return State("ended", f"ended without a word after step {metrics.last_step:,}")
+        return State("ended", f"ended without notice after step {metrics.last_step:,}")
     return State("running", f"running, at step {metrics.last_step:,}")
 
 
@@ -190,7 +190,7 @@ def _parts(run: Run, stage: int, told: StageSummary | None) -> tuple[Part, ...]:
 
 
 def _busy_share(timeline: Timeline, stage: int) -> float | None:
-    """The share of the time that a stage's own work takes on its device."""
+    """The share of time that a stage's own work takes on its device."""
     program = timeline.program
     rank = timeline.ranks[program.rank_of_stage[stage]]
     own_s = sum(

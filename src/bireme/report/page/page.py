@@ -35,12 +35,12 @@ SLOW = 1.5
 
 NO_TIMELINE = "No batches of this run were recorded. `bireme train … --set log.trace=true` records a few."
 NO_EVALUATION = (
-    "This run was not evaluated. `bireme train … --set training.evaluate_every=100` does so every 100 steps."
+    "This run has no evaluation. `bireme train … --set training.evaluate_every=100` does so every 100 steps."
 )
-NO_CURVES = "No step is written down yet. Make the page again once the run has gone on for a while."
+NO_CURVES = "No step is logged yet. Make the page again after some steps."
 NO_PLAN = "There is no plan.json with devices in the folder of the run, so the plan is not drawn."
 NO_MEMORY = (
-    "Neither plan.json nor summary.json of this run names bytes. `bireme train` writes both, the second "
+    "Neither plan.json nor summary.json has memory figures. `bireme train` writes both, the second "
     "when a run ends."
 )
 
@@ -77,7 +77,7 @@ def _parts(runs: Sequence[Run], now: datetime, version: str) -> Iterator[str]:
     yield _header(run, now)
     yield tiles(run, headline(run))
     if len(runs) > 1:
-        yield _section("The runs beside each other", "", comparison_table(runs, now.timestamp()))
+        yield _section("Comparison of the runs", "", comparison_table(runs, now.timestamp()))
     yield _curves(runs)
     timelines = timeline_figure(run.predicted, run.measured)
     yield _section("Pipeline", _pipeline_lead(run), timelines or _missing(NO_TIMELINE))
@@ -177,7 +177,7 @@ def _slowness(run: Run) -> str:
 
 def _memory_lead(run: Run, stages: Sequence[StageFigures]) -> str:
     if not any(stage.parts for stage in stages) and any(stage.predicted_bytes for stage in stages):
-        return "What the prediction consists of is known once the run has ended or a timeline is recorded."
+        return "The parts of the prediction are known once the run has ended or a timeline is recorded."
     return ""
 
 

@@ -79,7 +79,7 @@ class Run:
     written_s: float
     metrics: Metrics
     settings: str = ""
-    """The run file as it stands."""
+    """The text of the run file."""
     model: str = ""
     planned_steps: int | None = None
     plan: SavedPlan | None = None

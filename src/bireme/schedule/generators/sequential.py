@@ -29,7 +29,7 @@ def _orders(shape: Shape) -> Orders:
 
 SEQUENTIAL = Schedule(
     name="sequential",
-    summary="no pipelining: one micro-batch in the machine at a time",
+    summary="no pipelining: one micro-batch at a time",
     rule=Rule.SYNCHRONOUS,
     picture=PICTURE,
     orders=_orders,

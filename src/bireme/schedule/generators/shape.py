@@ -45,10 +45,10 @@ class Shape:
                 f"{self.num_stages * self.num_microbatches:,} forwards a batch; the most is {MOST_PASSES:,}."
             )
         if self.lookahead < 0:
-            raise BiremeError(f"A lookahead of {self.lookahead} cannot be: it is 0 or more micro-batches.")
+            raise BiremeError(f"The lookahead is {self.lookahead}; it must be 0 or more micro-batches.")
         if self.num_stages % self.stages_per_rank:
             raise BiremeError(
-                f"{self.num_stages} stages cannot be dealt out evenly, {self.stages_per_rank} to a rank. "
+                f"{self.num_stages} stages cannot be divided evenly, {self.stages_per_rank} per rank. "
                 f"Use a number of stages that {self.stages_per_rank} divides."
             )
 
@@ -117,8 +117,8 @@ class Schedule:
         """Raise where the schedule is not legal for the shape."""
         if self.num_neighbours(shape) > 1 and self.rule is Rule.STASHED:
             raise BiremeError(
-                f"{self.name} puts one stage on each rank, not {shape.stages_per_rank}: how late its updates "
-                "are depends on the stage, so parts of one would not learn what the whole does."
+                f"{self.name} puts one stage on each rank, not {shape.stages_per_rank}: the delay of updates "
+                "depends on the stage, so parts of a stage would not learn what the whole does."
             )
         self.check(self.whole(shape))
 

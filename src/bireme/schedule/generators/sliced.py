@@ -55,7 +55,7 @@ def _check(shape: Shape) -> None:
 
 SLICED = Schedule(
     name="1f1b-sliced",
-    summary="AutoPipe's 1F1B: the first micro-batches in halves, half the start-up",
+    summary="AutoPipe's 1F1B: slices the first micro-batches, which halves the start-up",
     rule=Rule.SYNCHRONOUS,
     picture=PICTURE,
     orders=_orders,

@@ -36,7 +36,7 @@ def _with_one_seen(shape: Shape) -> int:
 
 TWO_BUFFER_FRESH = Schedule(
     name="2bw-fresh",
-    summary="2BW with each batch on a trial step from the gradients already there",
+    summary="2BW, but each batch runs on a trial step from the gradients so far",
     rule=Rule.FRESH,
     picture=PICTURE,
     orders=never_drain,

@@ -143,7 +143,7 @@ class _Rank:
         if step is None:
             return f"rank {self.number} has ended"
         if step.kind is Kind.UPDATE:
-            return f"rank {self.number} waits at {step} for rank {other} to come to that batch's REDUCE"
+            return f"rank {self.number} waits at {step} for rank {other} to reach that batch's REDUCE"
         if step.kind in SENDS:
             return f"rank {self.number} waits at {step} for rank {other} to post the receive"
         message = step.needs(self.program.num_stages)

@@ -41,7 +41,7 @@ class _Message(BaseModel):
 
 
 class Opening(_Message):
-    """How rank 0 opens a folder: the token to be found there and the steps known as good, or an error."""
+    """Rank 0's answer on opening a folder: the token to find there and the intact steps, or an error."""
 
     token: str = ""
     good_steps: list[int] = []
@@ -49,7 +49,7 @@ class Opening(_Message):
 
 
 class Report(_Message):
-    """What became of one rank's part: its file, written and read back, or an error."""
+    """Result of one rank's part: its file, written and read back, or an error."""
 
     rank: int
     step: int
@@ -59,7 +59,7 @@ class Report(_Message):
 
 
 class Verdict(_Message):
-    """Whether it became a checkpoint, of so many bytes, or why not."""
+    """Whether the draft became a checkpoint, with its bytes, or why not."""
 
     num_bytes: int = 0
     error: str | None = None
@@ -98,19 +98,19 @@ class Agreement:
 
     def opening(self) -> Opening:
         """How rank 0 opened the folder."""
-        return self._hear("open", Opening, "rank 0 has not opened the folder", self.timeout_s)
+        return self._hear("open", Opening, "rank 0 did not open the folder", self.timeout_s)
 
     def report(self, name: str, report: Report) -> None:
         """Tell rank 0 of this rank's part of the checkpoint `name`."""
         self._tell(f"{name}/{self.rank}", report)
 
     def reports(self, name: str) -> list[Report | str]:
-        """What the ranks behind rank 0 have told, in their order, or a sentence about who has not."""
+        """The reports of the other ranks, in order, or a sentence on which rank sent none."""
         began_s = time.monotonic()
         found: list[Report | str] = []
         for rank in range(1, self.num_ranks):
             try:
-                what = f"rank {rank} has not told of its part"
+                what = f"rank {rank} did not report its part"
                 found.append(self._hear(f"{name}/{rank}", Report, what, self.timeout_s, began_s))
             except NoWordError as error:
                 found.append(f"{str(error)[0].upper()}{str(error)[1:]}.")
@@ -128,14 +128,14 @@ class Agreement:
     def verdict(self, name: str) -> Verdict:
         """What became of the checkpoint `name`."""
         # Rank 0 itself waits this long for the slowest report, and may have begun later.
-        what = "rank 0 has not told what became of it"
+        what = "rank 0 did not report the result"
         return self._hear(f"{name}/verdict", Verdict, what, 2 * self.timeout_s)
 
     def _tell(self, key: str, message: _Message) -> None:
         try:
             self._store.set(f"checkpoint/{key}", message.model_dump_json())
         except Exception as error:  # whatever a store has for its server being gone
-            raise NoWordError(f"the other ranks cannot be told ({_first_line(error)})") from error
+            raise NoWordError(f"the other ranks cannot be reached ({_first_line(error)})") from error
 
     def _hear(
         self, key: str, kind: type[Message], what: str, timeout_s: float, began_s: float | None = None
@@ -143,20 +143,20 @@ class Agreement:
         began_s = time.monotonic() if began_s is None else began_s
         while (value := self._look(f"checkpoint/{key}", what)) is None:
             if self._given_up.is_set():
-                raise NoWordError(f"{what}, and the run is being ended")
+                raise NoWordError(f"{what}, and the run is ending")
             if time.monotonic() > began_s + timeout_s:
                 raise NoWordError(f"{what} within {timeout_s:g} s")
             self._given_up.wait(POLL_S)
         try:
             return kind.model_validate_json(value)
         except ValidationError as error:
-            raise NoWordError(f"{what} in words of this version of Bireme") from error
+            raise NoWordError(f"{what} in a format that this version of Bireme knows") from error
 
     def _look(self, key: str, what: str) -> bytes | None:
         try:
             return self._store.get(key) if self._store.check([key]) else None
         except Exception as error:  # as above
-            raise NoWordError(f"{what}: the store cannot be asked ({_first_line(error)})") from error
+            raise NoWordError(f"{what}: the store does not answer ({_first_line(error)})") from error
 
     def _forget(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -1,7 +1,7 @@
-"""Checkpoints as they lie in a folder: which there are, whether each is whole, and what is in them.
+"""Reading checkpoints: which are in a folder, whether each is intact, and what they contain.
 
-Only reads, and trusts nothing it has not summed up: the newest one whose every byte is as it was written is
-what a run goes on from.
+Never writes, and trusts only what it has checksummed: a run resumes from the newest checkpoint whose every
+byte is as it was written.
 """
 
 import os
@@ -41,7 +41,7 @@ class Checkpoint:
         return Snapshot(self.manifest.step, self.manifest.clip_scale, tensors)
 
     def damage(self) -> tuple[str, ...]:
-        """A sentence for each file that is not as it was written, all being read; none if it is whole."""
+        """Read all files; return a sentence for each that is not as written; none if all are intact."""
         files = self.manifest.files
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(files))) as threads:
             found = threads.map(lambda entry: _damage(self.folder / entry.name, entry), files)
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint behind `step` batches is, or would be."""
+    """The folder of the checkpoint after `step` batches, existing or not."""
     return folder / f"step-{step:08d}"
 
 
@@ -69,7 +69,7 @@ def find_checkpoints(folder: Path) -> tuple[Path, ...]:
         return ()
     except OSError as error:
         raise BiremeError(
-            f"Checkpoints cannot be looked for in {folder}: {error.strerror or error}."
+            f"The checkpoint folder {folder} cannot be read: {error.strerror or error}."
         ) from error
     return tuple(sorted(found, key=step_of))
 
@@ -79,7 +79,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     if STEP_FOLDER.fullmatch(path.name) and manifest.step != step_of(path):
         raise BiremeError(
-            f"{path} holds the checkpoint of step {manifest.step}: it was renamed. Give it its name back."
+            f"{path} holds the checkpoint of step {manifest.step}: it was renamed. Restore its name."
         )
     return Checkpoint(path, manifest)
 
@@ -107,8 +107,8 @@ def newest_good(folder: Path, on_bad: Callable[[str], None] | None = None) -> Ch
                 on_bad(sentence)
     if found:
         raise BiremeError(
-            f"None of the {len(found)} checkpoints in {folder} is whole. Of the newest: {newest} Put "
-            "back a copy of one, or start anew in another folder."
+            f"None of the {len(found)} checkpoints in {folder} is intact. The newest: {newest} Restore "
+            "a copy of one, or start a new run in another folder."
         )
     return None
 
@@ -118,11 +118,11 @@ def _damage(path: Path, entry: FileEntry) -> str | None:
     try:
         num_bytes = path.stat().st_size
         if num_bytes != entry.num_bytes:
-            what = "cut short" if num_bytes < entry.num_bytes else "longer than it was"
+            what = "truncated" if num_bytes < entry.num_bytes else "too long"
             return f"{path} is {what}: it has {num_bytes} bytes, and the manifest says {entry.num_bytes}."
         found = disk.digest_of(path)
     except FileNotFoundError:
-        return f"{path} is missing, and the manifest says it belongs to the checkpoint."
+        return f"{path} is missing, but the manifest lists it."
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}."
     if found.sha256 != entry.sha256:

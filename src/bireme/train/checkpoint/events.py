@@ -1,4 +1,4 @@
-"""What a run is told about its checkpoints."""
+"""Events about checkpoints that a run receives."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +8,9 @@ __all__ = ["CheckpointEvent", "CheckpointSaved", "CheckpointWarning"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """A checkpoint is there, whole, of `num_bytes` over all ranks.
+    """A checkpoint was written and verified; `num_bytes` over all ranks.
 
-    `stall_s` is how long it held up this rank's training, `write_s` how long from then until it was there.
+    `stall_s` is how long this rank's training waited, `write_s` the time from then until it was complete.
     """
 
     step: int
@@ -22,7 +22,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWarning:
-    """Something a person should know, in a sentence or two; the run goes on."""
+    """Something the user should know, in one or two sentences; the run continues."""
 
     step: int
     text: str

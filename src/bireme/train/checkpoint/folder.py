@@ -48,8 +48,8 @@ class Hold:
                 raise
         except OSError as error:
             raise BiremeError(
-                f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Name a folder that "
-                "can be written to."
+                f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Name a writable "
+                "folder."
             ) from error
 
     def release(self) -> None:
@@ -62,14 +62,14 @@ class Hold:
             while not _try_to_lock(self._file):
                 if time.monotonic() > deadline_s:
                     raise BiremeError(
-                        f"{folder} is in use: {_holder(folder)} writes checkpoints there. Two runs would "
-                        "delete each other's. Stop that one first, or name another folder."
+                        f"{folder} is in use: {_holder(folder)} writes checkpoints there, and two runs would "
+                        "delete each other's. Stop that run first, or name another folder."
                     )
                 time.sleep(POLL_S)
         except OSError as error:
             if error.errno not in HAS_NO_LOCKS:
                 raise
-            on_doubt(f"Files cannot be locked in {folder}: see to it that no second run writes there.")
+            on_doubt(f"Files cannot be locked in {folder}: make sure that no other run writes there.")
 
     def _sign(self) -> None:
         note = {"process": os.getpid(), "machine": platform.node(), "token": self.token}
@@ -84,8 +84,8 @@ def wait_for_token(folder: Path, token: str) -> None:
     while _note(folder).get("token") != token:
         if time.monotonic() > deadline_s:
             raise BiremeError(
-                f"{folder} is not the same folder on {platform.node()} as for rank 0, and a checkpoint is "
-                "whole only where all ranks write. Name a folder that all machines share."
+                f"{folder} on {platform.node()} is not the same folder as on rank 0, but a checkpoint is "
+                "complete only if all ranks write into one folder. Name a folder that all machines share."
             )
         time.sleep(POLL_S)
 

@@ -107,11 +107,11 @@ def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
     try:
         text = json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BiremeError(f"What is to be kept with a checkpoint must be JSON: {error}.") from error
+        raise BiremeError(f"Extra data in a checkpoint must be JSON: {error}.") from error
     if len(text) > LARGEST_EXTRA_BYTES:
         raise BiremeError(
-            f"What is to be kept with a checkpoint takes {len(text)} bytes of JSON, and at most "
-            f"{LARGEST_EXTRA_BYTES} are allowed. Keep large things in tensors or files of their own."
+            f"Extra data in a checkpoint takes {len(text)} bytes of JSON, but at most "
+            f"{LARGEST_EXTRA_BYTES} are allowed. Put large data into tensors or separate files."
         )
     copied: dict[str, JsonValue] = json.loads(text)
     return copied
@@ -134,15 +134,15 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         signed = path.read_bytes()
     except FileNotFoundError:
-        raise BiremeError(f"{path} is missing: without it {folder.name} is no checkpoint.") from None
+        raise BiremeError(f"{path} is missing: without it {folder.name} is not a checkpoint.") from None
     except OSError as error:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
     last = LAST_LINE.search(signed)
     if last is None:
-        raise BiremeError(f"{path} is damaged or cut short: it does not end with its own checksum.")
+        raise BiremeError(f"{path} is damaged or truncated: it does not end with its own checksum.")
     unsigned = signed[: last.start(1)] + NO_DIGEST.encode() + signed[last.end(1) :]
     if hashlib.sha256(unsigned).hexdigest().encode() != last[1]:
-        raise BiremeError(f"{path} is damaged: its bytes do not have the checksum in its last line.")
+        raise BiremeError(f"{path} is damaged: its bytes do not match the checksum in its last line.")
     data = json.loads(signed)
     del data[KEY]
     return validated(data, Manifest, source=str(path))

@@ -43,13 +43,13 @@ def refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[P
     newest = step_of(found[-1]) if found else -1
     if resumed_step is None and found:
         raise BiremeError(
-            f"{folder} holds {len(found)} checkpoints of another run, up to step {newest}. Go on from the "
+            f"{folder} holds {len(found)} checkpoints of another run, up to step {newest}. Resume from the "
             "newest, or name another folder."
         )
     if resumed_step is not None and newest > resumed_step:
         raise BiremeError(
-            f"{folder} holds a checkpoint of step {newest}, newer than step {resumed_step} which this "
-            "run goes on from. Go on from the newest, name another folder, or move the newer ones away."
+            f"{folder} holds a checkpoint of step {newest}, newer than step {resumed_step} from which this "
+            "run resumes. Resume from the newest, name another folder, or move the newer ones away."
         )
 
 
@@ -62,7 +62,7 @@ def publish(draft: Draft, reports: Sequence[Report], folder: Path, damaged: Coll
     write_manifest(draft.folder, manifest)
     disk.sync_folder(draft.folder)
     if read_manifest(draft.folder) != manifest:
-        raise BiremeError("its manifest reads otherwise than it was written")
+        raise BiremeError("its manifest differs from what was written")
     target = step_folder(folder, draft.step)
     if target in damaged and target.exists():
         retire(target)
@@ -103,7 +103,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path]) -> None:
-    """Delete all checkpoints behind those kept, which are verified and enough, and the damaged ones."""
+    """Delete damaged checkpoints and those older than the kept ones, which are verified and enough."""
     for path in find_checkpoints(folder):
         step = step_of(path)
         if step not in kept_steps and (step < kept_steps[0] or path in damaged):
@@ -134,10 +134,10 @@ def _matching_files(draft: Draft, reports: Sequence[Report]) -> list[FileEntry]:
         if (report.step, report.clip_scale) != (draft.step, draft.clip_scale):
             raise BiremeError(
                 f"rank {report.rank} holds step {report.step} with the clipping factor {report.clip_scale} "
-                f"and rank 0 step {draft.step} with {draft.clip_scale}, so they are not of the same moment"
+                f"and rank 0 step {draft.step} with {draft.clip_scale}, so they are from different moments"
             )
         if (draft.folder / file.name).stat().st_size != file.num_bytes:
-            raise BiremeError(f"rank 0 sees another {file.name} than rank {report.rank} has written")
+            raise BiremeError(f"rank 0 sees another {file.name} than rank {report.rank} wrote")
     seen: set[str] = set()
     for name in (entry.name for file in files for entry in file.tensors):
         if name in seen:

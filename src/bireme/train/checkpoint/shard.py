@@ -171,19 +171,19 @@ class SavedTensors(Mapping[str, Tensor]):
                 self._begins[path.name] = _begins(file, path)
             begin = self._begins[path.name].get(name)
         if begin is None:
-            raise BiremeError(f"{path} has no tensor {name}, and the manifest says it has. It is damaged.")
+            raise BiremeError(f"{path} has no tensor {name}, but the manifest lists it. The file is damaged.")
         return begin
 
     def _read(self, file: FileIO, path: Path, entry: TensorEntry) -> Tensor:
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise BiremeError(
-                f"{path} holds {entry.name} in the type {entry.dtype}, which torch {torch.__version__} has "
-                "not. Go on with a torch no older than the one that wrote it."
+                f"{path} holds {entry.name} in the type {entry.dtype}, which torch {torch.__version__} does "
+                "not have. Use a torch no older than the one that wrote it."
             )
         data = torch.empty(prod(entry.shape) * dtype.itemsize, dtype=torch.uint8)
         if disk.read(file, data.numpy().data) < len(data):
-            raise BiremeError(f"{path} ends amid the tensor {entry.name}. It is damaged.")
+            raise BiremeError(f"{path} ends inside the tensor {entry.name}. It is damaged.")
         return data.view(dtype).reshape(entry.shape)
 
 

@@ -63,8 +63,8 @@ class CheckpointWriter:
     ) -> None:
         if keep < LEAST_KEPT:
             raise BiremeError(
-                f"keep is {keep}, but at least {LEAST_KEPT} checkpoints must be kept: the newest may turn "
-                "out to be damaged when it is needed."
+                f"keep is {keep}, but at least {LEAST_KEPT} checkpoints must be kept, because the newest may "
+                "be damaged when it is needed."
             )
         self.folder = folder
         self.rank = rank
@@ -100,7 +100,7 @@ class CheckpointWriter:
         return self._good[-1] if self._good else None
 
     def save(self, snapshot: Snapshot, meta: CheckpointMeta, *, copied_s: float = 0.0) -> None:
-        """Have the checkpoint behind this snapshot written, and return at once.
+        """Start writing the checkpoint of this snapshot, and return at once.
 
         If the one before is still being written, this waits for that first. The snapshot's tensors must not
         change any more. `copied_s` is how long taking it took: it is told as stall. A step that is a good
@@ -109,14 +109,14 @@ class CheckpointWriter:
         called_s = time.monotonic()
         self.wait()
         if self._is_closed:
-            raise BiremeError(f"The writer of checkpoints to {self.folder} is closed already.")
+            raise BiremeError(f"The checkpoint writer for {self.folder} is already closed.")
         step = snapshot.num_trained
         if step in self._good:
             return
         if self._good and step < self._good[-1]:
             raise BiremeError(
                 f"The checkpoint of step {step} would be older than that of step {self._good[-1]}, which "
-                "is there already. A run saves its steps in their order."
+                "already exists. A run saves its steps in order."
             )
         meta = dataclasses.replace(meta, extra=plain_extra(meta.extra))
         attempt = self._num_attempts[step] = self._num_attempts.get(step, 0) + 1
@@ -225,7 +225,7 @@ class CheckpointWriter:
             elif verdict is not None:
                 shutil.rmtree(draft.folder, ignore_errors=True)
                 kept = f"the newest is that of step {self._good[-1]}" if self._good else "there is none yet"
-                text = f"Step {draft.step} did not become a checkpoint; {kept}. {verdict.error}"
+                text = f"The checkpoint of step {draft.step} failed; {kept}. {verdict.error}"
                 self._on_event(CheckpointWarning(draft.step, text))
         except BaseException as error:
             self._event_error = error
@@ -252,7 +252,9 @@ class CheckpointWriter:
         disk.sync_folder(path.parent)
         found = disk.digest_of(path, from_disk=True)
         if (found.num_bytes, found.sha256) != (entry.num_bytes, entry.sha256):
-            raise BiremeError("read back, it is not what was written; the disk or the memory is faulty")
+            raise BiremeError(
+                "what was read back differs from what was written; the disk or the memory is faulty"
+            )
         return entry
 
     def _agree(self, draft: Draft, own: Report) -> Verdict | None:
@@ -266,7 +268,7 @@ class CheckpointWriter:
             self._agreement.report(draft.name, own)
             return self._agreement.verdict(draft.name)
         except NoWordError as error:
-            known = f"Whether step {draft.step} became a checkpoint is not known to rank {self.rank}"
+            known = f"Rank {self.rank} does not know whether the checkpoint of step {draft.step} succeeded"
             self._on_event(CheckpointWarning(draft.step, f"{known}: {error}."))
             return None
 
@@ -282,7 +284,7 @@ class CheckpointWriter:
             manifest = publish(draft, reports, self.folder, self._damaged)
         except Exception as error:
             where = step_folder(self.folder, draft.step)
-            return Verdict(error=f"{where} could not be made: {_reason(error)}.")
+            return Verdict(error=f"{where} could not be completed: {_reason(error)}.")
         return Verdict(num_bytes=manifest.num_bytes)
 
     def _delete_old(self, step: int) -> None:

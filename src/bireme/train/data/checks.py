@@ -39,8 +39,8 @@ def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
     """All that a tokenizer can give must be tokens of the model."""
     if vocabulary is not None and tokenizer.num_tokens > vocabulary:
         raise BiremeError(
-            f"The tokenizer has {tokenizer.num_tokens} tokens and the model {vocabulary}, so some ids "
-            "would be beyond the model's vocabulary. Use the tokenizer that belongs to the model, or a "
+            f"The tokenizer has {tokenizer.num_tokens} tokens but the model {vocabulary}, so some ids "
+            "are outside the model's vocabulary. Use the model's own tokenizer, or a "
             f"model with {tokenizer.num_tokens} tokens or more."
         )
 
@@ -52,9 +52,9 @@ def check_token_ids(tokens: Tokens, vocabulary: int | None) -> None:
     largest = tokens.largest_id()
     if largest >= vocabulary:
         raise BiremeError(
-            f"{tokens.origin} holds the token id {largest}, and the model has {vocabulary} tokens, from "
-            f"0 to {vocabulary - 1}. Use data that was made with the model's tokenizer, and say the "
-            "right dtype if it is a .bin file."
+            f"{tokens.origin} holds the token id {largest}, but the model has {vocabulary} tokens, "
+            f"0 to {vocabulary - 1}. Use data made with the model's tokenizer, and set the "
+            "right data.dtype for a .bin file."
         )
 
 
@@ -62,7 +62,7 @@ def check_batch(samples: Samples, batch_size: int, what: str) -> None:
     """There must be a batch of samples; `what` is what to call them."""
     if len(samples) < batch_size:
         raise BiremeError(
-            f"The data for {what} makes {len(samples)} samples, and a batch takes {batch_size}. Give "
+            f"The data for {what} has {len(samples)} samples, but a batch needs {batch_size}. Give "
             "more data, shorter samples or a smaller batch."
         )
 
@@ -76,21 +76,21 @@ def check_inputs(samples: Samples, inputs: Mapping[str, Tensor], what: str) -> N
     missing = [name for name in inputs if name not in sample]
     if missing:
         raise BiremeError(
-            f"The samples for {what} lack {', '.join(missing)}: they hold {', '.join(sample)}, and the "
-            f"model is called with {', '.join(inputs)}. Name the tensors of a sample as the model's "
-            "forward does."
+            f"The samples for {what} lack {', '.join(missing)}: they hold {', '.join(sample)}, but the "
+            f"model takes {', '.join(inputs)}. Name the tensors of a sample like the arguments of the "
+            "model's forward."
         )
     for name, wanted in inputs.items():
         found = sample[name]
         if found.dtype != wanted.dtype:
             raise BiremeError(
-                f"In the samples for {what}, {name} is {_short(found)}, and the model takes "
-                f"{_short(wanted)} there. Convert it: {name}.to({wanted.dtype})."
+                f"In the samples for {what}, {name} is {_short(found)}, but the model takes "
+                f"{_short(wanted)}. Convert it: {name}.to({wanted.dtype})."
             )
         if found.ndim != wanted.ndim:
             raise BiremeError(
                 f"In the samples for {what}, {name} is of shape {list(found.shape[1:])}, and the model "
-                f"takes {list(wanted.shape[1:])} there, or other sizes of as many axes."
+                f"takes {list(wanted.shape[1:])}, or other sizes with the same number of axes."
             )
 
 
@@ -105,9 +105,9 @@ def check_sizes(samples: Samples, inputs: Sequence[Value], what: str, *, is_text
         wanted = [evaluate(length, 1) for length in value.shape[1:]]
         if found == wanted:
             continue
-        remedy = "Cut or pad the samples, or give the model example inputs like them."
+        remedy = "Cut or pad the samples, or give the model example inputs of that shape."
         if is_text and len(wanted) == 1:
-            remedy = f"Set data.length to {wanted[0]}, or take a model for {found[0]}."
+            remedy = f"Set data.length to {wanted[0]}, or use a model for {found[0]}."
         raise BiremeError(
             f"In the samples for {what}, {value.name} is of shape {found}, and the model takes {wanted}. "
             f"{remedy}"

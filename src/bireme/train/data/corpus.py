@@ -60,8 +60,8 @@ def tokenised(
         lock = (folder / "lock").open("w")
     except OSError as error:
         raise BiremeError(
-            f"The tokens of {source.origin} cannot be kept in {folder}: {error.strerror or error}. Name "
-            "a folder that can be written to in BIREME_CACHE."
+            f"The tokens of {source.origin} cannot be cached in {folder}: {error.strerror or error}. Name "
+            "a writable folder in BIREME_CACHE."
         ) from error
     with lock:
         _wait_for(lock)
@@ -71,7 +71,7 @@ def tokenised(
             kept = _kept(folder, source)
     if kept is None:
         raise BiremeError(
-            f"The tokens in {folder} went away as they were written. Is somebody emptying the cache?"
+            f"The tokens in {folder} vanished while they were written. Is somebody emptying the cache?"
         )
     return kept
 
@@ -154,7 +154,11 @@ class _Writer:
                 min(done / max(self._source.size or 1, 1), 1.0), f"tokenising {self._source.origin}"
             )
         if not self.num_tokens:
-            named = f" Left out as no text: {len(skipped)}, such as {skipped[0]}." if skipped else ""
+            named = (
+                f" Skipped because they are not text: {len(skipped)}, such as {skipped[0]}."
+                if skipped
+                else ""
+            )
             raise BiremeError(
                 f"{self._source.origin} has no text in it, so there is nothing to train on.{named}"
             )

@@ -49,7 +49,7 @@ def encoded(source: TextFiles | SavedRows, tokenizer: Tokenizer | None, skip: Sk
         chats = source.chats(skip)
         return _of_rows((template.encode(messages, where) for where, messages in chats), source.origin, None)
     if tokenizer is None:
-        raise BiremeError(f"{source.origin} holds text, and there is no tokenizer to make tokens of it.")
+        raise BiremeError(f"{source.origin} holds text, but there is no tokenizer for it.")
     return _of_text(source, tokenizer, skip)
 
 

@@ -25,7 +25,7 @@ from bireme.train.data.samples import Batch, only
 __all__ = ["OwnSamples", "is_own", "own_samples"]
 
 LAYOUT = (
-    "It must return a dataset with a length whose items are dicts of tensors by the names of the "
+    "It must return a dataset with a length whose items are dicts of tensors, named like the "
     "model's inputs, or one dict of tensors whose first axis is the samples."
 )
 
@@ -44,7 +44,7 @@ def own_samples(text: str) -> "OwnSamples":
     function: Callable[[], Any] | None = getattr(module, name, None)
     if function is None:
         public = [word for word in vars(module) if not word.startswith("_")]
-        hint = closest(name, public) if public else "It has nothing public."
+        hint = closest(name, public) if public else "It has no public names."
         raise BiremeError(f"{place} has no function {name!r}. {hint}")
     if not callable(function):
         raise BiremeError(f"{text} is a {type(function).__name__}, not a function. {LAYOUT}")
@@ -131,7 +131,7 @@ class OwnSamples:
             except TypeError:  # an array of a type that torch does not have
                 pass
         raise BiremeError(
-            f"In sample {number} of {self._origin}, {name} is a {type(value).__name__}. Make it a "
+            f"In sample {number} of {self._origin}, {name} is a {type(value).__name__}. It must be a "
             "tensor, an array or a number."
         )
 
@@ -146,8 +146,8 @@ class _Rows:
         )
         if not fitting or len({len(column) for column in columns.values()}) != 1:
             raise BiremeError(
-                f"{origin} returns a dict that is no set of samples: its values must be tensors whose "
-                "first axes are equally long."
+                f"{origin} returns a dict that is not a set of samples: its values must be tensors whose "
+                "first axes have the same length."
             )
         self.columns = {name: torch.as_tensor(column).detach() for name, column in columns.items()}
 
@@ -165,14 +165,12 @@ def _length_of(origin: str, dataset: Any) -> int:
         or isinstance(dataset, str | bytes)
     ):
         kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
-        endless = (
-            " One that only goes on cannot be shuffled or resumed." if isinstance(dataset, Iterator) else ""
-        )
+        endless = " An iterator cannot be shuffled or resumed." if isinstance(dataset, Iterator) else ""
         raise BiremeError(f"{origin} returns {kind}. {LAYOUT}{endless}")
     try:
         length = len(dataset)
     except Exception as error:
-        raise BiremeError(f"The dataset of {origin} does not tell its length: {_reason(error)}.") from error
+        raise BiremeError(f"The length of the dataset of {origin} is unknown: {_reason(error)}.") from error
     if not length:
         raise BiremeError(f"The dataset of {origin} has no samples, so there is nothing to train on.")
     return length
@@ -180,7 +178,7 @@ def _length_of(origin: str, dataset: Any) -> int:
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise BiremeError(f"There is no file {path}, so the function for the data cannot be called.")
+        raise BiremeError(f"There is no file {path} with a function for the data.")
     path = path.resolve()
     name = f"bireme_data_{sha256(str(path).encode()).hexdigest()[:16]}"
     if name in sys.modules:

@@ -78,7 +78,7 @@ class PackedSamples:
     def __post_init__(self) -> None:
         if self.length < 2:
             raise BiremeError(
-                f"Samples have {self.length} tokens; a model that predicts the next token needs at least 2."
+                f"data.length is {self.length}; a model that predicts the next token needs at least 2 tokens."
             )
 
     @property
@@ -244,7 +244,7 @@ def check_fraction(fraction: float) -> None:
 
 
 def document_end_near(tokens: Tokens, cut: int, least_ahead: int, least_behind: int) -> int:
-    """The document's end nearest to a cut, unless it makes the part behind it half or double as large."""
+    """The end of a document nearest to a cut, unless it halves or doubles the part after it."""
     ends = tokens.document_ends
     if ends is None or not len(ends):
         return cut

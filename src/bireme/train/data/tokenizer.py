@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that stands behind each document; None where there is no such token."""
+        """The id after each document; None if there is no such token."""
 
     @property
     def identity(self) -> str:
@@ -66,7 +66,7 @@ class ByteTokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The id behind those of the bytes."""
+        """The id after those of the bytes."""
         return NUM_BYTES if self.has_end_of_text else None
 
     @property
@@ -99,7 +99,7 @@ class FolderTokenizer:
         self._folder = folder
         vocabulary = self._tokenizer.get_vocab()
         if not vocabulary:
-            raise BiremeError(f"The tokenizer in {folder} has no tokens. Name the folder of another.")
+            raise BiremeError(f"The tokenizer in {folder} has no tokens. Name another folder.")
         self._num_tokens = int(max(vocabulary.values())) + 1
 
     @property
@@ -202,13 +202,13 @@ def _may_tell(path: Path) -> bool:
 def _loaded(folder: Path) -> Any:
     if not folder.is_dir():
         raise BiremeError(
-            f"There is no tokenizer {str(folder)!r}: write bytes, auto, or a folder with a tokenizer of "
+            f"There is no tokenizer {str(folder)!r}: use bytes, auto, or a folder with a tokenizer of "
             "transformers. Nothing is downloaded."
         )
     if not has_tokenizer(folder):
         raise BiremeError(
-            f"The folder {folder} holds no tokenizer: it has none of {', '.join(FILES)}. Save one there, "
-            "or write bytes."
+            f"The folder {folder} has no tokenizer: it has none of {', '.join(FILES)}. Save one there, "
+            "or use bytes."
         )
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -221,7 +221,7 @@ def _loaded(folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a tokenizer's mistakes come as whatever its reader stumbles over
-        lines = str(error).strip().splitlines() or ["it says no more"]
+        lines = str(error).strip().splitlines() or ["no further message"]
         raise BiremeError(
             f"The tokenizer in {folder} cannot be read: {type(error).__name__}: {lines[0].rstrip('.')}."
         ) from error

@@ -28,7 +28,7 @@ MOST_CHECKED = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The ids of all documents, one behind the other.
+    """The ids of all documents, one after the other.
 
     `document_ends` are where documents end, where that is known: the number of tokens up to and with the last
     of each. Where `has_uncounted` is set, a negative number n stands for the id -1-n of a token that is read
@@ -95,12 +95,12 @@ def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
         raise BiremeError(f"The tokens in {path} cannot be read: {str(error).rstrip('.')}.") from error
     if ids.dtype.kind not in "ui":
         raise BiremeError(
-            f"{path} holds numbers of type {ids.dtype}; token ids are whole numbers, such as uint16 or "
+            f"{path} holds numbers of type {ids.dtype}; token ids must be whole numbers, such as uint16 or "
             "uint32."
         )
     if ids.ndim != 1:
         raise BiremeError(
-            f"{path} holds an array of shape {list(ids.shape)}; tokens are in one long row. Save it with "
+            f"{path} holds an array of shape {list(ids.shape)}; tokens must be one-dimensional. Save it with "
             "array.reshape(-1)."
         )
     if not len(ids):
@@ -119,7 +119,7 @@ def _raw(path: Path, dtype: str) -> IntArray:
         return np.zeros(0, dtype)
     if num_bytes % np.dtype(dtype).itemsize:
         raise BiremeError(
-            f"{path} has {num_bytes} bytes, which is no whole number of {dtype} tokens. Say the type "
-            "that it was written with: dtype."
+            f"{path} has {num_bytes} bytes, not a whole number of {dtype} tokens. Set data.dtype to the type "
+            "it was written with."
         )
     return np.memmap(path, dtype, mode="r")

@@ -160,8 +160,8 @@ class _Worker:
             f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
         )
         return BiremeError(
-            f"The {self._name} {how} while it made batch {number}. If memory ran out, use a smaller "
-            "num_workers; else see what it wrote to standard error."
+            f"The {self._name} {how} while it made batch {number}. If memory ran out, lower "
+            "data.num_workers; otherwise see its messages on standard error."
         )
 
 
@@ -220,7 +220,7 @@ def _work(connection: Connection, pickled: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A tensor as bytes: torch would send it through shared memory, which a kill leaves behind."""
+    """A tensor as bytes: torch would use shared memory, which a kill does not free."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -43,7 +43,7 @@ def _check_model_and_data(tables: Tables) -> None:
     if data.evaluation_fraction is not None and data.evaluation_source is not None:
         raise BiremeError(
             f"data.evaluation_fraction is {data.evaluation_fraction:g} and data.evaluation_source is "
-            f'"{data.evaluation_source}": evaluation takes its data from one of them. Leave out the other.'
+            f'"{data.evaluation_source}": evaluation uses only one of them. Leave out the other.'
         )
     if data.evaluation_fraction is None and data.evaluation_source is None:
         raise BiremeError(
@@ -80,12 +80,12 @@ def _check_optimizer(training: Training) -> None:
     if training.rest_learning_rate is not None and name != "muon":
         raise BiremeError(
             f"training.rest_learning_rate is {training.rest_learning_rate:g}, but training.optimizer is "
-            f'"{name}" and steps all parameters at training.learning_rate. Leave it out, or use "muon".'
+            f'"{name}" which uses training.learning_rate for all parameters. Leave it out, or use "muon".'
         )
     if training.momentum is not None and name not in ("sgd", "muon"):
         raise BiremeError(
-            f'training.momentum is {training.momentum:g}, but training.optimizer is "{name}", which has '
-            "training.betas in its place. Leave training.momentum out."
+            f'training.momentum is {training.momentum:g}, but training.optimizer is "{name}", which uses '
+            "training.betas instead. Leave training.momentum out."
         )
 
 
@@ -93,7 +93,7 @@ def _check_rates(training: Training) -> None:
     if training.warmup_steps is not None and training.warmup_fraction is not None:
         raise BiremeError(
             f"training.warmup_steps is {training.warmup_steps} and training.warmup_fraction is "
-            f"{training.warmup_fraction:g}: both say how long warm-up is. Leave out one of the two."
+            f"{training.warmup_fraction:g}: both set the length of the warm-up. Leave out one of the two."
         )
     if training.warmup_steps is None and training.warmup_fraction is None:
         raise BiremeError(
@@ -184,7 +184,7 @@ def _check_delay(plan: Planning, steps: int) -> None:
     if len(said) == 2:
         raise BiremeError(
             f"plan.delay_warmup_steps is {plan.delay_warmup_steps} and plan.delay_warmup_fraction is "
-            f"{plan.delay_warmup_fraction:g}: both say when delayed updates begin. Leave out one of the two."
+            f"{plan.delay_warmup_fraction:g}: both set when delayed updates begin. Leave out one of the two."
         )
     for name, value in said.items():
         if value:
@@ -193,9 +193,7 @@ def _check_delay(plan: Planning, steps: int) -> None:
 
 def _check_delay_warmup(plan: Planning, steps: int, asked: str, rule: Rule) -> None:
     if plan.synchronous:
-        raise BiremeError(
-            f"{asked}, but plan.synchronous forbids delayed updates at all. Leave out one of the two."
-        )
+        raise BiremeError(f"{asked}, but plan.synchronous forbids delayed updates. Leave out one of the two.")
     if plan.schedule != "auto" and rule is Rule.SYNCHRONOUS:
         raise BiremeError(
             f'{asked}, but plan.schedule is "{plan.schedule}", which delays no updates. Leave out one of '
@@ -211,7 +209,7 @@ def _check_delay_warmup(plan: Planning, steps: int, asked: str, rule: Rule) -> N
 def _check_machines(cluster: Machines, plan: Planning) -> None:
     if cluster.backend == "nccl" and cluster.device == "cpu":
         raise BiremeError(
-            'cluster.backend is "nccl", which joins GPUs alone, but cluster.device is "cpu". Use "gloo" or '
+            'cluster.backend is "nccl", which joins only GPUs, but cluster.device is "cpu". Use "gloo" or '
             '"auto".'
         )
     needed = (plan.depth or 1) * (plan.width or 1)

@@ -41,7 +41,7 @@ class TableOfKeys:
 
 
 def tables_of_keys() -> tuple[TableOfKeys, ...]:
-    """All tables, a table within another one behind it."""
+    """All tables, each nested table after its parent."""
     return tuple(_tables(Tables, ""))
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bireme.plan.penalties import START
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.train.run_file.table import Devices, Samples, Share, StepsOrNever, Table, Text, Texts
 
 __all__ = ["Penalties", "Planning"]
@@ -16,10 +16,10 @@ class Penalties(Table):
     """`[plan.penalties]`."""
 
     delayed: Penalty | None = Field(
-        default=None, description="Steps of 2bw; if not set what was measured", examples=[1.5]
+        default=None, description="Steps of 2bw; by default the measured value", examples=[1.5]
     )
     fresh: Penalty | None = Field(
-        default=None, description="Steps of 2bw-fresh; if not set what was measured", examples=[1.05]
+        default=None, description="Steps of 2bw-fresh; by default the measured value", examples=[1.05]
     )
 
 
@@ -37,18 +37,20 @@ class Planning(Table):
         "interleaved",
         "zb-h1",
         "zbv",
-    ] = Field(default="auto", description="Schedule of the pipeline; auto is the best of all")
+    ] = Field(default="auto", description="Pipeline schedule; auto searches for the best")
     objective: Literal["time-to-loss", "throughput"] = Field(
         default="time-to-loss",
-        description="What makes a plan best; throughput leaves penalties out of account",
+        description="What to optimise; throughput ignores penalties",
     )
-    depth: Devices | None = Field(default=None, description="Devices of a replica", examples=[2])
-    width: Devices | None = Field(default=None, description="Replicas of the pipeline", examples=[1])
+    depth: Devices | None = Field(default=None, description="Number of devices per replica", examples=[2])
+    width: Devices | None = Field(
+        default=None, description="Number of replicas of the pipeline", examples=[1]
+    )
     microbatches: Samples | None = Field(
-        default=None, description="Micro-batches that a replica cuts its part of a batch into", examples=[4]
+        default=None, description="Number of micro-batches per batch and replica", examples=[4]
     )
     micro_batch: Samples | None = Field(
-        default=None, description="Samples of a micro-batch, in the place of microbatches", examples=[4]
+        default=None, description="Samples per micro-batch, instead of microbatches", examples=[4]
     )
     largest_batch: Samples | None = Field(
         default=None,
@@ -76,32 +78,32 @@ class Planning(Table):
     )
     whole_layers: bool = Field(default=False, description="Cut between layers only")
     recompute: Literal["never", "where-needed", "always"] = Field(
-        default="where-needed", description="Which stages run their forward again to save memory"
+        default="where-needed", description="Which stages recompute activations to save memory"
     )
     lookahead: bool = Field(
-        default=True, description="Let stages run further ahead than their schedule, to hide slow links"
+        default=True, description="Allow stages to run further ahead than their schedule, to hide slow links"
     )
     file: Text | None = Field(
         default=None,
-        description="A plan made before by bireme plan. Of this table only the delay_warmup keys go with it",
+        description="A plan file of bireme plan. Only the delay_warmup keys may be set with it",
         examples=["plan.json"],
     )
-    synchronous: bool = Field(default=False, description="Have no delayed updates")
+    synchronous: bool = Field(default=False, description="Forbid delayed updates")
     delay_warmup_fraction: Share | None = Field(
         default=None,
-        description="Part of all steps that goes under 1f1b at the beginning, before a schedule that delays "
-        f"updates. If not set {START:g}, in long runs less, and 0 where you name the schedule yourself; of a "
-        "plan from a file what it was made for",
-        examples=[START],
+        description="Fraction of steps run under 1f1b before updates are delayed. By default "
+        f"{DEFAULT_DELAY_WARMUP:g}, less in long runs, and 0 if you name the schedule; "
+        "for a plan file, the value that it was made with",
+        examples=[DEFAULT_DELAY_WARMUP],
     )
     delay_warmup_steps: StepsOrNever | None = Field(
         default=None,
-        description="Steps that go so, in the place of delay_warmup_fraction",
+        description="Number of these steps, instead of delay_warmup_fraction",
         examples=[200],
     )
     penalties: Penalties = Field(
         default_factory=Penalties,
-        description="Steps that a rule of delayed updates takes for one of a synchronous run.",
+        description="Steps with delayed updates that equal one synchronous step.",
     )
 
     def num_delay_warmup_steps(self, steps: int) -> int | None:

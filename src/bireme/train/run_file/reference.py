@@ -12,9 +12,9 @@ BEGINNING = """\
 
 <!-- Made by bireme.train.run_file.reference_markdown(), not by hand. -->
 
-`bireme train` does what a run file says. Without one it trains a small GPT on the sources of Python's
-standard library, byte by byte, which is what an empty file says too. `bireme init` writes a file with every
-key in it, commented out and explained.
+A run file tells `bireme train` what to do. Without one, or with an empty one, it trains a small byte-level
+GPT on the sources of Python's standard library. `bireme init` writes a file with every key, commented out
+and explained.
 
 ```
 bireme init run.toml
@@ -22,7 +22,7 @@ bireme train run.toml
 bireme train run.toml --set training.steps=500 --set model.dtype=bfloat16
 ```
 
-A file has what differs from the defaults, such as:
+A run file sets only what differs from the defaults:
 
 ```toml
 format = 1
@@ -44,9 +44,9 @@ depth = 2
 microbatches = 4
 ```
 
-`--set table.key=value` sets one key, whatever the file says. The value is read as TOML has it and is a
-string where it is none; an empty one, as in `--set plan.depth=`, takes the key out, so that its default
-holds. The last setting of a key counts.
+`--set table.key=value` sets one key and overrides the file. The value is TOML, or else a string. An empty
+value, as in `--set plan.depth=`, removes the key, so that its default applies. The last setting of a key
+wins.
 
 A key that is not known is refused with the nearest right name, and so are keys that contradict each other:
 the run does not begin.
@@ -76,7 +76,7 @@ def _more(table: str) -> Iterator[str]:
     """Where to read on about a table."""
     further = {
         "data": "[data.md](data.md) explains sources, mixtures, conversations and packing.",
-        "plan": "[plan.md](plan.md) explains plans and wishes, [schedules.md](schedules.md) the schedules.",
+        "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
     }
     if table in further:

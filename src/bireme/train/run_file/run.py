@@ -1,4 +1,4 @@
-"""A `RunFile`: the whole of a run file, checked, and how it is read with what the command line sets.
+"""`RunFile`: a whole run file, checked; and how it is read together with `--set` options.
 
 The same object comes of a file, of settings alone and of Python.
 """

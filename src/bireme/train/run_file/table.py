@@ -24,7 +24,7 @@ OTHER_WORDS: Mapping[str, str] = {
 
 def _filled(value: str) -> str:
     if not value.strip():
-        raise ValueError("more than nothing")
+        raise ValueError("not empty")
     return value
 
 

@@ -104,23 +104,23 @@ class Model(Table):
 
     source: Text = Field(
         default="gpt:layers=4,width=128,heads=4,vocab=257,context=128",
-        description="What to train: gpt:layers=…,width=… is built in, hf:FOLDER a transformers model, "
-        "python:module:function whatever your function makes",
+        description="What to train: gpt:layers=…,width=… is built in, hf:FOLDER is a transformers model, "
+        "python:module:function what your function returns",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Numbers to compute with; bfloat16 keeps float32 weights beside them"
+        default="float32", description="Number format of the computation; bfloat16 also keeps float32 weights"
     )
-    seed: Seed = Field(default=0, description="Seed of new weights")
+    seed: Seed = Field(default=0, description="Random seed of new weights")
     loss: Annotated[str, AfterValidator(_loss)] | None = Field(
         default=None,
         description=f"Loss of a model that returns none: {', '.join(LOSSES)}, or your own module:function",
         examples=["cross_entropy"],
     )
     from_scratch: bool = Field(
-        default=False, description="Begin with new weights, even where the model's folder has some"
+        default=False, description="Start from new weights, even if the model's folder has some"
     )
     compile: bool = Field(
-        default=False, description="Let torch compile the stages: a slow start, then often faster steps"
+        default=False, description="Compile the stages with torch: a slow start, then often faster steps"
     )
     train: Texts | None = Field(
         default=None,
@@ -189,12 +189,12 @@ class Data(Table):
     )
     evaluation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = Field(
         default=0.05,
-        description="Share of the data, its end, that is kept apart for evaluation; 0 is no evaluation. It "
+        description="Share of the data, at its end, held out for evaluation; 0 turns evaluation off. It "
         "gives way to evaluation_source",
     )
     evaluation_source: Text | None = Field(
         default=None,
-        description="Data for evaluation alone, written as source is",
+        description="Separate data for evaluation, in the notation of source",
         examples=["evaluation.txt"],
     )
     text_column: Text | None = Field(
@@ -204,16 +204,16 @@ class Data(Table):
         examples=["text"],
     )
     pattern: Text = Field(
-        default="*", description="Files to take of a folder and of folders within it, by name"
+        default="*", description="Names of the files to read in a folder and its subfolders"
     )
-    dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="Numbers in a .bin file")
+    dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="Number format of a .bin file")
     num_workers: Annotated[int, Field(ge=0, le=256)] = Field(
-        default=0, description="Processes that load samples, for a slow dataset of your own; 0 is a thread"
+        default=0, description="Processes that load samples, for a slow dataset of your own; 0 uses a thread"
     )
     prefetch: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=2, description="Batches to load ahead of time"
+        default=2, description="Number of batches to load in advance"
     )
-    seed: Seed = Field(default=0, description="Seed of the order of samples")
+    seed: Seed = Field(default=0, description="Random seed of the order of samples")
     shuffle_buffer: Annotated[int, Field(ge=0, le=10**8)] = Field(
         default=1000, description="Rows of a stream (streaming=true) to shuffle among; 0 keeps their order"
     )
@@ -232,31 +232,31 @@ class Data(Table):
 class Training(Table):
     """`[training]`."""
 
-    steps: Steps = Field(default=300, description="Batches to train on, a step of the optimiser each")
-    batch_size: Samples = Field(default=32, description="Samples of a step, over all devices")
+    steps: Steps = Field(default=300, description="Number of optimiser steps; each trains on one batch")
+    batch_size: Samples = Field(default=32, description="Samples per step, over all devices")
     optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
         default="adamw",
-        description="What steps; sgd has momentum, muon leaves what is no matrix inside a layer to adamw",
+        description="Optimiser; sgd has momentum, muon leaves all but the matrices inside layers to adamw",
     )
-    learning_rate: Rate = Field(default=3e-3, description="Highest rate that the schedule reaches")
+    learning_rate: Rate = Field(default=3e-3, description="Highest learning rate of the schedule")
     rest_learning_rate: Rate | None = Field(
         default=None,
-        description="With muon alone: the rate for what it leaves to adamw; learning_rate if not set",
+        description="Only with muon: the learning rate of adamw's parameters; by default learning_rate",
         examples=[1e-3],
     )
     weight_decay: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Decay of parameters with two and more axes; if not set 0.01 for adamw, 0.1 for muon, "
+        description="Weight decay of parameters with at least two axes; default 0.01 (adamw), 0.1 (muon), "
         "else 0",
         examples=[0.1],
     )
     betas: Annotated[tuple[Inertia, Inertia], BeforeValidator(_pair)] = Field(
         default=(0.9, 0.95),
-        description="How much adam and adamw keep of earlier gradients, and of their squares",
+        description="Betas of adam and adamw: decay of the running mean of gradients, and of their squares",
     )
     momentum: Inertia | None = Field(
         default=None,
-        description="Momentum of sgd, 0.9 if not set, or of muon, 0.95 if not set",
+        description="Momentum of sgd, by default 0.9, or of muon, by default 0.95",
         examples=[0.9],
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
@@ -275,36 +275,38 @@ class Training(Table):
         "restart has the schedule again, warm-up included, over the steps that are left",
     )
     warmup_steps: StepsOrNever | None = Field(
-        default=None, description="Steps in which the learning rate rises from near 0", examples=[10]
+        default=None,
+        description="Number of steps in which the learning rate rises from near 0",
+        examples=[10],
     )
     warmup_fraction: Share | None = Field(
-        default=0.1, description="Warm-up as a share of all steps. It gives way to warmup_steps"
+        default=0.1, description="Warm-up as a share of all steps; warmup_steps overrides it"
     )
     decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         default=0.2,
-        description="With wsd, the share of all steps, at the end, in which the learning rate falls",
+        description="With wsd, the share of the steps, at the end, in which the learning rate falls",
     )
     final_fraction: Share = Field(
         default=0.1,
-        description="Share of learning_rate that the last step has, unless the schedule is constant",
+        description="Last learning rate, as a share of learning_rate, unless the schedule is constant",
     )
     clip_norm: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = Field(
-        default=1.0, description="Largest norm of the whole gradient; 0 clips nothing"
+        default=1.0, description="Largest norm of the whole gradient; 0 turns clipping off"
     )
     evaluate_every: StepsOrNever = Field(
-        default=50, description="Steps between evaluations; with 0 there is one at the end alone"
+        default=50, description="Steps between evaluations; 0 evaluates only at the end"
     )
     evaluation_batches: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        default=8, description="Most batches of an evaluation"
+        default=8, description="Largest number of batches per evaluation"
     )
-    seed: Seed = Field(default=0, description="Seed of dropout")
+    seed: Seed = Field(default=0, description="Random seed of dropout")
     most_skipped_in_a_row: Annotated[int, Field(ge=0, le=10**6)] = Field(
         default=10,
-        description="Steps left out in a row, because the gradient is not finite, before the run stops",
+        description="Steps skipped in a row, because the gradient is not finite, before the run stops",
     )
     time_limit_s: Seconds | None = Field(
         default=None,
-        description="Seconds after which the run stops as if it had done all steps",
+        description="Seconds after which the run ends as if all steps were done",
         examples=[3600.0],
     )
 
@@ -331,49 +333,51 @@ class Machines(Table):
 
     source: Text | None = Field(
         default=None,
-        description="A cluster file, or the name of a ready cluster; this machine if not set",
+        description="A cluster file, or the name of a ready cluster; by default this machine",
         examples=["cluster.toml"],
     )
     workers: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
-        description="Processes on this machine; if not set as many as it has GPUs, or two on a CPU",
+        description="Number of processes on this machine; by default one per GPU, or two on a CPU",
         examples=[2],
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to compute; auto is cuda where there is a GPU for every process"
+        default="auto", description="Where to compute; auto is cuda if there is a GPU for every process"
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto",
-        description="What carries messages; auto is nccl between GPUs, else gloo, with which processes may "
+        description="Communication backend; auto is nccl between GPUs, else gloo, with which processes may "
         "share a GPU",
     )
     threads_per_worker: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None,
-        description="Threads of a process; they share the cores equally if not set",
+        description="Threads per process; by default an equal share of the cores",
         examples=[1],
     )
     timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = Field(
-        default=60.0, description="Seconds to wait for a process that says nothing before the run fails"
+        default=60.0, description="Seconds to wait for a silent process before the run fails"
     )
 
 
 class Checkpoints(Table):
     """`[checkpoint]`."""
 
-    folder: PlainName = Field(default="checkpoints", description="Name of their folder, within the run's")
+    folder: PlainName = Field(
+        default="checkpoints", description="Name of the checkpoint folder, inside the run's folder"
+    )
     every_steps: StepsOrNever = Field(
-        default=100, description="Steps between checkpoints; 0 does not count steps"
+        default=100, description="Steps between checkpoints; 0 for none by steps"
     )
     every_s: Seconds | None = Field(
         default=None,
-        description="Seconds between checkpoints; with every_steps, whichever is first",
+        description="Seconds between checkpoints; with every_steps, whichever comes first",
         examples=[600.0],
     )
     keep: Annotated[int, Field(ge=0, le=10**6)] = Field(
-        default=3, description="How many of the newest to keep; 0 keeps all"
+        default=3, description="Number of newest checkpoints to keep; 0 keeps all"
     )
-    background: bool = Field(default=True, description="Write while the training goes on")
-    at_end: bool = Field(default=True, description="Write one after the last step")
+    background: bool = Field(default=True, description="Write in the background while training continues")
+    at_end: bool = Field(default=True, description="Write a checkpoint after the last step")
 
 
 class Export(Table):
@@ -393,14 +397,14 @@ class Export(Table):
 class Log(Table):
     """`[log]`."""
 
-    folder: Text = Field(default="runs", description="Where the folders of runs go")
+    folder: Text = Field(default="runs", description="Folder for the folders of runs")
     name: PlainName | None = Field(
         default=None,
-        description="Name of this run's folder; made of the date and the model if not set",
+        description="Name of this run's folder; by default the date and the model",
         examples=["first-run"],
     )
     every_steps: Steps = Field(default=10, description="Steps between lines of the log")
-    tensorboard: bool = Field(default=False, description="Write the curves for TensorBoard too")
+    tensorboard: bool = Field(default=False, description="Also write curves for TensorBoard")
     wandb: bool = Field(
         default=False,
         description="Send the curves to Weights & Biases too; WANDB_MODE=offline keeps them in the run's "
@@ -420,9 +424,9 @@ class Log(Table):
         "would be; longer runs always record a few early ones",
     )
     sample_tokens: Annotated[int, Field(ge=0, le=10**6)] = Field(
-        default=200, description="Tokens of text that the model writes at the end; 0 is none"
+        default=200, description="Tokens that the model writes as a sample at the end; 0 for none"
     )
-    prompt: str = Field(default="def ", description="How that text begins")
+    prompt: str = Field(default="def ", description="Prompt of that sample")
 
     @property
     def trackers(self) -> dict[str, bool]:
@@ -434,11 +438,13 @@ class Tables(Table):
     """All tables, each key checked by itself alone."""
 
     format: Literal[1] = Field(default=1, description="Version of this format")
-    model: Model = Field(default_factory=Model, description="What is trained.")
-    data: Data = Field(default_factory=Data, description="What it learns from.")
-    training: Training = Field(default_factory=Training, description="How it learns.")
+    model: Model = Field(default_factory=Model, description="The model to train.")
+    data: Data = Field(default_factory=Data, description="The training data.")
+    training: Training = Field(default_factory=Training, description="Optimiser, learning rate, steps.")
     plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
-    cluster: Machines = Field(default_factory=Machines, description="Where it runs.")
-    checkpoint: Checkpoints = Field(default_factory=Checkpoints, description="What a run goes on from.")
+    cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
+    checkpoint: Checkpoints = Field(
+        default_factory=Checkpoints, description="Checkpoints, from which a run resumes."
+    )
     export: Export = Field(default_factory=Export, description="The trained model, as others load it.")
-    log: Log = Field(default_factory=Log, description="What a run leaves to look at.")
+    log: Log = Field(default_factory=Log, description="Log, curves and samples.")

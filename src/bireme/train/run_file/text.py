@@ -1,4 +1,4 @@
-"""Run files as text: a complete one for the record of a run, and one to begin with, all keys commented out.
+"""Run files as text: a complete one for the record of a run, and a template with all keys commented out.
 
 What is written is read back as it was.
 """
@@ -18,15 +18,15 @@ __all__ = ["commented_toml", "to_toml", "toml_value"]
 WIDTH = 100
 
 COMPLETE = """\
-# A run of Bireme, every key with the value it had. `bireme train` with this file does the same again.
+# A run of Bireme, with the value of every key. `bireme train` with this file repeats the run.
 format = 1
 """
 
 BEGINNING = """\
-# What `bireme train` is to do. Every key below is commented out and shows its default, so this file as it
-# stands is the demonstration: a small GPT learns the sources of Python's standard library, byte by byte.
-# Take away the # before a key, not before its explanation, and change the value.
-# On the command line the same is --set training.steps=1000. docs/run-file.md has all of it in tables.
+# A run file for `bireme train`. Every key is commented out and shows its default, so the unchanged file
+# is the demonstration: a small GPT learns the sources of Python's standard library, byte by byte.
+# To set a key, remove the # before it (not before its explanation) and change the value.
+# On the command line use --set training.steps=1000. docs/run-file.md lists all keys in tables.
 format = 1
 """
 

@@ -50,7 +50,7 @@ def _model(run: RunFile, weights: NewestWeights) -> Any:
 
 
 def _continued(model: Any, first: list[int], count: int, context: int, tokenizer: Tokenizer) -> list[int]:
-    """Token by token, each drawn from what the model expects behind the last `context` of them."""
+    """Samples token by token from the model's prediction after the last `context` tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = list(first)
     for _ in range(count):

@@ -70,10 +70,9 @@ def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
             cards, unknown = (Card(UNKNOWN_LINK, everyone, Link(MOST_BYTES_PER_S)),), unknown + 1
         named.append(replace(server, name=name, cards=cards))
     known = (
-        f"The links of {unknown} of {len(named)} machines are not known: they are planned as if nothing "
-        "limited them"
+        f"The links of {unknown} of {len(named)} machines are unknown; the plan treats them as unlimited"
         if unknown
-        else "The links between machines are planned at the speed that their network cards are rated for"
+        else "The plan uses the rated speed of the network cards for the links between machines"
     )
     return Cluster(tuple(named)), f"{known}. To measure them: bireme cluster probe, and cluster.source."
 
@@ -100,7 +99,7 @@ def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
     """
     if plan.num_ranks > len(ranks):
         raise BiremeError(
-            f"The plan is for {plan.num_ranks} processes, and {len(ranks)} were started. Start as many, or "
+            f"The plan is for {plan.num_ranks} processes, but {len(ranks)} were started. Start as many, or "
             "plan for fewer."
         )
     number = {placed.name: place for place, placed in enumerate(cluster.devices())}

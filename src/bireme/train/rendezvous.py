@@ -1,4 +1,4 @@
-"""Finding together: processes that something like torchrun has started learn who takes part, and talk.
+"""Rendezvous: the processes that a launcher such as torchrun has started find each other.
 
 All that is assumed is the environment that such a launcher sets and the store it names. Ranks may be on
 other machines after a restart, and there may be more or fewer of them; what an earlier start left in the
@@ -17,13 +17,13 @@ from typing import Any
 import torch.distributed as dist
 
 from bireme.errors import BiremeError
-from bireme.runtime.lifeline import die_with_parent
+from bireme.runtime.parent_watch import die_with_parent
 from bireme.runtime.stores import PrefixStore, Store, open_store
 
-__all__ = ["Environment", "Talk", "muster", "until"]
+__all__ = ["Environment", "Talk", "rendezvous", "until"]
 
 FIND_S = 300.0
-"""How long the processes have to find together: a machine may have to start first."""
+"""How long the processes have to find each other: a machine may have to start first."""
 
 LOOK_S = 0.05
 
@@ -68,7 +68,7 @@ class Environment:
         )
 
 
-def muster(environment: Environment) -> Store:
+def rendezvous(environment: Environment) -> Store:
     """A part of the launcher's store that the processes alive now share with each other alone.
 
     Returns once all have come. From then on this process ends when its agent does, if it has one.
@@ -80,7 +80,7 @@ def muster(environment: Environment) -> Store:
     rank = environment.rank
     try:
         store = open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=FIND_S)
-        lookup = PrefixStore("bireme-muster", store)
+        lookup = PrefixStore("bireme-rendezvous", store)
         word = _call_all(lookup, environment.size) if rank == 0 else _answer(lookup, rank)
     except dist.DistError as error:
         raise BiremeError(
@@ -151,8 +151,8 @@ def _call_all(store: Store, size: int) -> str:
         if missing and time.monotonic() > end_s:
             ranks = ", ".join(map(str, sorted(missing)[:8]))
             raise BiremeError(
-                f"Of {size} processes these have not come within {FIND_S:g} s: {ranks}. Start as many as "
-                "WORLD_SIZE says, and let them reach each other."
+                f"Of {size} processes these did not appear within {FIND_S:g} s: {ranks}. Start as many as "
+                "WORLD_SIZE says, and make sure that they can reach each other."
             )
         time.sleep(LOOK_S if missing else 0.0)
     return word
@@ -162,7 +162,7 @@ def _answer(store: Store, rank: int) -> str:
     name = secrets.token_hex(8)
     store.set(f"here/{rank}", name)
     if not until(lambda: store.check([f"word/{name}"]), FIND_S):
-        raise BiremeError(f"Rank {rank} waited {FIND_S:g} s for rank 0, which has not come.")
+        raise BiremeError(f"Rank {rank} waited {FIND_S:g} s for rank 0, which did not appear.")
     word = store.get(f"word/{name}").decode()
     store.set(f"heard/{word}/{name}", "")
     return word
@@ -173,7 +173,7 @@ def _variable(variables: Mapping[str, str], name: str) -> str:
     if not value:
         raise BiremeError(
             f"The environment has RANK and WORLD_SIZE, as under torchrun, but {name} is not set. Start with "
-            "torchrun, or take the first two out of the environment to train on this machine alone."
+            "torchrun, or unset the first two to train on this machine alone."
         )
     return value
 

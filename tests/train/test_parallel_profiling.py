@@ -12,9 +12,9 @@ from bireme.cluster.engine_cost import EngineCost
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF
 from bireme.runtime.world import World
-from bireme.train import companions
-from bireme.train.companions import Companions
+from bireme.train import parallel_profiling
 from bireme.train.model import RunModel
+from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.prepare import is_short
 from bireme.train.run_file import load_run_file
 
@@ -36,7 +36,7 @@ def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
             return [function(world, *arguments)]
 
     def measured() -> EngineCost:
-        measurer = Companions(run, num_workers=1, num_threads=1, num_cores=1)
+        measurer = ParallelMeasurer(run, num_workers=1, num_threads=1, num_cores=1)
         found = profile(
             model.training.graph,
             torch.device("cpu"),
@@ -50,10 +50,10 @@ def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
         return found.engine
 
     monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(companions, "launch", launch_here)
-    monkeypatch.setattr(companions, "waited_s", perf_counter)
+    monkeypatch.setattr(parallel_profiling, "launch", launch_here)
+    monkeypatch.setattr(parallel_profiling, "waited_s", perf_counter)
     measured()  # on a machine with other things to do
-    monkeypatch.setattr(companions, "waited_s", lambda: 0.0)
+    monkeypatch.setattr(parallel_profiling, "waited_s", lambda: 0.0)
     first, again = measured(), measured()
     assert [isinstance(one, EngineCost) for one in given] == [False, False, True]
     assert again.update_s == first.update_s

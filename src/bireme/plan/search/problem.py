@@ -1,4 +1,4 @@
-"""What a search stands on: the profile as chains, the devices that may be used, and where nothing may be cut.
+"""The planning problem: the profile as chains, the usable devices, and where cuts are forbidden.
 
 Units that must stay together are one unit of the merged chain, so that no partitioner has to know of it.
 """
@@ -12,22 +12,22 @@ from bireme.cluster.routes import Lane
 from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of
-from bireme.plan.wishes import Wishes
+from bireme.plan.plan_request import PlanRequest
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.rule import Rule
 
-__all__ = ["Ground", "check_numbers"]
+__all__ = ["PlanningProblem", "check_numbers"]
 
 
 LEAST_BYTES = 1.0
 """What a device has for tensors that a process alone fills."""
 
 
-class Ground:
+class PlanningProblem:
     """A profile, a cluster and wishes that have been checked against each other."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, wishes: Wishes) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, wishes: PlanRequest) -> None:
         self.profile = profile
         self.cluster = cluster
         self.wishes = wishes
@@ -124,7 +124,7 @@ class Ground:
             place = next(place for place, end in enumerate(self.bounds[1:]) if unit < end)
             if pins.setdefault(place, device) != device:
                 raise BiremeError(
-                    f"Unit {unit} is pinned to {name}, and must stay together with one that is pinned to "
+                    f"Unit {unit} is pinned to {name}, but must stay together with a unit that is pinned to "
                     f"{self.names[pins[place]]}. Drop one of the three."
                 )
         return pins
@@ -141,26 +141,26 @@ class Ground:
         depth = self.wishes.depth or 1
         if depth > self.num_units:
             raise BiremeError(
-                f"{self.num_units} units that may be cut apart cannot make {depth} stages: each needs one."
+                f"{self.num_units} units that may be separated cannot make {depth} stages: each needs one."
             )
 
 
-def check_numbers(wishes: Wishes, num_devices: int) -> None:
+def check_numbers(wishes: PlanRequest, num_devices: int) -> None:
     """Refuse wishes that no model could be planned by."""
     if wishes.largest_batch is not None and wishes.largest_batch < wishes.batch_size:
         raise BiremeError(
-            f"The largest batch is {wishes.largest_batch}, and a batch has {wishes.batch_size} samples at "
-            "least. Exchange the two."
+            f"The largest batch is {wishes.largest_batch}, but the batch size is {wishes.batch_size}. "
+            "Swap the two."
         )
     depth, width = wishes.depth or 1, wishes.width or 1
     if depth * width > num_devices:
         raise BiremeError(
-            f"Depth {depth} times width {width} takes {depth * width} devices, and {num_devices} may be "
+            f"Depth {depth} times width {width} needs {depth * width} devices, but {num_devices} may be "
             "used. Make one of them smaller."
         )
 
 
-def _bounds(wishes: Wishes, num_units: int) -> tuple[int, ...]:
+def _bounds(wishes: PlanRequest, num_units: int) -> tuple[int, ...]:
     """Where the chain may be cut, its begin and its end included."""
     inside: set[int] = set()
     for first, last in wishes.together:
@@ -173,19 +173,18 @@ def _bounds(wishes: Wishes, num_units: int) -> tuple[int, ...]:
     return tuple(place for place in range(num_units + 1) if place not in inside)
 
 
-def _schedules(wishes: Wishes) -> tuple[str, ...]:
+def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
     if wishes.schedule == "auto":
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
         return tuple(n for n in found if not wishes.synchronous or SCHEDULES[n].rule is Rule.SYNCHRONOUS)
     schedule = schedule_named(wishes.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(
-            f"The engine does not run {schedule.name}, so there is no planning for it. Use 2bw, which came "
-            "out of it."
+            f"The engine does not run {schedule.name}, so Bireme cannot plan for it. Use 2bw, its successor."
         )
     if wishes.synchronous and schedule.rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
-            f"{schedule.name} delays updates, and they shall be synchronous. Leave out one of the two, or "
+            f"{schedule.name} delays updates, but updates must be synchronous. Leave out one of the two, or "
             "use a schedule that drains (1f1b)."
         )
     return (schedule.name,)

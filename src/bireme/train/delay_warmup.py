@@ -7,11 +7,11 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.schedule.rule import Rule
 from bireme.train.run_file import RunFile
 
-__all__ = ["delayed_from", "flush_twin"]
+__all__ = ["first_delayed_step", "flush_twin"]
 
 
-def delayed_from(run: RunFile, saved: SavedPlan) -> int:
-    """The step behind which updates are delayed, if the plan delays any: as asked, or as planned."""
+def first_delayed_step(run: RunFile, saved: SavedPlan) -> int:
+    """The step after which updates are delayed, if the plan delays any: as asked, or as planned."""
     asked = run.plan.num_delay_warmup_steps(run.training.steps)
     if asked is not None:
         return asked

@@ -24,22 +24,22 @@ from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import Backend, World
-from bireme.train.brake import NoProgressError
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.gathered import Member, nodes_of, server_here
-from bireme.train.going_on import check_data_here
 from bireme.train.launching import DONE, Finished, finish
-from bireme.train.leading import Led, lead
-from bireme.train.muster import Environment, Talk, muster, until
+from bireme.train.machine_devices import Member, nodes_of, server_here
 from bireme.train.network_card import let_gloo_use_the_way_to
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.prepare import Prepared
+from bireme.train.rank_zero_setup import RunSetup, set_up_run
+from bireme.train.rendezvous import Environment, Talk, rendezvous, until
+from bireme.train.restart_limit import RestartLimitError
+from bireme.train.resume_checks import check_data_here
 from bireme.train.worker import Start, train_rank
 
 __all__ = ["join"]
 
 USER_ERROR, NO_PROGRESS = 2, 3
-"""The statuses that a run ends with which cannot begin, and which was begun often enough."""
+"""Exit statuses of a run that cannot begin, and of one that reached its restart limit."""
 
 FAILED_FIRST_S = 1.0
 """A rank that ends because of another one ends so much later, for launchers blame the first."""
@@ -77,7 +77,7 @@ def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | N
     """
     environment = Environment.of(os.environ)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
-    store = muster(environment)
+    store = rendezvous(environment)
     joined = _Joined(environment, store)
     try:
         return joined.go(run_file, sets, show)
@@ -88,7 +88,7 @@ def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | N
 
 
 class _Joined:
-    """This process in the run, as one of those that have mustered.
+    """This process in the run, after the rendezvous.
 
     `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
     """
@@ -138,12 +138,12 @@ class _Joined:
 
     def _lead(
         self, run_file: Path | None, sets: Sequence[str], nodes: dict[str, list[Member]], show: Show
-    ) -> Led | None:
+    ) -> RunSetup | None:
         """Rank 0's part of preparing. A mistake of anybody is said here, once, and then to the others."""
         talk, led, status = self._talk, None, 0
         try:
             asked = load_asked(run_file, sets)
-            led = lead(self._environment, asked, nodes, self._servers(nodes), _tell)
+            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), _tell)
             if led is not None:
                 orders = _orders(led)
                 talk.say("orders", asdict(orders))
@@ -151,7 +151,7 @@ class _Joined:
                 self._hear_complaints()
         except BiremeError as error:
             _tell(str(error))
-            status = NO_PROGRESS if isinstance(error, NoProgressError) else USER_ERROR
+            status = NO_PROGRESS if isinstance(error, RestartLimitError) else USER_ERROR
         for name in ("device", "orders"):
             if not talk.is_said(name):
                 talk.say(name, None)
@@ -215,8 +215,8 @@ class _Joined:
         folder = RunFolder(Path(orders.folder))
         if not until(lambda: _digest(folder) == orders.digest, SEEN_S):
             raise BiremeError(
-                f"{folder.path}, the folder of the run, does not hold here what rank 0 has written into it. "
-                "All machines need the same folder: set log.folder to one that they share."
+                f"This machine does not see in {folder.path}, the run's folder, what rank 0 wrote there. "
+                "Set log.folder to a folder that all machines share."
             )
         firsts = [members[0].rank for members in nodes.values()]
         if self._environment.rank in firsts[1:]:
@@ -264,7 +264,7 @@ class _Joined:
             raise cause.to_others()
 
 
-def _orders(led: Led) -> _Orders:
+def _orders(led: RunSetup) -> _Orders:
     return _Orders(
         folder=str(led.folder.path),
         digest=_digest(led.folder),

@@ -129,7 +129,7 @@ class _Acceptor:
         wanted = {(peer, line) for peer in self._expected for line in (0, 1)}
         while absent := wanted - self.sockets.keys():
             if time.monotonic() > ends_s:
-                raise PeerLost(min(absent)[0], f"it has not called within {timeout_s:g} s")
+                raise PeerLost(min(absent)[0], f"it did not connect within {timeout_s:g} s")
             for key, _ in self._selector.select(min(LOOK_S, timeout_s)):
                 if isinstance(key.data, _Call):
                     self._hear(key.data)

@@ -1,4 +1,4 @@
-"""What rank 0 does alone before a run that other processes join: devices, plan, folder, checkpoint.
+"""Rank 0's setup of a run that other processes join: devices, plan, folder, checkpoint.
 
 A run that torchrun has started again finds its folder by its name and goes on in it. Its plan stays as it
 was if the devices did, and is made anew if there are others.
@@ -19,26 +19,26 @@ from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.report.progress import progress_bar
-from bireme.train.brake import NoProgressError, check_progress, note_start
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
-from bireme.train.gathered import Member, cluster_of, places_in, ranks_on
-from bireme.train.going_on import check_finds_checkpoints, check_goes_on, check_rate
 from bireme.train.launching import first_words
 from bireme.train.loop import RECORDED
-from bireme.train.muster import Environment
+from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
+from bireme.train.rendezvous import Environment
+from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
+from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_file import RunFile
 
-__all__ = ["Led", "lead"]
+__all__ = ["RunSetup", "set_up_run"]
 
 Nodes = Mapping[str, Sequence[Member]]
 
 
 @dataclass(frozen=True, slots=True)
-class Led:
+class RunSetup:
     """A run that is ready for all to join.
 
     `places[p]` is the rank that takes place p of the plan; `threads` are those of each process that were
@@ -53,13 +53,13 @@ class Led:
     words: dict[str, Any]
 
 
-def lead(
+def set_up_run(
     environment: Environment,
     asked: RunFile,
     nodes: Nodes,
     ask_servers: Callable[[str], list[str]],
     tell: Callable[[str], None],
-) -> Led | None:
+) -> RunSetup | None:
     """Make a run ready, new or begun before; None if it has done all its steps.
 
     `ask_servers` has every machine say its devices of a kind, `tell` is for sentences to people.
@@ -72,11 +72,11 @@ def lead(
     if begun is not None:
         at = 0 if checkpoint is None else checkpoint.manifest.step
         if has_ended(named, begun, at):
-            tell(f"{begun.path} has done its {named.training.steps} steps. To train on, ask for more.")
+            tell(f"{begun.path} has finished its {named.training.steps} steps. To train further, set more.")
             return None
         check_rate(named, begun, at, tell)
         _check_progress(begun, at)
-        tell(f"{begun.path} goes on behind step {at} of {named.training.steps}.")
+        tell(f"{begun.path} resumes after step {at} of {named.training.steps}.")
     device = _device(named, nodes)
     cluster = _cluster(named, nodes, device, ask_servers(device), tell)
     settled = _settled(named, nodes, device, cluster)
@@ -88,24 +88,22 @@ def lead(
     else:
         prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint, tell)
     if begun is not None:
-        note_start(begun, at)
+        count_start(begun, at)
     ranks = ranks_on(prepared.machines.cluster, nodes)
     places = places_in(prepared.plan.plan, prepared.machines.cluster, ranks)
     idle = ", ".join(str(rank) for rank in sorted(set(ranks) - set(places)))
     if idle:
-        tell(f"The plan needs {len(places)} of {len(ranks)} processes, and has no work for rank {idle}.")
+        tell(f"The plan uses {len(places)} of {len(ranks)} processes; rank {idle} has no work.")
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
-    return Led(prepared, folder, checkpoint, places, threads, first_words(prepared))
+    return RunSetup(prepared, folder, checkpoint, places, threads, first_words(prepared))
 
 
 def _check_progress(begun: RunFolder, step: int) -> None:
     try:
-        check_progress(begun, step)
-    except NoProgressError as error:
-        raise NoProgressError(
-            f"{error} Where a launcher starts the run, remove {begun.starts} in the place of that."
-        ) from None
+        check_restart_limit(begun, step)
+    except RestartLimitError as error:
+        raise RestartLimitError(f"{error} Under a launcher, remove {begun.starts} instead.") from None
 
 
 def _named(run: RunFile, environment: Environment) -> RunFile:
@@ -113,8 +111,8 @@ def _named(run: RunFile, environment: Environment) -> RunFile:
     name = run.log.name or environment.job
     if name is None and environment.may_restart:
         raise BiremeError(
-            "The launcher may start this run again, which then has to find its folder: give the run a name "
-            "with --set log.name=NAME, or give torchrun an --rdzv-id."
+            "The launcher may restart this run, which must then find its folder. Give the run a name "
+            "with --set log.name=NAME, or pass --rdzv-id to torchrun."
         )
     return run.model_copy(update={"log": run.log.model_copy(update={"name": name})})
 
@@ -144,8 +142,8 @@ def _cluster(
         cluster = load_cluster(run.cluster.source)
         if cluster.num_devices != num_ranks:
             raise BiremeError(
-                f"cluster.source is {run.cluster.source}, which has {cluster.num_devices} devices, and "
-                f"{num_ranks} processes were started. Start one for each device."
+                f"cluster.source is {run.cluster.source}, which has {cluster.num_devices} devices, but "
+                f"{num_ranks} processes were started. Start one per device."
             )
         return cluster
     if len(nodes) == 1 and device == "cpu":
@@ -204,7 +202,7 @@ def _prepared_anew(
             save_cluster(cluster, path)
         prepared = prepare(_with_source(run, cluster, path), progress)
     if checkpoint is not None and begun is not None:
-        check_goes_on(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
+        check_same_run(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
     chosen = run.model_copy(update={"training": prepared.run.training, "plan": prepared.run.plan})
     prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster))

@@ -1,4 +1,4 @@
-"""What a user wants of a plan, and what he does not."""
+"""What a user asks of a plan: batch size, goal and constraints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from enum import StrEnum
 
 from bireme.errors import BiremeError
 from bireme.plan.partition.loads import Recompute
-from bireme.plan.penalties import START, steps_for_one, unseen_share
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
 from bireme.schedule.rule import Rule
 
-__all__ = ["Goal", "Wishes"]
+__all__ = ["Goal", "PlanRequest"]
 
 
 class Goal(StrEnum):
-    """What makes a plan the best."""
+    """The goal with this name."""
 
     TIME_TO_LOSS = "time-to-loss"
     """Seconds per sample, times the steps that its update rule takes for one of a synchronous run."""
@@ -22,17 +22,16 @@ class Goal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """`batch_size` samples are a step; with `largest_batch` more may be, up to so many.
+class PlanRequest:
+    """`batch_size` is the number of samples per step; `largest_batch` allows up to that many.
 
     `schedule` is a name, or auto for all that the engine runs. `synchronous` forbids delayed updates.
-    `penalties` are what the user has measured, in the place of ours. `start` is the share of the run that
-    goes under 1f1b before updates are delayed; without, it is `START` where the planner has the choice of
-    the schedule, and none where the user has made it.
-    `memory_fraction` of each device is for the plan. `depth`, `width` and `micro_batch` fix what they name.
-    `pinned` says on which device a unit must be, `together` names first and last units of ranges that must
-    not be cut, `devices` those that may be used, all if empty. `recompute` is which stages run again.
-    Without `lookahead` none runs further ahead than its schedule does by itself, as other frameworks cannot.
+    `penalties` replace the measured ones. `delay_warmup` is the share of the run under 1f1b
+    before updates are delayed; by default `DEFAULT_DELAY_WARMUP` if the planner chooses the schedule, else 0.
+    The plan may use `memory_fraction` of each device. `depth`, `width` and `micro_batch` fix the value.
+    `pinned` maps units to devices, `together` names first and last units of ranges that must not be cut,
+    `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
+    Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks.
     """
 
     batch_size: int
@@ -41,7 +40,7 @@ class Wishes:
     synchronous: bool = False
     goal: Goal = Goal.TIME_TO_LOSS
     penalties: Mapping[Rule, float] = field(default_factory=dict)
-    start: float | None = None
+    delay_warmup: float | None = None
     memory_fraction: float = 1.0
     depth: int | None = None
     width: int | None = None
@@ -61,30 +60,30 @@ class Wishes:
             raise BiremeError(
                 f"The memory fraction is {self.memory_fraction}; it must be more than 0 and at most 1."
             )
-        if self.start is not None and not 0 <= self.start <= 1:
-            raise BiremeError(f"The start without delay is {self.start:g} of the run; it must be 0 to 1.")
+        if self.delay_warmup is not None and not 0 <= self.delay_warmup <= 1:
+            raise BiremeError(f"The delay warm-up is {self.delay_warmup:g} of the run; it must be 0 to 1.")
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:
-                raise BiremeError(f"The penalty of {rule} is {steps}; a rule takes 1 step or more for one.")
+                raise BiremeError(f"The penalty of {rule} is {steps}; it must be 1 or more.")
 
     @property
-    def start_share(self) -> float:
-        """The share of a run that goes without delayed updates before they begin."""
-        if self.start is not None:
-            return self.start
-        return START if self.schedule == "auto" else 0.0
+    def delay_warmup_share(self) -> float:
+        """The delay warm-up, as a share of the run."""
+        if self.delay_warmup is not None:
+            return self.delay_warmup
+        return DEFAULT_DELAY_WARMUP if self.schedule == "auto" else 0.0
 
     def penalty(
         self, rule: Rule, optimizer: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0
     ) -> float:
-        """How many batches of a plan make up for one of a synchronous run; 1 if the goal is throughput.
+        """Batches with this plan that equal one synchronous batch; 1 if the goal is throughput.
 
-        Those of a start without delay take longer, by the bubble of equal stages, and count as so many more.
+        Batches of the delay warm-up take longer, by the bubble of equal stages, and count that much more.
         """
         if rule is Rule.SYNCHRONOUS or self.goal is Goal.THROUGHPUT:
             return 1.0
         steps = self.penalties.get(rule)
         if steps is None:
             unseen = unseen_share(num_stages, num_microbatches, lookahead)
-            steps = steps_for_one(rule, optimizer, start=self.start_share, unseen=unseen)
-        return steps * (1 + self.start_share * (num_stages - 1) / num_microbatches)
+            steps = steps_for_one(rule, optimizer, delay_warmup=self.delay_warmup_share, unseen=unseen)
+        return steps * (1 + self.delay_warmup_share * (num_stages - 1) / num_microbatches)

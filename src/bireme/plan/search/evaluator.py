@@ -1,4 +1,4 @@
-"""The judge: what a plan takes on its devices, in seconds and in bytes, as the simulator sees it.
+"""The plan evaluator: predicts seconds and bytes of a plan on its devices with the simulator.
 
 Each replica is simulated on its own devices, on the cluster's links, with the gradient rings it takes part
 in. Replicas meet on links: what a replica gets of a lane is its part of all the bytes that go over it. For
@@ -19,10 +19,10 @@ from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.ring import ring_share
 from bireme.plan.search.contention import Ring, Traffic, ring_over
-from bireme.plan.search.crowding import cores_needed, processors_of
 from bireme.plan.search.draft import Draft
-from bireme.plan.search.ground import Ground
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
+from bireme.plan.search.shared_cores import cores_needed, processors_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.cluster_network import cluster_network
@@ -31,7 +31,7 @@ from bireme.simulate.network import Network
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Floor", "Judge"]
+__all__ = ["LowerBound", "PlanEvaluator"]
 
 MOST_INSTRUCTIONS = 20_000
 """Of the replicas of a plan; when so many are simulated, the faster ones are left out."""
@@ -66,8 +66,8 @@ class _Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """What a batch takes at the least, and the device or lane that it takes it from."""
+class LowerBound:
+    """A lower bound on the time of a batch, and the device or lane that causes it."""
 
     seconds: float
     bottleneck: str
@@ -75,10 +75,10 @@ class Floor:
     """For how long a batch keeps each device busy."""
 
 
-class Judge:
-    """Says what drafts take."""
+class PlanEvaluator:
+    """Evaluates draft plans."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: PlanningProblem) -> None:
         self._ground = ground
         self._works: dict[object, _Work] = {}
         self.num_instructions = 0
@@ -93,7 +93,7 @@ class Judge:
                     found.setdefault(held.name, []).append((place, held.gradient_bytes))
         return found
 
-    def floor(self, draft: Draft) -> Floor:
+    def floor(self, draft: Draft) -> LowerBound:
         """What the busiest device and the busiest lane need, all else being free."""
         ground, outline = self._ground, draft.outline
         rank_of_stage = draft.outline.rank_of_stage
@@ -109,7 +109,7 @@ class Judge:
         cores = cores_needed(ground, device_s)
         floors = [(device_s[busiest], ground.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
-        return Floor(most_s, bottleneck, device_s)
+        return LowerBound(most_s, bottleneck, device_s)
 
     def least_s(self, draft: Draft) -> float:
         """What a batch takes at the least: its floor and, where it drains, the way there and back.
@@ -168,7 +168,7 @@ class Judge:
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=floor.bottleneck,
             stages=tuple(self._stages(draft, program, of_replica)),
-            delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.start_share,
+            delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.delay_warmup_share,
         )
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
@@ -176,7 +176,7 @@ class Judge:
         replica = self._slowest_first(draft, self.floor(draft))[0]
         return self._simulate(draft, program, replica, self._traffic(draft, program.rank_of_stage))
 
-    def _slowest_first(self, draft: Draft, floor: Floor) -> list[int]:
+    def _slowest_first(self, draft: Draft, floor: LowerBound) -> list[int]:
         """The replicas, those with the busiest device first."""
         busiest_s = [
             max(floor.device_s[row[replica]] for row in draft.grid) for replica in range(draft.outline.width)

@@ -14,14 +14,14 @@ from bireme.schedule.instruction import BACKWARDS, RECEIVES, SENDS, Kind
 from bireme.simulate.costs import Costs
 from bireme.timeline.timeline import Interval, Timeline
 
-__all__ = ["OwnCost", "own_cost"]
+__all__ = ["EngineOverhead", "own_cost"]
 
 SURELY_S = 1e-3
 """A message that was sent so long before has come, and one that is sent so long after has not."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCost:
+class EngineOverhead:
     """Seconds: of each pass besides its work, of sending and of taking a message, of a batch's end.
 
     `late_s` is how long after it is sent a message lets a rank go on that waits for it.
@@ -54,7 +54,7 @@ class OwnCost:
         )
 
 
-def own_cost(timeline: Timeline, pace: Pace) -> OwnCost:
+def own_cost(timeline: Timeline, pace: Pace) -> EngineOverhead:
     """What came on top of the pace in a measured run of at least two batches, one stage to a rank."""
     sent_s = {
         interval.instruction.carries(): interval.end_s
@@ -83,7 +83,7 @@ def own_cost(timeline: Timeline, pace: Pace) -> OwnCost:
         for before, one in steps
         if before.instruction.kind is Kind.UPDATE and one.instruction.needs(num_stages) is None
     )
-    return OwnCost(
+    return EngineOverhead(
         forward_s=max(lasts(Kind.FORWARD) - pace.forward_s, 0.0),
         backward_s=max(lasts(*BACKWARDS) - pace.backward_s, 0.0),
         send_s=lasts(*SENDS),

@@ -1,4 +1,4 @@
-"""Devices in a fixed order, one for each stage, and the links from each to the next."""
+"""Devices in a fixed order, one per stage, and the links between neighbours."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from bireme.errors import BiremeError
 
-__all__ = ["Line", "Link", "Seat"]
+__all__ = ["DeviceRow", "DeviceSlot", "Link"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class DeviceSlot:
     """The device of one stage: `speed` divides the chain's seconds, 0.5 is half as fast."""
 
     name: str
@@ -42,14 +42,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DeviceRow:
     """The seats in the order of the stages; `links[s]` joins seat s to seat s + 1.
 
     Where messages `overlap` with computing, a link only limits the pace; else a stage stands still while
     what it needs comes in, as the simulator has it.
     """
 
-    seats: tuple[Seat, ...]
+    seats: tuple[DeviceSlot, ...]
     links: tuple[Link, ...]
     overlap: bool = True
 
@@ -67,15 +67,15 @@ class Line:
         link: Link | None = None,
         speeds: Sequence[float] = (),
         overlap: bool = True,
-    ) -> "Line":
+    ) -> "DeviceRow":
         """Devices that differ by nothing, or by their speed alone."""
         given = tuple(speeds) or (1.0,) * num_stages
         if num_stages < 1 or len(given) != num_stages:
             raise BiremeError(
                 f"A line has a device or more, and as many speeds, not {num_stages} and {len(given)}."
             )
-        seats = tuple(Seat(f"device {s}", speed, memory_bytes) for s, speed in enumerate(given))
-        return Line(seats, (link or Link(),) * (num_stages - 1), overlap)
+        seats = tuple(DeviceSlot(f"device {s}", speed, memory_bytes) for s, speed in enumerate(given))
+        return DeviceRow(seats, (link or Link(),) * (num_stages - 1), overlap)
 
     @property
     def num_stages(self) -> int:

@@ -1,4 +1,4 @@
-"""Profiling under the load that training will have: as many processes at once, of the same kind.
+"""Profiling under the load of training: as many processes at once, of the same kind.
 
 A core is slower while its neighbours compute, and a process that trains is not the one that plans: it has a
 watch, a store, threads of its own. So the units of a model are timed in processes that `launch` starts as it
@@ -35,12 +35,12 @@ from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 
-__all__ = ["Companions", "mean_of"]
+__all__ = ["ParallelMeasurer", "mean_of"]
 
 Figures = TypeVar("Figures")
 
 LOOK_S = 0.2
-"""How often to look how far they are."""
+"""How often to check their progress."""
 
 QUIET_SHARE = 0.05
 """Of the time that a process may wait for a core, and what it measures is still as good on another day."""
@@ -49,7 +49,7 @@ UNITS_SHARE = 0.9
 """Of the work that timing units is, as the progress tells it."""
 
 
-class Companions:
+class ParallelMeasurer:
     """Measures jobs for a run of `num_workers` processes with so many threads, on so many cores."""
 
     def __init__(self, run: RunFile, *, num_workers: int, num_threads: int, num_cores: int) -> None:
@@ -66,7 +66,7 @@ class Companions:
     def __call__(self, job: Job, progress: Progress) -> Measured:
         """Do a job."""
         size = max(self._at_once, min(self._num_workers, 2))
-        progress(0.0, f"starting {size} processes to measure in")
+        progress(0.0, f"starting {size} processes to measure")
         own = (device_here(job.device), versions_here(), self._num_threads, size, job.optimizer)
         large_bytes = _rounded(job.message_bytes)
         kept = cache_path([*own, *self.circumstances, large_bytes], "engines")
@@ -166,7 +166,7 @@ def _measure(
 
 
 def mean_of(found: Sequence[Measured]) -> Measured:
-    """What all measured at once, in the mean over them."""
+    """The mean of what all processes measured."""
     first = found[0]
     engines = [one.engine for one in found if one.engine is not None]
     return Measured(
@@ -184,7 +184,7 @@ def mean_of(found: Sequence[Measured]) -> Measured:
 
 
 def _mean(kind: Callable[..., Figures], found: Sequence[Figures]) -> Figures:
-    """Figures of several processes as one; what one of them lacks is lacking."""
+    """The mean over processes; None if one of them has no figure."""
     values: dict[str, float | None] = {}
     for field in fields(found[0]):  # type: ignore[arg-type]  # all of them are data classes
         own = [getattr(one, field.name) for one in found]

@@ -1,4 +1,4 @@
-"""What a search has judged: the best of every kind and of every shape, and how much was looked at."""
+"""What a search has evaluated: the best of every kind and shape, and how many plans."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from typing import TypeVar
 
 from bireme.plan.forecast import Candidate, Forecast
 from bireme.plan.search.draft import Draft
-from bireme.plan.search.ground import Ground
-from bireme.plan.search.judging import Judge
+from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 from bireme.plan.summary import Kind
 
-__all__ = ["Judged", "Ledger"]
+__all__ = ["EvaluatedDraft", "EvaluatedDrafts"]
 
 MOST_SHOWN = 16
-"""Candidates of an answer, those of every kind among them."""
+"""Largest number of candidates in an answer, including the best of every kind."""
 
 SLACK = 1e-9
 """Relative: so much better is rounding."""
@@ -23,15 +23,15 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A draft and what the judge says of it."""
+class EvaluatedDraft:
+    """A draft plan and its forecast."""
 
     draft: Draft
     forecast: Forecast
 
     @property
     def cost_s(self) -> float:
-        """What a sample costs."""
+        """Cost in seconds per sample."""
         return self.forecast.cost_s_per_sample
 
     @property
@@ -40,27 +40,29 @@ class Judged:
         return all(stage.peak_bytes <= stage.limit_bytes for stage in self.forecast.stages)
 
 
-class Ledger:
-    """Judges drafts and remembers the best."""
+class EvaluatedDrafts:
+    """Evaluates drafts and remembers the best."""
 
-    def __init__(self, ground: Ground, judge: Judge, progress: Callable[[float], None]) -> None:
+    def __init__(
+        self, ground: PlanningProblem, judge: PlanEvaluator, progress: Callable[[float], None]
+    ) -> None:
         self._ground = ground
         self.judge = judge
         self.progress = progress
-        self._of_kind: dict[Kind, Judged] = {}
-        self._of_shape: dict[tuple[str, int, int], Judged] = {}
-        self._seen: dict[Draft, Judged] = {}
+        self._of_kind: dict[Kind, EvaluatedDraft] = {}
+        self._of_shape: dict[tuple[str, int, int], EvaluatedDraft] = {}
+        self._seen: dict[Draft, EvaluatedDraft] = {}
 
     @property
-    def num_judged(self) -> int:
+    def num_evaluated(self) -> int:
         """How many drafts were simulated."""
         return len(self._seen)
 
-    def misfits(self) -> list[Judged]:
+    def misfits(self) -> list[EvaluatedDraft]:
         """What was simulated and does not fit."""
         return [judged for judged in self._seen.values() if not judged.fits]
 
-    def all_best(self) -> list[Judged]:
+    def all_best(self) -> list[EvaluatedDraft]:
         """The best of every kind, the best of all first."""
         return sorted(self._of_kind.values(), key=lambda judged: judged.cost_s)
 
@@ -72,12 +74,12 @@ class Ledger:
         penalty = self._ground.penalty(outline.schedule, outline.num_stages, outline.num_microbatches)
         return penalty * least_batch_s / outline.batch_size < best.cost_s * (1 - SLACK)
 
-    def judged(self, draft: Draft) -> Judged:
+    def judged(self, draft: Draft) -> EvaluatedDraft:
         """What the judge says; the best are remembered."""
         known = self._seen.get(draft)
         if known is not None:
             return known
-        judged = self._seen[draft] = Judged(draft, self.judge.forecast(draft))
+        judged = self._seen[draft] = EvaluatedDraft(draft, self.judge.forecast(draft))
         if judged.fits:
             kind, shape = Kind.of(draft.outline), _shape(draft.outline)
             _keep(self._of_kind, kind, judged)
@@ -98,7 +100,7 @@ def _shape(outline: Outline) -> tuple[str, int, int]:
     return outline.schedule, outline.width, outline.num_ranks
 
 
-def _keep(book: dict[Key, Judged], key: Key, judged: Judged) -> None:
+def _keep(book: dict[Key, EvaluatedDraft], key: Key, judged: EvaluatedDraft) -> None:
     best = book.get(key)
     if best is None or judged.cost_s < best.cost_s * (1 - SLACK):
         book[key] = judged

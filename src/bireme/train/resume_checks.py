@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: with the same model, and where it was in the same data.
+"""Resume checks: a run may continue only with the same model, at the same place in the same data.
 
 A checkpoint says which batch comes next. That is the right one only if batches are what they were.
 """
@@ -25,7 +25,7 @@ from bireme.train.same_data import (
     load_identity,
 )
 
-__all__ = ["check_data_here", "check_finds_checkpoints", "check_goes_on", "check_rate", "circumstances"]
+__all__ = ["check_data_here", "check_finds_checkpoints", "check_rate", "check_same_run", "run_conditions"]
 
 SAME_RATE = 0.01
 """Rates that differ by no more than this part of the higher one are not worth a word."""
@@ -33,7 +33,7 @@ SAME_RATE = 0.01
 BATCH_SIZE, NUM_SAMPLES, OPTIMIZER, DATA = "batch_size", "num_samples", "optimizer", "data"
 
 
-def circumstances(run: RunFile, identity: DataIdentity) -> dict[str, JsonValue]:
+def run_conditions(run: RunFile, identity: DataIdentity) -> dict[str, JsonValue]:
     """What a checkpoint keeps, beside the seed and the batch's number, of what it was made under."""
     return {
         BATCH_SIZE: run.training.batch_size,
@@ -52,14 +52,14 @@ def check_data_here(folder: RunFolder) -> None:
 
 
 def check_finds_checkpoints(run: RunFile, folder: RunFolder) -> None:
-    """Refuse a run that would look for its checkpoints elsewhere than they were written, and find none."""
+    """Refuse a run that would look for its checkpoints in the wrong folder and find none."""
     if not folder.run_file.is_file():
         return
     before, now = folder.checkpoints(folder.load_run()), folder.checkpoints(run)
     if now != before:
         raise BiremeError(
-            f"The checkpoints of {folder.path} are in {before}, and checkpoint.folder is {now.name}: the run "
-            "would begin again without them. Leave checkpoint.folder as it was."
+            f"The checkpoints of {folder.path} are in {before}, but checkpoint.folder is {now.name}: the run "
+            "would start again without them. Set checkpoint.folder back."
         )
 
 
@@ -93,7 +93,7 @@ def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Callable[[str],
     )
 
 
-def check_goes_on(
+def check_same_run(
     checkpoint: Checkpoint,
     folder: RunFolder,
     run: RunFile,
@@ -110,22 +110,22 @@ def check_goes_on(
     # That of a graph for one size of micro-batches is another one for every size.
     if graph.any_batch and manifest.graph_hash != graph_hash(graph):
         raise BiremeError(
-            f"{where} is of another model than model.source = {run.model.source} makes with data.length = "
-            f"{run.data.length}. Set them to what the run was trained with, or begin a new run."
+            f"{where} is from another model than model.source = {run.model.source} with data.length = "
+            f"{run.data.length}. Set them to what the run was trained with, or start a new run."
         )
     optimizer = manifest.extra.get(OPTIMIZER, run.training.optimizer)
     if optimizer != run.training.optimizer:
         raise BiremeError(
-            f"{where} has the state of {optimizer}, and training.optimizer is {run.training.optimizer}. Set "
-            "it to what it was, or begin a new run."
+            f"{where} has the state of {optimizer}, but training.optimizer is {run.training.optimizer}. Set "
+            "it back, or start a new run."
         )
-    now = {"data.seed": run.data.seed, **_named(circumstances(run, identity))}
+    now = {"data.seed": run.data.seed, **_named(run_conditions(run, identity))}
     before = {"data.seed": manifest.seed, **_named(manifest.extra)}
     for name, value in now.items():
         if name in before and before[name] != value:
             raise BiremeError(
-                f"{where} was written with {name} = {before[name]}, and now it is {value}, so samples would "
-                "be missed or come twice. Set it to what it was, or begin a new run."
+                f"{where} was written with {name} = {before[name]}, but now it is {value}, so samples would "
+                "be missed or repeated. Set it back, or start a new run."
             )
     kept = manifest.extra.get(DATA)
     known = load_identity(folder.data) if kept is None else identity_from(kept, str(where))

@@ -6,13 +6,13 @@ A replica is simulated on its part of the cores, which is that of its threads am
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from bireme.plan.search.ground import Ground
+from bireme.plan.search.problem import PlanningProblem
 from bireme.simulate.processors import Processors
 
 __all__ = ["cores_needed", "processors_of"]
 
 
-def cores_needed(ground: Ground, device_s: Mapping[int, float]) -> list[tuple[float, str]]:
+def cores_needed(ground: PlanningProblem, device_s: Mapping[int, float]) -> list[tuple[float, str]]:
     """For how long a batch keeps the cores of each server busy that its devices share, and their name."""
     work_s: defaultdict[int, float] = defaultdict(float)
     for device, seconds in device_s.items():
@@ -25,7 +25,7 @@ def cores_needed(ground: Ground, device_s: Mapping[int, float]) -> list[tuple[fl
     ]
 
 
-def processors_of(ground: Ground, grid: Sequence[Sequence[int]], replica: int) -> Processors | None:
+def processors_of(ground: PlanningProblem, grid: Sequence[Sequence[int]], replica: int) -> Processors | None:
     """The cores that the ranks of a replica share, machines in the order in which ranks come to them.
 
     None where every rank has its own.
