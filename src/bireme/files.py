@@ -47,7 +47,7 @@ def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         draft.replace(path)
     except OSError as error:
         raise BiremeError(
-            f"{path} cannot be written: {error.strerror or error}. What was there before is untouched."
+            f"{path} cannot be written: {error.strerror or error}. The old content is unchanged."
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
     except OSError as error:
         raise BiremeError(
-            f"{path} cannot be written: {error.strerror or error}. What was there before is untouched."
+            f"{path} cannot be written: {error.strerror or error}. The old content is unchanged."
         ) from error
     finally:
         if before.exists() and not path.exists():

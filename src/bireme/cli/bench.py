@@ -10,7 +10,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     add_completion=False,
-    help="Measure Bireme on this machine, beside its limits and its peers.",
+    help="Measure Bireme on this machine and compare it with its limits and peers.",
     no_args_is_help=True,
 )
 

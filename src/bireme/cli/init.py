@@ -21,7 +21,7 @@ def init(
     [dim]bireme init run.toml[/dim]
     """
     if path.suffix != ".toml":
-        raise BiremeError(f"A run file is a .toml file, and {path} is none. Name it {path.stem}.toml.")
+        raise BiremeError(f"A run file must end in .toml, and {path} does not. Name it {path.stem}.toml.")
     is_there = path.exists() or path.is_symlink()
     if is_there and not force:
         raise BiremeError(f"{path} already exists. Name another file, or overwrite it with --force.")

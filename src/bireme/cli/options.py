@@ -66,7 +66,7 @@ From = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file; repeat it."),
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file; Repeatable."),
 ]
 
 

@@ -21,7 +21,7 @@ __all__ = ["place"]
 devices_option = partial(typer.Option, rich_help_panel="Devices, in the place of the file's")
 search_option = partial(typer.Option, rich_help_panel="What to look for")
 output_option = partial(typer.Option, rich_help_panel="Output")
-model_option = partial(typer.Option, rich_help_panel="A model in the place of a file")
+model_option = partial(typer.Option, rich_help_panel="A model instead of a file")
 
 OF_A_SEARCH = (
     "method",
@@ -90,9 +90,7 @@ def place(
     ] = None,
     cluster: Annotated[
         str | None,
-        model_option(
-            metavar="FILE.toml|NAME", help="The devices, which must be alike; this machine if left out."
-        ),
+        model_option(metavar="FILE.toml|NAME", help="Cluster with equal devices; by default this machine."),
     ] = None,
     micro_batch: Annotated[int, model_option(help="Samples per micro-batch.")] = 1,
     training: Annotated[
@@ -122,7 +120,7 @@ def place(
             help="Write the placement as a plan, with cuts moved to the nearest unit borders.",
         ),
     ] = None,
-    schedule: Annotated[str, model_option("--schedule", "-s", help="Of the plan.")] = "2bw",
+    schedule: Annotated[str, model_option("--schedule", "-s", help="Schedule of the plan.")] = "2bw",
     microbatches: Annotated[
         int | None,
         model_option(

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["cluster_of", "plan"]
 
-given_option = partial(typer.Option, rich_help_panel="What is there")
-wishes_option = partial(typer.Option, rich_help_panel="What the plan must be like")
+given_option = partial(typer.Option, rich_help_panel="Model, batch and machines")
+wishes_option = partial(typer.Option, rich_help_panel="Constraints on the plan")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 LARGEST_MEASURED = 16
@@ -61,7 +61,8 @@ def plan(
     cluster: Annotated[
         str | None,
         given_option(
-            metavar="FILE.toml|NAME", help="The devices, or a ready cluster; this machine if left out."
+            metavar="FILE.toml|NAME",
+            help="Cluster file, or name of a ready cluster; by default this machine.",
         ),
     ] = None,
     schedule: Annotated[
@@ -93,7 +94,7 @@ def plan(
     ] = None,
     depth: Annotated[int | None, wishes_option(help="Number of devices per replica.")] = None,
     width: Annotated[int | None, wishes_option(help="Replicas.")] = None,
-    micro_batch: Annotated[int | None, wishes_option(help="Samples of a micro-batch.")] = None,
+    micro_batch: Annotated[int | None, wishes_option(help="Samples per micro-batch.")] = None,
     largest_batch: Annotated[
         int | None, wishes_option(help="Allow steps of up to this many samples.")
     ] = None,
@@ -109,7 +110,8 @@ def plan(
         ),
     ] = "where-needed",
     lookahead: Annotated[
-        bool, wishes_option(help="Let stages run further ahead to hide slow links; other frameworks cannot.")
+        bool,
+        wishes_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
     ] = True,
     pin: Annotated[
         list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
@@ -117,7 +119,7 @@ def plan(
     together: Annotated[
         list[str] | None,
         wishes_option(
-            metavar="FIRST..LAST", help="Units, by number or name, that must not be cut apart; repeat it."
+            metavar="FIRST..LAST", help="Units, by number or name, to keep on one stage. Repeatable."
         ),
     ] = None,
     whole_layers: Annotated[
@@ -144,7 +146,8 @@ def plan(
     explain: Annotated[
         bool,
         output_option(
-            "--explain", help="What limits the best few, and what would help: plans again for each change."
+            "--explain",
+            help="Show what limits the best plans and what would help. Plans again for each change.",
         ),
     ] = False,
     output: Annotated[
@@ -165,7 +168,7 @@ def plan(
     """
     exports = exports_of(export or (), has_model=model is not None)
     if output is not None and output.suffix != ".json":
-        raise BiremeError(f"A plan is written to a .json file, and {output} is none.")
+        raise BiremeError(f"A plan file must end in .json, and {output} does not.")
     check_writable(output, *(export.path for export in exports))
     asked = _measuring(
         context,

@@ -82,7 +82,7 @@ def simulate(
     agree: Annotated[
         bool,
         times_option(
-            "--agree", help="No update before all ranks have a batch's gradients, as in Bireme's engine."
+            "--agree", help="Update only when all ranks have the batch's gradients, as in Bireme's engine."
         ),
     ] = False,
     message_bytes: Annotated[float, links_option(help="Bytes between two stages, in each direction.")] = 0.0,
@@ -96,7 +96,7 @@ def simulate(
     ranks_per_server: Annotated[
         int | None,
         links_option(
-            help="Ranks to a server, whose one network card is then the link; inside, messages are free."
+            help="Ranks per server: they share one network card, and messages inside a server are free."
         ),
     ] = None,
     overlap: Annotated[bool, links_option(help="Send messages while ranks compute.")] = True,

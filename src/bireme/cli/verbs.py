@@ -54,7 +54,7 @@ VERBS = {
         LOOK,
         "Trace a training iteration: who owns the peak, how long blocks lie idle, what could be swapped.",
     ),
-    "bench": Verb(LOOK, "Measure Bireme on this machine, beside its limits and its peers."),
+    "bench": Verb(LOOK, "Measure Bireme on this machine and compare it with its limits and peers."),
 }
 
 EXAMPLE = "Example: bireme init run.toml, then: bireme train run.toml"

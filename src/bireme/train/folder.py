@@ -70,7 +70,7 @@ class RunFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BiremeError(
-                f"The folder {folder.path} of the run cannot be made: {error.strerror}."
+                f"The folder {folder.path} of the run cannot be created: {error.strerror}."
             ) from None
         return folder
 

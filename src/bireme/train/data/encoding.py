@@ -107,7 +107,7 @@ def _of_rows(rows: Iterator[IdRow], origin: str, tokenizer: Tokenizer | None) ->
     for row in rows:
         ids = row.ids
         if len(ids) and ids.max() >= ID_LIMIT:
-            raise BiremeError(f"{origin} holds the token id {ids.max()}; ids are below {ID_LIMIT}.")
+            raise BiremeError(f"{origin} holds the token id {ids.max()}; ids must be below {ID_LIMIT}.")
         signed = np.where(row.counts, ids, -1 - ids)
         is_ended = not len(ids) or end is None or ids[-1] == end
         yield Encoded(signed if is_ended else _ended(signed, end), 1, ends_document=True)

@@ -1,7 +1,7 @@
 """Datasets of the `datasets` library, by the name they have on the Hugging Face Hub or by a folder.
 
 `hf:NAME` is a dataset of the Hub, `hf:FOLDER` a folder of Parquet, JSON or CSV files, or one that the library
-saved, `hf:FILE` such a file; what further to know follows behind commas: `hf:NAME,split=test,config=en,
+saved, `hf:FILE` such a file; further options follow after commas: `hf:NAME,split=test,config=en,
 column=text,streaming=true`. With a name the network is needed once; the library keeps what it has loaded.
 Code that lies with a dataset is never run.
 """

@@ -159,7 +159,7 @@ class Data(Table):
 
     source: Text | None = Field(
         default="stdlib",
-        description="What to learn: a text file or a folder of them, hf:NAME or hf:FOLDER for a dataset of "
+        description="Training data: a text file or a folder of them, hf:NAME or hf:FOLDER for a dataset of "
         "the datasets library, a .npy or .bin file of tokens, module:function or file.py:function of your "
         "own, or stdlib, the sources of Python's standard library. It gives way to mixture",
     )
