@@ -21,7 +21,7 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
 def test_what_is_no_ordinary_file_is_left_alone(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(BiremeError, match="no ordinary file"):
+    with pytest.raises(BiremeError, match="not an ordinary file"):
         write_text_atomically(pipe, "text")
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]

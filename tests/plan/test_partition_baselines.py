@@ -93,7 +93,7 @@ def test_equal_blocks_take_the_embedding_first_and_the_head_last() -> None:
     chain = gpt_like(8)
     assert pipedream_2bw(loads(chain, 4)) == (5, 9, 13)
     assert pipedream_2bw(loads(chain, 3)) == (5, 11)
-    with pytest.raises(BiremeError, match="2 layers cannot be divided to 3"):
+    with pytest.raises(BiremeError, match="2 layers cannot be dealt out to 3"):
         pipedream_2bw(loads(gpt_like(2), 3))
 
 

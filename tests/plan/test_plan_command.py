@@ -181,7 +181,7 @@ def test_the_tables_fit_the_terminal(capsys: Capture, monkeypatch: pytest.Monkey
     out = plan(capsys, "--explain").out
     assert max(map(len, out.splitlines())) <= columns
     assert "…" not in re.sub(r"\d…\d", "", "".join(re.findall(r"^.*(?:best of a kind|stage ).*$", out, re.M)))
-    for heading in ("stage", "units", "devices", "busy", "memory", "shape", "a batch", "steps", "behind"):
+    for heading in ("stage", "units", "devices", "busy", "memory", "shape", "a batch", "steps", "slower by"):
         assert heading in out
     for kind in ("2bw", "2bw-fresh", "flush (", "zero-bubble (", "one device", "data parallel"):
         assert re.search(rf"^{re.escape(kind)}", out, re.MULTILINE), kind
@@ -294,7 +294,7 @@ def test_left_out_the_cluster_is_this_machine(capsys: Capture) -> None:
         ("--profile missing.json", "There is no file missing.json"),
         ("--like a100", "--profile brings what was measured: leave out --like"),
         ("--length 3", "leave out --length"),
-        ("--output plan.toml", "a .json file"),
+        ("--output plan.toml", "must end in .json"),
         ("--output /nowhere/plan.json", "there is no folder /nowhere"),
         ("--export megatrn", "Did you mean 'megatron'?"),
         ("--export megatron:", "names no file"),

@@ -306,7 +306,7 @@ def test_nemo_s_section_says_the_plan() -> None:
         (Plan((3, 5, 7), 8, "1f1b-sliced", num_sliced=2), "halves"),
         (Plan((), 4, "sequential"), "is one device, without a pipeline"),
         (Plan((), 4, "sequential", width=2), "is data parallelism, without a pipeline"),
-        (Plan((3, 5, 7), 8, "1f1b", recompute=(0, 2)), "on stages 0, 2 of 4 alone"),
+        (Plan((3, 5, 7), 8, "1f1b", recompute=(0, 2)), "only on stages 0, 2 of 4"),
         (Plan((3, 5, 7), 8, "1f1b", recompute_units=(2,)), "on stages parts of stages"),
         (Plan((3,), 8, "1f1b", width=2, micro_batch_sizes=(1, 3)), "micro-batches of 1 and 3 samples"),
     ],

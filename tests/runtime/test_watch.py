@@ -85,7 +85,7 @@ def test_where_all_live_it_says_what_they_do() -> None:
 def test_a_rank_that_never_joins_is_named() -> None:
     with (
         watching(HashStore(), 2, size=3) as (first, _),
-        pytest.raises(RankFailed, match="not joined") as caught,
+        pytest.raises(RankFailed, match="did not join") as caught,
     ):
         first.wait_for_everyone(0.3)
     assert caught.value.rank == 2

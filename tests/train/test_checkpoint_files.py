@@ -226,7 +226,7 @@ def test_truncation_at_any_length_is_found(folder: Path) -> None:
         data = path.read_bytes()
         for length in [0, 1, len(data) - 1, *draws.sample(range(len(data)), 25)]:
             path.write_bytes(data[:length])
-            assert_passed_over(folder, path.name, "cut short")
+            assert_passed_over(folder, path.name, "truncated")
         path.write_bytes(data)
 
 
@@ -329,7 +329,7 @@ def damage_header(data: bytes) -> bytes:
     [
         (damage_header, "header that cannot be read"),
         (lambda data: b"\xff" * len(data), "too long"),
-        (lambda data: data[:-1], "ends amid"),
+        (lambda data: data[:-1], "ends inside"),
         (lambda data: data.replace(b'"a"', b'"b"'), "has no tensor a"),
         (lambda _data: b"", "header that cannot be read"),
     ],

@@ -210,7 +210,7 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: py
         assert gate.is_reached.wait(patience_s())
         gate.opened.set()
     assert steps_in(tmp_path) == [1]
-    with pytest.raises(BiremeError, match="closed already"):
+    with pytest.raises(BiremeError, match="already closed"):
         run.save(2)
 
 

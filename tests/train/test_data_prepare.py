@@ -103,7 +103,7 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     [
         ("{'x': torch.ones(9, 3)}", "lack y: they hold x, but the model takes x, y"),
         ("{'x': torch.ones(9, 3), 'y': torch.ones(9)}", "y is float32, but the model takes int64"),
-        ("{'x': torch.ones(9), 'y': torch.ones(9).long()}", r"x is of shape \[\], but the model takes \[5\]"),
+        ("{'x': torch.ones(9), 'y': torch.ones(9).long()}", r"x is of shape \[\], and the model takes \[5\]"),
     ],
 )
 def test_samples_that_the_model_does_not_take_are_refused(made: str, wrong: str, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_auto_is_the_tokenizer_of_the_model_else_bytes(folder: Path, tmp_path: P
 def test_what_is_no_tokenizer_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(BiremeError, match="no tokenizer 'byte'"):
         load_tokenizer("byte")
-    with pytest.raises(BiremeError, match="holds no tokenizer"):
+    with pytest.raises(BiremeError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BiremeError, match="cannot be read"):

@@ -123,6 +123,7 @@ def start(then: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     parent = subprocess.Popen(
         [sys.executable, str(script)],
         env=os.environ | {"BIREME_TEST_PIDS": str(pids)},
+        stdin=subprocess.PIPE,  # or input() would end at once
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -190,7 +190,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["texts"], "neither the folder of a run nor that of a model"),
     (["model"], "is a model without data. Name some to evaluate with: --data FILE"),
     (["model", "--data", "nothing.txt"], "has no text in it"),
-    (["model", "--data", "short.txt"], "The data for evaluation makes 0 samples"),
+    (["model", "--data", "short.txt"], "The data for evaluation has 0 samples"),
     (["model", "--data", "nowhere.txt"], "There is no file or folder 'nowhere.txt'"),
     (["model", "--data", "ids.npy"], "holds the token id 300, and the model has 257 tokens"),
     (["model", "--data", "texts", "--length", "64"], "Set data.length to 32"),

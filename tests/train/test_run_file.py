@@ -192,7 +192,7 @@ def test_the_reference_s_examples_are_run_files(tmp_path: Path) -> None:
             '[model]\nloss = "mean"',
             "it must be cross_entropy, l1, mse, or a function of your own as module:function.",
         ),
-        ("[model]\ntrain = []", 'model.train is []; it must be one word or more, such as ["*.bias"].'),
+        ("[model]\ntrain = []", 'model.train is []; it must be one text or more, such as ["*.bias"].'),
         ("[model]\nfreeze = [3]", "model.freeze[0] is 3; it must be a valid string."),
         ("format = 2", "run.toml: format is 2; it must be 1."),
         ("[model", "run.toml is not TOML:"),

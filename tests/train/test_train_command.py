@@ -178,7 +178,7 @@ WRONG = [
         ["model.source=gpt:layers=1,width=16,heads=2,vocab=257,context=32"],
         "cuts at unit 5",
     ),
-    (["data.length=16"], "input_ids is of shape [16], but the model takes [32]. Set data.length to 32"),
+    (["data.length=16"], "input_ids is of shape [16], and the model takes [32]. Set data.length to 32"),
     (["plan.file=", "plan.depth=3", "cluster.workers="], "is 3, but the run has 2 devices"),
     (["cluster.workers=2"], "is for 4 devices, but the run has 2. Set cluster.workers to 4"),
     (["cluster.source=one-server-of-8", "cluster.workers=3"], "has 8 devices, but cluster.workers is 3"),
@@ -241,7 +241,7 @@ def test_a_folder_that_is_taken_is_refused_before_anything_is_measured(
     (taken / "run.toml").touch()
     assert f"Resume it with `bireme resume {taken}`" in bireme(capsys, "train", str(path)).err
     under = settings(log__folder=taken / "letter.txt")
-    assert "letter.txt is no folder" in bireme(capsys, "train", str(path), *under).err
+    assert "letter.txt is not a folder" in bireme(capsys, "train", str(path), *under).err
     assert (taken / "letter.txt").read_text() == "kept"
 
 

@@ -126,6 +126,6 @@ def test_a_folder_that_is_not_shared_is_told_once(tmp_path: Path) -> None:
         told = train_on([first, apart], run, words)
 
     assert [one.status for one in told] == [1, 1]  # torchrun's own
-    sentence = f"On host-1: {run}, the run's folder, what rank 0 wrote there"
+    sentence = f"On host-1: This machine does not see in {run}, the run's folder, what rank 0 wrote there"
     assert [one.err.count(sentence) for one in told] == [1, 0]
     assert all(one.err.count("exitcode  : 2") == 1 for one in told)

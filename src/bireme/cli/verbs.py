@@ -25,34 +25,33 @@ VERBS = {
     "init": Verb(TRAIN, "Write a run file for `bireme train`, with every key explained and commented out."),
     "train": Verb(
         TRAIN,
-        "Train a model over a pipeline. Without a file, a small language model on Python's own sources.",
+        "Train a model over a pipeline. Without a run file: a small language model on Python's sources.",
     ),
     "evaluate": Verb(
         TRAIN, "Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second."
     ),
-    "resume": Verb(TRAIN, "Go on with a run from its newest good checkpoint."),
+    "resume": Verb(TRAIN, "Resume a run from its most recent intact checkpoint."),
     "report": Verb(
         TRAIN,
-        "Make one HTML page of a run: curves, timeline, memory, plan. It needs no network and no server.",
+        "Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.",
     ),
     "export": Verb(
         TRAIN,
-        "Write a run's newest model: what transformers loads, or safetensors by the model's own names.",
+        "Export the newest model of a run: a transformers folder, or safetensors with the model's names.",
     ),
-    "profile": Verb(
-        PLAN, "Measure what the pieces of a model cost: seconds forward and backward, bytes kept and sent."
-    ),
-    "cluster": Verb(PLAN, "Servers, devices and links: find them, look at them."),
+    "profile": Verb(PLAN, "Measure each unit of a model: seconds forward and backward, bytes kept and sent."),
+    "cluster": Verb(PLAN, "Servers, devices and links: find, measure and show them."),
     "plan": Verb(
         PLAN,
-        "Find the fastest plan that fits: how to cut a model, which device does what, on which schedule.",
+        "Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.",
     ),
     "place": Verb(PLAN, "Place the operators of a graph on accelerators and CPUs."),
-    "schedule": Verb(LOOK, "Draw a schedule as a grid: ranks down, time across."),
+    "schedule": Verb(LOOK, "Draw a schedule as a grid: one row per rank, time to the right."),
     "simulate": Verb(LOOK, "Predict the time and memory of a schedule before anything runs."),
     "memory": Verb(
         LOOK,
-        "Trace a training iteration: who owns the peak, how long blocks lie idle, what could be swapped.",
+        "Trace a training iteration: what the peak consists of, which blocks are idle, "
+        "what could be swapped.",
     ),
     "bench": Verb(LOOK, "Measure Bireme on this machine and compare it with its limits and peers."),
 }

@@ -32,11 +32,13 @@ def _several(value: Any) -> Any:
     """One text stands for a list of one."""
     if isinstance(value, str):
         return (value,)
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError('one text or more, such as ["*.bias"]')
+    return tuple(value)
 
 
 Text = Annotated[str, AfterValidator(_filled)]
-Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_several)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_several)]
 Devices = Annotated[int, Field(ge=1, le=4096)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
