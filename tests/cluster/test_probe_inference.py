@@ -189,7 +189,7 @@ def test_servers_whose_ranks_are_mixed_are_refused() -> None:
 
 
 def test_a_way_that_nobody_measured_is_named() -> None:
-    with pytest.raises(BiremeError, match="from device 0 to 1 alone"):
+    with pytest.raises(BiremeError, match="from device 0 to 1 was not measured alone"):
         Measurements(("a", "a"), (Device("cpu", "cpu", 1),) * 2, {}, ())
 
 

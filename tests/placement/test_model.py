@@ -486,7 +486,7 @@ def test_cuts_are_moved_to_the_nearest_borders_and_the_value_follows() -> None:
     assert found.devices == at_cuts(model, (3,))
     assert found.value == pytest.approx(max(map(sum, loads_at(model, found.devices))))
     assert found.value != before.value
-    assert f"{found.value:.6g} ms in place of {before.value:.6g} ms" in found.note
+    assert f"{found.value:.6g} ms instead of {before.value:.6g} ms" in found.note
 
 
 def test_moved_cuts_keep_tied_operators_together() -> None:

@@ -106,7 +106,7 @@ def test_methods_that_know_no_contiguity_say_so() -> None:
     workload = Workload(tuple(Node(number, 1.0, 9.0) for number in range(4)), (), 2, 0, 1e9)
     found = solve(workload, Request(method=Method.LOCAL_SEARCH))
     assert not found.contiguous
-    assert "knows no contiguity" in found.notes[0]
+    assert "ignores contiguity" in found.notes[0]
 
 
 def test_latency_is_placed_by_those_who_can() -> None:

@@ -183,14 +183,14 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
 @pytest.mark.parametrize(
     ("wishes", "word"),
     [
-        ({"depth": 3, "width": 2}, "takes 6 devices"),
-        ({"depth": 7}, "takes 7 devices"),
+        ({"depth": 3, "width": 2}, "needs 6 devices"),
+        ({"depth": 7}, "needs 7 devices"),
         ({"schedule": "pipedream"}, "does not run pipedream"),
         ({"schedule": "2bw", "synchronous": True}, "delays updates"),
         ({"schedule": "1b1f"}, "There is no schedule"),
         ({"micro_batch": 3}, "not of 3"),
         ({"batch_size": 3, "micro_batch": 2}, "No plan"),
-        ({"largest_batch": 2}, "Exchange the two"),
+        ({"largest_batch": 2}, "Swap the two"),
         ({"devices": ("a/gpu0",)}, "no device 'a/gpu0'"),
         ({"pinned": {9: "a/emulated0"}}, "0 to 5"),
         ({"pinned": {0: "a/emulated0"}, "devices": ("a/emulated1",)}, "not among the devices"),

@@ -147,7 +147,7 @@ def test_the_optimizer_and_the_numbers_are_those_asked_for(capsys: Capture) -> N
 def test_the_file_holds_the_profile_whole(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     result = bireme(capsys, "profile", *ON_META.split(), "--output", str(path))
-    assert f"Written to {path}." in result.out
+    assert f"Wrote {path}." in result.out
     found = load_profile(path)
     assert found.model == GPT
     assert stage_cost(found, 0, 6, 1).parameter_bytes == found.parameter_bytes

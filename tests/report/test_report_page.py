@@ -137,7 +137,7 @@ def test_missing_parts_say_how_to_get_them(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "bare", killed=True, evaluated=False, recorded=False, with_plan=False)
     text = made(folder)
     assert Reader(text).open == []
-    for words in ("log.trace=true", "training.evaluate_every=100", "no plan.json", "names bytes"):
+    for words in ("log.trace=true", "training.evaluate_every=100", "no plan.json", "has memory figures"):
         assert words in text
 
 
@@ -254,7 +254,7 @@ def test_a_wrong_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
 def test_seven_runs_are_too_many(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = bireme(capsys, "report", *[str(run)] * 7)
     assert result.status == 2
-    assert "6 are the most" in result.err
+    assert "give at most 6" in result.err
 
 
 @pytest.mark.slow

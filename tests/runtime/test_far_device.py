@@ -215,7 +215,7 @@ def sources_load() -> None:
 def refuses() -> None:
     devices.KINDS = tuple(kind for kind in devices.KINDS if kind != FAR)
     try:
-        with pytest.raises(BiremeError, match="Bireme computes on cpu and cuda, and not on far"):
+        with pytest.raises(BiremeError, match="Bireme computes on cpu and cuda, not on far"):
             pipeline_of(gpt(DROPPING), Setting(Plan((), 2)), SingleRankFabric(), device=FAR)
         assert devices.num_accelerators() == 0
     finally:

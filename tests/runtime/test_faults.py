@@ -126,7 +126,7 @@ def test_a_rank_that_never_answers_is_shown_with_what_all_are_doing(tmp_path: Pa
     assert isinstance(error, RankFailed)
     assert error.rank == 0  # the one that waits in vain
     assert "Timed out" in error.text
-    assert "All ranks live" in error.text
+    assert "All ranks are alive" in error.text
     assert "rank 1 at 1F0 of batch 1 on version 0" in error.text
     assert "raise the timeout" in error.text
 

@@ -63,7 +63,8 @@ def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) ->
     """The error of a receive for which nothing moved for too long."""
     return BiremeError(
         f"The {key} ({payload.numel()} bytes) did not arrive from rank {source} within {waited_s:g} s. That "
-        "rank may have died, hang, or have a batch of other shapes, so that its message has another "
+        "rank may have died or hang, or its batch has other shapes, so that its message has another "
+        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
         "long."
     )
 
