@@ -35,6 +35,7 @@ from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.rule import Rule
 from bireme.sync.norm import are_finite, norm_workspace_bytes
+from bireme.sync.reduced import NUMBERS_BYTES
 
 __all__ = ["BankInUse", "BankMemory", "DeadVersion", "WeightBanks"]
 
@@ -313,13 +314,15 @@ class WeightBanks:
         """What all this takes now; an optimiser takes its share at its first step."""
         slots = [slot for shelf in self._stepper.shelves for _, slot in shelf.slots.items()]
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
+        # A trial step looks whether its gradients are finite while the batch before is summed up.
+        waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
         return BankMemory(
             banks_bytes=sum(bank.num_bytes for store in self._stores for bank in store.banks),
             frozen_bytes=sum(tensor.nbytes for tensor in self._frozen.values()),
             apart_bytes=sum(store.apart.num_bytes for store in self._stores if store.apart is not None),
             optimizer_bytes=self._stepper.state_bytes(),
             gradient_bytes=self.gradients.num_bytes,
-            workspace_bytes=self._trials.num_bytes + norm_bytes,
+            workspace_bytes=self._trials.num_bytes + norm_bytes + waiting_bytes,
         )
 
     def _copy_apart_into(self, bank: int) -> None:

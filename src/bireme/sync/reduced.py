@@ -9,7 +9,10 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 
-__all__ = ["Reduced", "numbers_of", "reduced_of"]
+__all__ = ["NUMBERS_BYTES", "Reduced", "numbers_of", "reduced_of"]
+
+NUMBERS_BYTES = 5 * 8
+"""What a rank keeps of a batch until all ranks' numbers are added."""
 
 STAMP_LIMIT = 2**20
 """Squares of stamps, summed over thousands of ranks, are exact in float64."""
