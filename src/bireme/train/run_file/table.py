@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["Devices", "Samples", "Share", "Steps", "StepsOrNever", "Table", "Text", "Texts"]
+__all__ = [
+    "Devices",
+    "Samples",
+    "Seed",
+    "Share",
+    "Steps",
+    "StepsOrNever",
+    "Table",
+    "Text",
+    "Texts",
+    "giving_way",
+]
 
 OTHER_WORDS: Mapping[str, str] = {
     "bf16": "bfloat16",
@@ -43,6 +54,7 @@ Devices = Annotated[int, Field(ge=1, le=4096)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
 StepsOrNever = Annotated[int, Field(ge=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -71,3 +83,10 @@ def _our_word(annotation: Any, value: Any) -> Any:
     plain = value.strip().lower().replace("_", "-")
     word = OTHER_WORDS.get(plain, plain)
     return next((known for known in get_args(annotation) if word == str(known).replace("_", "-")), value)
+
+
+def giving_way(data: Any, key: str, other: str) -> Any:
+    """Without the default of `key` where `other`, which says it in another way, is given."""
+    if isinstance(data, dict) and data.get(other) is not None and key not in data:
+        return data | {key: None}
+    return data

@@ -10,8 +10,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from bireme.model.part import ALL_LINEAR, Part
 from bireme.model.part import Lora as LoraPart
+from bireme.train.run_file.data import Data, Mixed
 from bireme.train.run_file.planning import Penalties, Planning
-from bireme.train.run_file.table import Samples, Share, Steps, StepsOrNever, Table, Text, Texts
+from bireme.train.run_file.table import (
+    Samples,
+    Seed,
+    Share,
+    Steps,
+    StepsOrNever,
+    Table,
+    Text,
+    Texts,
+    giving_way,
+)
 
 __all__ = [
     "LOSSES",
@@ -45,12 +56,6 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
-def _list(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError('one table or more, such as [{source = "texts/", weight = 3.0}]')
-    return tuple(value)
-
-
 def _loss(value: str) -> str:
     module, colon, function = value.rpartition(":")
     if value not in LOSSES and not (module and colon and function):
@@ -59,17 +64,9 @@ def _loss(value: str) -> str:
 
 
 PlainName = Annotated[Text, AfterValidator(_plain_name)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
 Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-
-
-def _giving_way(data: Any, key: str, other: str) -> Any:
-    """Without the default of `key` where `other`, which says it in another way, is given."""
-    if isinstance(data, dict) and data.get(other) is not None and key not in data:
-        return data | {key: None}
-    return data
 
 
 class Lora(Table):
@@ -145,88 +142,6 @@ class Model(Table):
         if asked.rank is not None:
             lora = LoraPart(asked.rank, asked.alpha, asked.dropout, asked.targets)
         return Part(self.train, self.freeze, lora)
-
-
-class Mixed(Table):
-    """One entry of `data.mixture`."""
-
-    source: Text
-    weight: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 1.0
-
-
-class Data(Table):
-    """`[data]`."""
-
-    source: Text | None = Field(
-        default="stdlib",
-        description="Training data: a text file or a folder of them, hf:NAME or hf:FOLDER for a dataset of "
-        "the datasets library, a .npy or .bin file of tokens, module:function or file.py:function of your "
-        "own, or stdlib, the sources of Python's standard library. It gives way to mixture",
-    )
-    mixture: Annotated[tuple[Mixed, ...], Field(max_length=1000), BeforeValidator(_list)] | None = Field(
-        default=None,
-        description="Several sources to learn from, each with its weight: the share of samples that are "
-        "drawn from it, beside the weights of the others",
-        examples=[
-            (
-                {"source": "texts/", "weight": 3.0},
-                {"source": "hf:owner/name,split=train", "weight": 1.0},
-            )
-        ],
-    )
-    tokenizer: Text = Field(
-        default="bytes",
-        description="How text becomes tokens: bytes, the folder of a transformers tokenizer, or auto, "
-        "which is the model's folder if it has a tokenizer, else bytes",
-    )
-    length: Annotated[int, Field(ge=2, le=2**24)] = Field(default=128, description="Tokens of a sample")
-    packing: Literal["stream", "documents", "none"] | None = Field(
-        default=None,
-        description="How documents become samples: stream puts one after the other and cuts anywhere, "
-        "documents puts several into a sample so that none attends to another, none gives each "
-        "a sample of its own. If not set none for conversations, else stream",
-        examples=["documents"],
-    )
-    evaluation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = Field(
-        default=0.05,
-        description="Share of the data, at its end, held out for evaluation; 0 turns evaluation off. It "
-        "gives way to evaluation_source",
-    )
-    evaluation_source: Text | None = Field(
-        default=None,
-        description="Separate data for evaluation, in the notation of source",
-        examples=["evaluation.txt"],
-    )
-    text_column: Text | None = Field(
-        default=None,
-        description="Column of a dataset with the text, the tokens or the messages of conversations; if not "
-        "set input_ids, else text, else messages, else the only one that holds text",
-        examples=["text"],
-    )
-    pattern: Text = Field(
-        default="*", description="Names of the files to read in a folder and its subfolders"
-    )
-    dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="Number format of a .bin file")
-    num_workers: Annotated[int, Field(ge=0, le=256)] = Field(
-        default=0, description="Processes that load samples, for a slow dataset of your own; 0 uses a thread"
-    )
-    prefetch: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=2, description="Number of batches to load in advance"
-    )
-    seed: Seed = Field(default=0, description="Random seed of the order of samples")
-    shuffle_buffer: Annotated[int, Field(ge=0, le=10**8)] = Field(
-        default=1000, description="Rows of a stream (streaming=true) to shuffle among; 0 keeps their order"
-    )
-
-    @property
-    def named(self) -> str:
-        """The source, or all of a mixture, in a sentence."""
-        return self.source or ", ".join(one.source for one in self.mixture or ())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_of_two(cls, data: Any) -> Any:
-        return _giving_way(_giving_way(data, "evaluation_fraction", "evaluation_source"), "source", "mixture")
 
 
 class Training(Table):
@@ -313,7 +228,7 @@ class Training(Table):
     @model_validator(mode="before")
     @classmethod
     def _one_warmup(cls, data: Any) -> Any:
-        return _giving_way(data, "warmup_fraction", "warmup_steps")
+        return giving_way(data, "warmup_fraction", "warmup_steps")
 
     @property
     def num_warmup_steps(self) -> int:
