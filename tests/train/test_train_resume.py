@@ -240,7 +240,7 @@ def test_a_full_disk_costs_checkpoints_and_no_run(tmp_path: Path) -> None:
     path, run = write_run(tmp_path, data=PACED), tmp_path / "runs" / "run"
     with _small_disk(run):
         more = settings(training__steps=40, log__every_steps=1)
-        with running(run, "train", str(path), *more, "--json", pace_s=0.15) as train:
+        with running(run, "train", str(path), *more, "--json", pace_s=0.05) as train:
             train.wait_for_step(2)
             filler = run / "filler"
             with filler.open("wb", buffering=0) as file, suppress(OSError):
