@@ -12,17 +12,21 @@ forwards keep for their backwards. Beside them is what the banks themselves say 
 """
 
 import gc
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from benchmarks.common.command import Findings, Section, benchmark, in_process, log
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.command import Findings, Section, benchmark, in_process, log
 from bireme.bench.document import Verdict, at_most, exactly
 from bireme.bench.spread import Spread, ratios
 from bireme.model.capture import capture

@@ -28,7 +28,6 @@ from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.picture import curves
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting, run
 from benchmarks.delay_study.table import Excess, Row, rows
-
 from bireme.bench.document import Verdict, at_most, print_verdicts
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, MEASURED, steps_for_one, unseen_share
 from bireme.report.svg import svg

@@ -6,13 +6,17 @@ The same as `bireme bench engine`, but as wide in a file as in a terminal. Progr
 All contenders take turns in one run; figures are medians, with the least and the greatest.
 """
 
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import benchmark
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.command import benchmark
 from bireme.bench.effort import FULL, QUICK
 from bireme.bench.engine import EngineReport, bench_engine
 from bireme.bench.engine_document import engine_document

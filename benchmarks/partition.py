@@ -23,7 +23,6 @@ from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES
-
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.plan.partition.autopipe import autopipe
 from bireme.plan.partition.chain import Chain, layer_bounds

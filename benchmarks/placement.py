@@ -24,7 +24,6 @@ from benchmarks.made_up.graphs import (
     resnet_like,
     transformer_like,
 )
-
 from bireme.bench.document import Verdict, at_most, resident_bytes
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import Anywhere

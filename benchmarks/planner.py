@@ -27,7 +27,6 @@ from benchmarks.made_up.models import unequal_units
 from benchmarks.partitioners.baselines import BASELINES
 from benchmarks.rehearsal.rehearsal import Effort, Rehearsal, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
-
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.bench.spread import Spread, ratios
 from bireme.cluster.cluster import Cluster

@@ -10,6 +10,7 @@ Memory is the most that was resident of each process.
 """
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +20,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.common.command import Findings, Section, benchmark, log
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.command import Findings, Section, benchmark, log
 from bireme.bench.document import Verdict, at_most
 from bireme.bench.spread import Spread
 from bireme.train.folder import RunFolder

@@ -9,6 +9,7 @@ model is the built-in GPT; a Llama of 7 and one of 70 billion parameters are cap
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common.command import Findings, Section, benchmark, in_process
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.command import Findings, Section, benchmark, in_process
 from bireme.bench.document import Verdict, at_most, exactly, resident_bytes
 from bireme.bench.spread import Spread
 from bireme.cluster.device import KNOWN

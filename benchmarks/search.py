@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.made_up.models import profile_of
 from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
-
 from bireme.bench.document import at_most
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device

@@ -14,9 +14,11 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process
-
 from bireme.bench.document import at_least, at_most, exactly, resident_bytes
 from bireme.bench.spread import Spread, ratios
 from bireme.schedule.catalogue import SCHEDULES, generate

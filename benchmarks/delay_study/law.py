@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
+
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.table import Row
-
 from bireme.plan.penalties import Steps, unseen_share
 from bireme.schedule.rule import Rule
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.delay_study.study import CURVE_EVERY, Run
-
 from bireme.report.axes import round_step
 from bireme.report.palette import AXIS, HUES, INK, PALE_INK
 from bireme.report.shapes import Anchor, Line, Picture, Shape, Text

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from benchmarks.delay_study.rules import Rest, RunsOn, UpdateRule
 from torch import Tensor
 
+from benchmarks.delay_study.rules import Rest, RunsOn, UpdateRule
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory

@@ -13,11 +13,11 @@ from enum import StrEnum
 from statistics import fmean
 
 import torch
+from pydantic import TypeAdapter
+
 from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
 from benchmarks.delay_study.task import SIZES, text
-from pydantic import TypeAdapter
-
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 

@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from benchmarks.on_gpu.models import Gpt, Weights
 from torch import Tensor, nn
 
+from benchmarks.on_gpu.models import Gpt, Weights
 from bireme.devices import Backend, synchronize
 from bireme.model.graph import Graph
 from bireme.model.stage import StageFunction, stage_function

@@ -6,7 +6,6 @@ from statistics import median
 from typing import Any
 
 from benchmarks.on_gpu.models import Gpt, Measured, plan_on, profiled, train
-
 from bireme.cluster.cluster import Cluster
 from bireme.devices import Backend, num_accelerators
 from bireme.errors import BiremeError

@@ -12,8 +12,8 @@ from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
-from benchmarks.partitioners.dapple import dapple
 
+from benchmarks.partitioners.dapple import dapple
 from bireme.errors import BiremeError
 from bireme.plan.partition.autopipe import Cuts
 from bireme.plan.partition.chain import layer_bounds

@@ -14,7 +14,6 @@ from pathlib import Path
 from benchmarks.rehearsal.lanes import SharedLanes
 from benchmarks.rehearsal.rehearsed import Rehearsed, rehearsed, simulated_s, sleeping_sgd, stage_model
 from benchmarks.rehearsal.shaped import ShapedFabric, Wiring, wiring_of
-
 from bireme.bench.contenders import Contender, Ours, closing, say, take_turns
 from bireme.bench.spread import Spread
 from bireme.cluster.cluster import Cluster

@@ -8,9 +8,9 @@ CUDA devices and in the simulator.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.rehearsal.lanes import Channel, SharedLanes
 from torch import Tensor
 
+from benchmarks.rehearsal.lanes import Channel, SharedLanes
 from bireme.cluster.cluster import Cluster
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import Fabric

@@ -9,8 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from benchmarks.common.command import Findings, Section, benchmark
 
+from benchmarks.common.command import Findings, Section, benchmark
 from bireme.bench.document import at_least, at_most, exactly
 from bireme.bench.spread import Spread
 from bireme.errors import BiremeError
@@ -38,6 +38,13 @@ def test_every_benchmark_has_the_options_of_all(
     text = capsys.readouterr().out
     assert "--quick" in text
     assert "--json" in text
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_finds_its_parts_wherever_it_is_called(path: Path) -> None:
+    """Tests have the project's root in their path, a script that is called by its path has not."""
+    before, own, _ = path.read_text().partition("\nfrom benchmarks.")
+    assert not own or "\nsys.path.insert(0, str(Path(__file__).resolve().parent.parent))\n" in before
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
 from benchmarks.delay_study.clock import NetworkSpeed, batch_time
 from benchmarks.delay_study.picture import curves
 from benchmarks.delay_study.rules import RULES, rule_named
@@ -13,9 +16,6 @@ from benchmarks.delay_study.simulation import Pipelining, Simulation, stage_of_p
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting
 from benchmarks.delay_study.table import penalty, rows
 from benchmarks.delay_study.task import SIZES, text
-from torch import Tensor, nn
-from torch.func import functional_call
-
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.stage import stage_function

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.on_gpu import machine
 from benchmarks.on_gpu.document import BEGINNING, markdown, verdicts
 from benchmarks.on_gpu.machine import ROOT, NotReady, Python, python_for
 from benchmarks.on_gpu.steps import Outcome, Step, _rows, run_step, steps_for
-
 from bireme.devices import num_accelerators
 from tests.support.patience import patience_s
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+
 from benchmarks.made_up.models import unequal_units
 from benchmarks.rehearsal.rehearsal import Effort, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
 from benchmarks.rehearsal.shaped import wiring_of
-
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.rehearsal.lanes import Channel, Lanes, SharedLanes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.rehearsal.lanes import Channel, Lanes, SharedLanes
 from bireme.cluster.fairness import fair_rates
 from bireme.simulate.network import Network, Traffic, Wire
 from bireme.simulate.network import Path as Way

@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
+
 from benchmarks.made_up.graphs import (
     Setting,
     inception_like,
@@ -12,7 +13,6 @@ from benchmarks.made_up.graphs import (
     resnet_like,
     transformer_like,
 )
-
 from bireme.errors import BiremeError
 from bireme.placement import moves
 from bireme.placement.anywhere.annealing import improve

@@ -11,8 +11,8 @@ from itertools import product
 from random import Random
 
 import pytest
-from benchmarks.made_up.graphs import Setting, recurrent_like, transformer_like
 
+from benchmarks.made_up.graphs import Setting, recurrent_like, transformer_like
 from bireme.errors import BiremeError
 from bireme.placement.latency.integer import solve_latency
 from bireme.placement.latency.latency import (

@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from benchmarks.made_up.graphs import Setting, inception_like, transformer_like
 
+from benchmarks.made_up.graphs import Setting, inception_like, transformer_like
 from bireme.placement.check import check
 from bireme.placement.pages import picture
 from bireme.placement.pages.cells import cells_of

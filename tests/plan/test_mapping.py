@@ -3,10 +3,10 @@
 from itertools import pairwise, permutations
 
 import pytest
-from benchmarks.made_up.models import profile_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link

@@ -5,10 +5,10 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.made_up.chains import chain_of_numbers
 from bireme.plan.partition.autopipe import Cuts, autopipe
 from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
 from bireme.plan.partition.exact import exact

@@ -5,13 +5,13 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES, pipedream_2bw, pipedream_2bw_s, piper, uniform
 from benchmarks.partitioners.dapple import dapple, dapple_latency_s
-from hypothesis import given
-from hypothesis import strategies as st
-
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.device_row import DeviceRow, Link

@@ -5,10 +5,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.made_up.chains import chain_of_numbers
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
 from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import pytest
-from benchmarks.made_up.chains import chain_of_numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.made_up.chains import chain_of_numbers
 from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
 from bireme.plan.partition.exact import exact, least_sum

@@ -5,12 +5,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from benchmarks.delay_study.law import LAWS, law
-from benchmarks.delay_study.study import Known, Run
-from benchmarks.delay_study.table import Row, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.delay_study.law import LAWS, law
+from benchmarks.delay_study.study import Known, Run
+from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
 from bireme.plan.penalties import (
     DEFAULT_DELAY_WARMUP,

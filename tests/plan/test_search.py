@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import pytest
-from benchmarks.made_up.models import profile_of
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
+from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.engine_cost import EngineCost

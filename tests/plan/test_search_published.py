@@ -5,8 +5,8 @@ What the paper says (section 5 of Narayanan et al., ICML 2021): 2.2B is planned 
 """
 
 import pytest
-from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, Model, p3_16xlarge, profile_of_model
 
+from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, Model, p3_16xlarge, profile_of_model
 from bireme.plan.forecast import Answer, Candidate, NothingFits
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import PlanRequest

@@ -4,8 +4,8 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from benchmarks.made_up.models import profile_of
 
+from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.engine_cost import EngineCost

@@ -1,8 +1,8 @@
 """Small problems for planners: profiles of a few units, clusters of a few unlike devices."""
 
-from benchmarks.made_up.models import profile_of
 from hypothesis import strategies as st
 
+from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link
