@@ -136,7 +136,7 @@ def test_another_message_of_the_channel_is_told_at_once(
     waiting = Receive(both[1], key(0), 0, size)
     if not is_early:
         send(both[0], key(7), 1, bytes_of(7, size))
-    with pytest.raises(BiremeError, match=r"expected .* micro-batch 0 .*micro-batch 7 "):
+    with pytest.raises(BiremeError, match=r"expected .* micro-batch 0 .*micro-batch 7 of batch 3"):
         waiting.wait()
 
 

@@ -30,7 +30,7 @@ class Token:
 
 
 def _form(plain: Any) -> str | None:
-    """Which of the forms of an argument stands in a file."""
+    """Which of the forms of an argument a file has."""
     if isinstance(plain, dict):
         return next((f"<{key}>" for key in ("reference", "token") if key in plain), None)
     return "<list>" if isinstance(plain, list | tuple) else "<value>"

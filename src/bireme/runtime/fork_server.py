@@ -239,9 +239,8 @@ def _work(talk: Connection) -> None:
     for name in os.environ.keys() - prepared.environment.keys():
         del os.environ[name]
     os.environ.update(prepared.environment)
-    if (
-        "numpy.random" in sys.modules
-    ):  # it draws the same in all copies else; Python's own sees to that itself
+    if "numpy.random" in sys.modules:
+        # Otherwise it would draw the same in all copies; Python's own generator sees to that itself.
         sys.modules["numpy.random"].seed()
     signal.pthread_sigmask(signal.SIG_SETMASK, prepared.held)
     this: Any = current_process()

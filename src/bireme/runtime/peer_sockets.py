@@ -1,8 +1,8 @@
 """How ranks find one another for sockets: each says in the store where it listens, the later rank calls.
 
-Addresses are those that the ranks reach the store from. Ranks of one machine meet on a Unix socket, where a
-message takes a third of the time that it takes over the loopback. A caller greets with a token that only this
-run knows. Whoever does not is refused, and holds up nobody.
+Addresses are those that the ranks reach the store from. Ranks of one machine meet on a Unix socket: to
+send a small message there costs a fraction of what it costs over the loopback. A caller greets with a token
+that only this run knows. Whoever does not is refused, and holds up nobody.
 """
 
 import os

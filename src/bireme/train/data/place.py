@@ -1,4 +1,4 @@
-"""Where a run that resumes stands in its streams: found by reading what came before, and leaving it out."""
+"""The place of a resumed run in its streams: found by reading what came before, and skipping it."""
 
 import sys
 from time import monotonic
