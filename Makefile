@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make setup      create .venv and install Bireme with its development tools"
 	@echo "make train      train a small language model over a pipeline on this machine"
-	@echo "make test       all tests          make test-fast   the fast core (under 60 s)"
+	@echo "make test       all tests          make test-fast   the fast core (3 min)"
 	@echo "make test-all   all tests, property tests with all their cases (an hour; for the night)"
 	@echo "make lint       ruff, mypy --strict, import contracts"
 	@echo "make bench      the benchmarks of docs/benchmarks.md"
