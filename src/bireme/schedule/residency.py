@@ -23,8 +23,9 @@ class Sizes:
 
     `stash` and `inputs` are for one micro-batch: all activations kept for the backward, and the stage's
     input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
-    messages that come into the stage from the stages before and after. Where `master` is set, the newest
-    weights live in the optimiser's own master copy, counted in `optimizer`.
+    messages that come into the stage from the stages before and after. `workspace` is what a pass of a
+    micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
+    the optimiser's own master copy, counted in `optimizer`.
     """
 
     version: tuple[float, ...]
@@ -35,6 +36,7 @@ class Sizes:
     activation: tuple[float, ...]
     gradient_message: tuple[float, ...]
     master: bool = False
+    workspace: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Residency:
     series: "array[float] | None" = None
 
 
-WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers")
+WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
 
 
 def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series: bool = False) -> Residency:
@@ -121,6 +123,8 @@ class _Ledger:
         self.kept = [0.0] * len(WHAT)
         self.kept[0] = sum(sizes.version[stage] for stage in stages)
         self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
+        if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
+            self.kept[6] = max(sizes.workspace[stage] for stage in stages)
         self.bytes = sum(self.kept)
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}

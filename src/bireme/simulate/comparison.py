@@ -121,4 +121,5 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         optimizer_bytes=share(costs.optimizer_bytes),
         stash_bytes=share(costs.stash_bytes),
         input_bytes=(costs.input_bytes[0], *borders[:-1]),
+        workspace_bytes=tuple(costs.workspace_bytes[rank] for rank in rank_of_stage),
     )

@@ -22,8 +22,8 @@ class Costs:
     `message_bytes[s]` crosses the border between stage s and s+1, in either direction. `reduce_s` is the
     gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
     besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
-    seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides. Make one
-    with `per_stage`.
+    seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides.
+    `workspace_bytes` is what a pass of a micro-batch takes and gives back. Make one with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -46,6 +46,7 @@ class Costs:
     master_weights: bool = False
     reduce_busy_s: tuple[float, ...] = ()
     engine: EngineCost = NO_ENGINE
+    workspace_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -86,6 +87,7 @@ class Costs:
         master_weights: bool = False,
         reduce_busy_s: PerStage = 0.0,
         engine: EngineCost = NO_ENGINE,
+        workspace_bytes: PerStage = 0.0,
     ) -> "Costs":
         """Costs with what is left out filled in.
 
@@ -140,6 +142,7 @@ class Costs:
             master_weights=master_weights,
             reduce_busy_s=spread("reduce_busy_s", reduce_busy_s),
             engine=engine,
+            workspace_bytes=spread("workspace_bytes", workspace_bytes),
         )
 
     def seconds(self, step: Instruction, rank: int, *, takes_bytes: float | None = None) -> float:
@@ -196,4 +199,5 @@ class Costs:
             activation=into,
             gradient_message=self.message_bytes,
             master=self.master_weights,
+            workspace=self.workspace_bytes,
         )
