@@ -18,12 +18,12 @@ from bireme.plan.explain import Help, explain
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import find_plan
 from bireme.plan.what_if import changes
 from bireme.profile.profile import Profile
 from tests.support.clusters import clusters
 from tests.support.extent import examples
 from tests.support.hand_plans import tiny_profile
+from tests.support.remembered import find_plan_once as find_plan
 
 
 def answered(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> tuple[Answer, dict[str, Help]]:

@@ -3,7 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from bireme.cli.main import main
 from tests.support.patience import patience_s
 
-__all__ = ["Result", "bireme", "loads_torch"]
+__all__ = ["Result", "bireme", "bireme_once", "loads_torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +33,28 @@ class Result:
 
 def bireme(capsys: pytest.CaptureFixture[str], *words: str) -> Result:
     """`bireme WORDS…` with its exit status and what it printed."""
+    status = _run(words)
+    captured = capsys.readouterr()
+    return Result(status, captured.out, captured.err)
+
+
+def bireme_once(*words: str) -> Result:
+    """The same for what several tests look at, where there is no `capsys`."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = _run(words)
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def _run(words: Sequence[str]) -> int:
     before, sys.argv = sys.argv, ["bireme", *words]
     try:
         main()
-        status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     finally:
         sys.argv = before
-    captured = capsys.readouterr()
-    return Result(status, captured.out, captured.err)
+    return 0
 
 
 def loads_torch(*commands: str, modules: str = "bireme") -> bool:
