@@ -9,7 +9,7 @@ import pytest
 
 from bireme.cli.verbs import VERBS, Verbs
 from bireme.schedule.catalogue import SCHEDULES
-from tests.support.command import bireme, loads_torch
+from tests.support.command import bireme
 from tests.support.patience import patience_s
 
 Capture = pytest.CaptureFixture[str]
@@ -30,10 +30,6 @@ SIMULATE = [
 
 
 # --- the package -------------------------------------------------------------------------------------------
-
-
-def test_help_and_import_load_no_torch() -> None:
-    assert not loads_torch("--help", "schedule --help", "simulate --help", "schedule 1f1b --check")
 
 
 HELP = """

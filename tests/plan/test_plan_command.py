@@ -13,7 +13,7 @@ import pytest
 from bireme.plan.plan_file import load_plan
 from bireme.profile.profile_file import save_profile
 from bireme.schedule.torch_csv import load
-from tests.support.command import Result, bireme, loads_torch
+from tests.support.command import Result, bireme
 from tests.support.hand_plans import tiny_profile
 from tests.support.remembered import forget_plans
 
@@ -375,13 +375,6 @@ def test_a_damaged_profile_is_refused(capsys: Capture) -> None:
     Path("profile.json").write_text(json.dumps(plain))
     result = plan(capsys)
     assert (result.status, "lacks units[0].costs" in result.err) == (2, True)
-
-
-@pytest.mark.slow
-def test_the_verb_loads_no_torch_where_a_profile_is_given(folder: Iterator[Path]) -> None:
-    path = next(folder) / "profile.json"
-    words = f"--profile {path} --cluster laptop --batch-size 4 --explain --export torch-csv"
-    assert not loads_torch("plan --help", f"plan {words}", f"plan {words} --json")
 
 
 @pytest.mark.slow

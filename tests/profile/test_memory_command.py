@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bireme.profile.events import Owner
-from tests.support.command import bireme, bireme_once, loads_torch
+from tests.support.command import bireme, bireme_once
 
 pytestmark = pytest.mark.slow
 
@@ -167,8 +167,3 @@ def test_wrong_words_get_one_sentence_and_status_2(
     assert result.err.count("\n") == 1
     assert not result.out
     assert not list(folder.iterdir())
-
-
-def test_help_loads_no_torch() -> None:
-    reports = "bireme.report.gantt, bireme.report.memory_document, bireme.report.memory_table"
-    assert not loads_torch("memory --help", modules=reports)

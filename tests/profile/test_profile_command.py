@@ -15,7 +15,7 @@ from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Seconds
-from tests.support.command import bireme, bireme_once, loads_torch
+from tests.support.command import bireme, bireme_once
 
 pytestmark = pytest.mark.slow
 
@@ -265,9 +265,3 @@ def test_the_document_explains_every_field() -> None:
     assert {name for name in KNOWN if f"`{name}`" not in text} == set()
     (file,) = blocks("json")
     assert json.loads(file) == DEVICE
-
-
-def test_help_loads_no_torch() -> None:
-    reports = "bireme.report.profile_table, bireme.report.progress"
-    profiles = "bireme.profile.stages, bireme.profile.profile_file"
-    assert not loads_torch("profile --help", modules=f"{reports}, {profiles}")

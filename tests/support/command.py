@@ -1,7 +1,6 @@
 """Run the command line inside the test's own process."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 
 from bireme.cli.main import main
-from tests.support.patience import patience_s
 
-__all__ = ["Result", "bireme", "bireme_once", "loads_torch"]
+__all__ = ["Result", "bireme", "bireme_once"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +53,3 @@ def _run(words: Sequence[str]) -> int:
     finally:
         sys.argv = before
     return 0
-
-
-def loads_torch(*commands: str, modules: str = "bireme") -> bool:
-    """Do these commands, in a process of their own that first imports `modules`, import torch?"""
-    code = f"""
-import sys
-import {modules}
-from bireme.cli.main import main
-for words in {commands!r}:
-    sys.argv = ["bireme", *words.split()]
-    try:
-        main()
-    except SystemExit:
-        pass
-print("torch loaded:", "torch" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=patience_s()
-    )
-    return done.stdout.splitlines()[-1] != "torch loaded: False"
