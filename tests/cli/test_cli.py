@@ -46,7 +46,7 @@ print("loaded:", *sorted({"torch", "numpy", "pydantic", "rich", "bireme.cli.trai
 
 def test_help_comes_at_once_for_it_loads_no_verb_and_nothing_large() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HELP], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", HELP], capture_output=True, text=True, check=True, timeout=patience_s()
     )
     assert done.stdout.splitlines()[-1] == "loaded:"
     assert all(verb.summary.split()[0] in done.stdout for verb in VERBS.values())

@@ -25,6 +25,7 @@ from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.run_file import load_run_file
 from tests.model.test_weights import graph_of, transformers_model
 from tests.support.checkpoints import META, ranks
+from tests.support.patience import patience_s
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,7 +216,7 @@ def test_a_folder_that_is_replaced_is_the_old_or_the_new_one_wherever_the_proces
         text=True,
         check=False,
         env={"PYTHONPATH": f"{ROOT / 'src'}", "PATH": ""},
-        timeout=60,
+        timeout=patience_s(),
     )
     assert told.returncode == 0, told.stderr
 
