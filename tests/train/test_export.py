@@ -100,6 +100,7 @@ def test_an_export_never_holds_more_than_two_tensors_and_cuts_large_models_into_
     assert all(torch.equal(found[name], own[name]) for name in own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
 def test_a_transformers_model_is_exported_as_its_package_saves_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +128,7 @@ def test_a_transformers_model_is_exported_as_its_package_saves_it(
         )
 
 
+@pytest.mark.slow
 def test_a_model_that_lacks_a_tensor_is_not_exported_and_the_old_one_stays(tmp_path: Path) -> None:
     model: Any = transformers_model("llama")()
     model.save_pretrained(tmp_path / "model")
