@@ -11,6 +11,7 @@ they take is not judged. `tests/support/extent.py` says how many cases they try.
 """
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -36,6 +37,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "developer")
 SLOW_LIMIT_S = 1200 if TRY_ALL else 600
 """Of a test that starts processes, on a machine that does many other things too."""
 
+FAST = "not slow"
+"""What `make test-fast` asks for."""
+
+ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+
 FOLDER = pytest.StashKey[str]()
 
 
@@ -48,13 +54,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    if config.option.markexpr == "not slow":
+    if config.option.markexpr == FAST:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast core need not import files in which every test is slow."""
+    if config.option.markexpr != FAST or collection_path.suffix != ".py":
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
