@@ -53,6 +53,8 @@ class Copy:
         preload(*IMPORTED)
         self._scratch = tempfile.TemporaryDirectory(dir=os.environ["BIREME_TESTS_FOLDER"])
         self.out, self.err = (Path(self._scratch.name, name) for name in ("out", "err"))
+        for path in (self.out, self.err):
+            path.touch()
         task = Task(tuple(words), str(folder), variables or {}, str(self.out), str(self.err), first)
         self._process, talk = start_process("python", _live, task)
         with talk, suppress(EOFError):
@@ -102,7 +104,7 @@ def _live(talk: Connection, task: Task) -> None:
     talk.send(None)
     talk.close()
     for path, number in ((task.out, 1), (task.err, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     os.environ.update(task.variables)
