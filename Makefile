@@ -36,7 +36,7 @@ test: setup
 	$(PYTEST)
 
 test-fast: setup
-	$(PYTEST) -m "not slow"
+	BIREME_TESTS=few $(PYTEST) -m "not slow"
 
 test-all: setup
 	BIREME_TESTS=all $(PYTEST)

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.extent import TRY_ALL, several
+from tests.support.extent import PART, TRY_ALL, several
 
 ROOT = Path(__file__).parents[1]
-DEFAULT_EXAMPLES, ALL_EXAMPLES = 15, 100
+DEFAULT_EXAMPLES, ALL_EXAMPLES = 15 // PART, 100
 """Of a property test that does not say how many."""
 
 settings.register_profile(

@@ -16,7 +16,7 @@ from bireme.plan.plan import Plan
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.train.data.order import Order
+from bireme.train.data.order import NUM_PROBES, Order
 from bireme.train.model import RunModel
 from bireme.train.prepare import data_of
 from bireme.train.run_file import load_run_file
@@ -240,7 +240,7 @@ def _small_disk(folder: Path) -> Iterator[None]:
 def test_a_full_disk_costs_checkpoints_and_no_run(tmp_path: Path) -> None:
     """The disk is full at step 4, when the first checkpoint is due, and no more once that has failed."""
     path, run = write_run(tmp_path, data=GATED), tmp_path / "runs" / "run"
-    gate = Gate(tmp_path / "gate", 28)
+    gate = Gate(tmp_path / "gate", NUM_PROBES + 28)
     with _small_disk(run):
         with running(run, "train", str(path), *settings(training__steps=40), "--json", gate=gate) as train:
             train.wait_for_step(1)
