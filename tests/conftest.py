@@ -34,6 +34,9 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
+MANY = 4
+"""Cases of a test that the fast core tries in any case."""
+
 SLOW_LIMIT_S = 1200 if TRY_ALL else 600
 """Of a test that starts processes, on a machine that does many other things too."""
 
@@ -79,18 +82,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked `few(count)` leave so many of its cases, spread evenly; all that somebody names."""
+    """Of a test marked `few(count)` leave so many of its cases, spread evenly; all that somebody names.
+
+    The fast core leaves a part of the cases of every test that has many.
+    """
     if TRY_ALL or any("::" in word for word in config.args):
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped: set[pytest.Item] = set()
     for own in cases.values():
         mark = own[0].get_closest_marker("few")
-        assert mark is not None
-        dropped |= {*own} - {*several(own, mark.args[0])}
+        if mark is not None:
+            dropped |= {*own} - {*several(own, mark.args[0])}
+        elif PART > 1 and len(own) > MANY:
+            dropped |= {*own} - {*several(own, max(len(own), PART * MANY))}
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]

@@ -220,6 +220,7 @@ def test_a_plan_fits_its_model_captured_at_another_batch_size() -> None:
     check_plan_fits(origin, graph, planned_units(tiny_profile(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "dtype", "tied", "said"),
     [
