@@ -11,6 +11,7 @@ they take is not judged. `tests/support/extent.py` says how many cases they try.
 """
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,10 +19,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.extent import TRY_ALL, several
+from tests.support.extent import PART, TRY_ALL, several
 
 ROOT = Path(__file__).parents[1]
-DEFAULT_EXAMPLES, ALL_EXAMPLES = 15, 100
+DEFAULT_EXAMPLES, ALL_EXAMPLES = 15 // PART, 100
 """Of a property test that does not say how many."""
 
 settings.register_profile(
@@ -33,8 +34,16 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
+MANY = 4
+"""Cases of a test that the fast core tries in any case."""
+
 SLOW_LIMIT_S = 1200 if TRY_ALL else 600
 """Of a test that starts processes, on a machine that does many other things too."""
+
+FAST = "not slow"
+"""What `make test-fast` asks for."""
+
+ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 FOLDER = pytest.StashKey[str]()
 
@@ -48,13 +57,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    if config.option.markexpr == "not slow":
+    if config.option.markexpr == FAST:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast core need not import files in which every test is slow."""
+    if config.option.markexpr != FAST or collection_path.suffix != ".py":
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -66,18 +82,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked `few(count)` leave so many of its cases, spread evenly; all that somebody names."""
+    """Of a test marked `few(count)` leave so many of its cases, spread evenly; all that somebody names.
+
+    The fast core leaves a part of the cases of every test that has many.
+    """
     if TRY_ALL or any("::" in word for word in config.args):
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped: set[pytest.Item] = set()
     for own in cases.values():
         mark = own[0].get_closest_marker("few")
-        assert mark is not None
-        dropped |= {*own} - {*several(own, mark.args[0])}
+        if mark is not None:
+            dropped |= {*own} - {*several(own, mark.args[0])}
+        elif PART > 1 and len(own) > MANY:
+            dropped |= {*own} - {*several(own, max(len(own), PART * MANY))}
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]

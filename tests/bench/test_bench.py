@@ -25,7 +25,7 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import pairs_that_talk, simulate
-from tests.support.command import bireme, loads_torch
+from tests.support.command import bireme
 
 PACE = Pace(0.010, 0.020)
 TINY = Effort(
@@ -220,7 +220,3 @@ def test_a_wrong_word_is_one_sentence(capsys: pytest.CaptureFixture[str], words:
     assert result.status == 2
     assert result.out == ""
     assert "Traceback" not in result.err
-
-
-def test_its_help_loads_no_torch() -> None:
-    assert not loads_torch("bench engine --help")

@@ -14,7 +14,6 @@ from benchmarks.common.command import Findings, Section, benchmark
 from bireme.bench.document import at_least, at_most, exactly
 from bireme.bench.spread import Spread
 from bireme.errors import BiremeError
-from tests.support.patience import patience_s
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 BENCHMARKS = sorted(FOLDER.glob("*.py"))
@@ -70,16 +69,13 @@ def test_all_of_them_are_in_the_makefile_and_in_the_documents() -> None:
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHEAP)
-def test_a_smoke_run_prints_one_document_and_nothing_else(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{name}.py", "--quick", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=patience_s(),
-        cwd=FOLDER.parent,
-    )
-    document = json.loads(done.stdout)
+def test_a_smoke_run_prints_one_document_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = str(FOLDER / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [path, "--quick", "--json"])
+    runpy.run_path(path, run_name="__main__")
+    document = json.loads(capfd.readouterr().out)
     assert document["rows"]
     assert document["verdicts"]
     for verdict in document["verdicts"]:

@@ -115,7 +115,7 @@ def assert_close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tole
         assert torch.allclose(found[name], tensor, rtol=0.0, atol=tolerance), name
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipelining", "optimizer"),
@@ -257,7 +257,7 @@ def plain_loop(rule: str, optimizer: str, pipelining: Pipelining) -> list[Weight
     return history[1:]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES])
 def test_every_rule_is_what_its_definition_says(rule: str) -> None:
     pipelining = Pipelining(4, 8)
@@ -266,7 +266,7 @@ def test_every_rule_is_what_its_definition_says(rule: str) -> None:
         assert_close(found, wanted, 1e-10)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "shape"), [("sgd", (2, 4)), ("muon", (4, 4))])
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES if "warm-up" not in rule.name])

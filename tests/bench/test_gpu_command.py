@@ -21,6 +21,7 @@ def step(code: str, limit_s: float = 60.0) -> Step:
     return Step("card", "A step", limit_s, ("-c", code), _rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(num_accelerators() > 0, reason="there is a GPU, and make gpu would measure it")
 def test_without_a_gpu_it_says_so_in_a_sentence_and_touches_nothing() -> None:
     script = ROOT / "benchmarks" / "gpu.py"

@@ -121,6 +121,7 @@ def _send(path: Path, place: int) -> None:
     lanes.close()
 
 
+@pytest.mark.slow
 def test_processes_share_what_they_see(tmp_path: Path) -> None:
     """40 messages of a millisecond each over one lane take 40 ms at the least, however they mix."""
     path = tmp_path / "lanes"

@@ -30,7 +30,13 @@ def test_there_are_commands_to_try() -> None:
     assert len(commands()) >= 6
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if "--compare" in command else [])
+        for command in commands()
+    ],
+)
 def test_every_command_in_the_documents_works(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:

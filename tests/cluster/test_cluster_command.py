@@ -11,7 +11,7 @@ import pytest
 from bireme.cluster import machine, nvml
 from bireme.cluster.cluster_file import example_names, read_cluster
 from bireme.cluster.links import Link, Mesh
-from tests.support.command import bireme, loads_torch
+from tests.support.command import bireme
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -276,10 +276,6 @@ def test_a_mistake_is_one_sentence_and_status_2(capsys: Capture, words: list[str
     assert said in result.err
     assert result.out == ""
     assert len(result.err.splitlines()) == 1
-
-
-def test_the_verb_loads_no_torch() -> None:
-    assert not loads_torch("cluster --help", "cluster show laptop", "cluster discover")
 
 
 def test_the_commands_and_code_of_the_document_work(

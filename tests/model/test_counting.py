@@ -17,6 +17,7 @@ def ids_and_labels() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+@pytest.mark.slow
 def test_tokens_that_are_left_out_of_the_loss_do_not_count() -> None:
     """The first label of a row is never a target: nothing comes before it."""
     model = GPT(GPTConfig(layers=1, width=8, heads=2, vocab=11, context=8))
@@ -27,6 +28,7 @@ def test_tokens_that_are_left_out_of_the_loss_do_not_count() -> None:
     assert [count(row) for row in rows] == [2, 0, 7]
 
 
+@pytest.mark.slow
 def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch_by_these_counts() -> None:
     model = GPT(GPTConfig(layers=1, width=8, heads=2, vocab=11, context=8))
     inputs = ids_and_labels()

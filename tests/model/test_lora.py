@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from bireme.train.model import RunModel
 from bireme.train.run_file import load_run_file
 from tests.support.tiny_llama import save_config, save_llama
 
-pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra: install bireme[lora]"),
+]
 
 GPT = "gpt:layers=1,width=8,heads=1,vocab=32,context=8"
 

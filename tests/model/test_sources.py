@@ -268,6 +268,7 @@ def test_any_transformers_model_is_captured_from_its_config_alone(tmp_path: Path
     assert source.folder is None
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_inputs_made_for_a_transformers_model_give_a_loss(tmp_path: Path, architecture: str) -> None:
@@ -280,6 +281,7 @@ def test_the_inputs_made_for_a_transformers_model_give_a_loss(tmp_path: Path, ar
     assert torch.isfinite(source.model(**source.example_inputs).loss)
 
 
+@pytest.mark.slow
 def test_labels_look_as_the_model_needs_them(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
 
@@ -302,6 +304,7 @@ def test_labels_look_as_the_model_needs_them(tmp_path: Path) -> None:
     assert shapes("ViTForImageClassification") == {"pixel_values": [2, 3, 16, 16], "labels": [2]}
 
 
+@pytest.mark.slow
 def test_a_decoder_reads_its_labels_one_place_late(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     folder = folder_of_family(tmp_path, "T5ForConditionalGeneration")
@@ -310,12 +313,14 @@ def test_a_decoder_reads_its_labels_one_place_late(tmp_path: Path) -> None:
     assert inputs["decoder_input_ids"][0, 0] == 0
 
 
+@pytest.mark.slow
 def test_a_config_without_architectures_gets_the_model_of_the_likeliest_task(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     source = load_source(f"hf:{folder_of(tmp_path, model_type='bert', **ENCODER)}")
     assert type(source.model).__name__ == "BertForMaskedLM"
 
 
+@pytest.mark.slow
 def test_a_folder_with_weights_is_remembered(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     folder = folder_of_family(tmp_path, "LlamaForCausalLM")
@@ -335,6 +340,7 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str
         load_source(f"hf:{tmp_path}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -354,12 +360,14 @@ def test_a_config_of_no_known_model_is_refused(tmp_path: Path, config: dict[str,
         load_source(f"hf:{folder_of(tmp_path, **config)}")
 
 
+@pytest.mark.slow
 def test_sequences_longer_than_the_model_takes_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     with pytest.raises(BiremeError, match="64 tokens do not fit: the model takes 32"):
         load_source(f"hf:{folder_of_family(tmp_path, 'LlamaForCausalLM')}", length=64)
 
 
+@pytest.mark.slow
 def test_a_model_that_no_inputs_can_be_made_for_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     folder = folder_of(tmp_path, model_type="bert", architectures=["BertForMultipleChoice"], **ENCODER)

@@ -57,6 +57,7 @@ def test_a_pattern_that_is_of_no_use_is_refused(part: Part, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_file_s_patterns_say_which_parameters_of_the_graph_learn() -> None:
     patterns = 'model.train=["layers.1.*", "norm.*"]'
     model = RunModel.of(load_run_file(None, [f"model.source={GPT}", patterns]), 2)
@@ -66,6 +67,7 @@ def test_a_run_file_s_patterns_say_which_parameters_of_the_graph_learn() -> None
     assert found == {name for name in names(model.source.model) if name.startswith(("layers.1.", "norm."))}
 
 
+@pytest.mark.slow
 def test_a_loss_that_nothing_that_learns_has_a_part_in_is_refused() -> None:
     model = RunModel.of(load_run_file(None, [f"model.source={GPT}"]), 2)
     model.source.model.requires_grad_(False)

@@ -112,6 +112,7 @@ def transformers_model(kind: str) -> Callable[[], nn.Module]:
 KINDS = ["llama", "mixtral", "gpt2", "bert", "t5", "vit", "resnet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tiny", *KINDS])
 def test_weights_from_a_seed_are_the_same_in_however_many_parts_they_are_made(kind: str) -> None:
     model = on_meta(Tiny if kind == "tiny" else transformers_model(kind))
@@ -127,6 +128,7 @@ def test_weights_from_a_seed_are_the_same_in_however_many_parts_they_are_made(ki
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_from_a_seed_are_spread_as_the_model_spreads_them(kind: str) -> None:
     build = transformers_model(kind)
@@ -228,6 +230,7 @@ def test_code_that_needs_more_than_its_module_is_refused() -> None:
         materialise(Copying(), ["second.weight"], seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["1GB", "4KB"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_gives_every_tensor_of_the_model_that_was_saved(
@@ -253,6 +256,7 @@ class OnlyHeads:
         self.keys, self.get_slice = handle.keys, handle.get_slice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["1GB", "4KB"])
 @pytest.mark.parametrize("kind", ["mixtral", "gpt2", "resnet"])
 def test_a_folder_is_checked_by_the_heads_of_its_files(

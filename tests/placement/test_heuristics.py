@@ -210,6 +210,7 @@ def test_greedy_gives_a_cpu_what_accelerators_do_not_support() -> None:
     assert found.where[1] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", [greedy, single])
 def test_splits_of_baselines_stand_in_line_and_are_not_below_the_best(baseline: Baseline) -> None:
     num_found = 0

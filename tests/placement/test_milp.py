@@ -105,7 +105,7 @@ def test_the_optimum_is_that_of_all_placements(solve: Solver, seed: int) -> None
     check_against_force(solve, seed)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @both
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12, 44))

@@ -19,7 +19,7 @@ from bireme.placement.pages.picture import placement_dot
 from bireme.placement.placement import Placement
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from bireme.placement.workload_file import load_workload, write_workload
-from tests.support.command import Result, bireme, loads_torch
+from tests.support.command import Result, bireme
 from tests.support.placement_oracles import random_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "placement"
@@ -294,11 +294,6 @@ def test_an_unknown_key_is_a_warning(capsys: Capture) -> None:
     assert result.status == 0
     assert "unknown key 'maxCPU'" in result.err
     assert "Did you mean 'maxCPUs'?" in result.document["notes"][0]
-
-
-@pytest.mark.slow
-def test_help_and_placing_load_no_torch() -> None:
-    assert not loads_torch("place --help", f"place {EXAMPLES / 'branches.json'} --method greedy")
 
 
 # --- the picture -------------------------------------------------------------------------------------------

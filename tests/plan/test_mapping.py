@@ -204,6 +204,7 @@ def test_wishes_that_cannot_be_are_refused(wishes: dict[str, object], word: str)
         find_plan(UNITS, cluster, PlanRequest(**{"batch_size": 4, **wishes}))  # type: ignore[arg-type]  # as given
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_says_where_and_what_would_help() -> None:
     cluster = Cluster((server("a", devices(1, 1, memory=100)),))
     wishes = PlanRequest(4, recompute=Recompute.NEVER)

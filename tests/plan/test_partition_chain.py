@@ -47,6 +47,7 @@ def check_every_range(found: Profile, micro_batch: int) -> None:
         assert made.recompute_backward_s[begin:end].sum() == pytest.approx(cost.recompute_backward_s)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(GRAPHS))

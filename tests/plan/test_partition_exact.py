@@ -118,6 +118,7 @@ def test_the_exact_partition_is_that_of_brute_force(problem: Problem) -> None:
         assert exact(loads) == found
 
 
+@pytest.mark.slow
 @examples(100)
 @given(problems(schedules=("1f1b", "2bw", "2bw-fresh")))
 def test_what_is_said_to_fit_fits_when_it_is_simulated(problem: Problem) -> None:

@@ -13,11 +13,14 @@ import pytest
 from bireme.plan.plan_file import load_plan
 from bireme.profile.profile_file import save_profile
 from bireme.schedule.torch_csv import load
-from tests.support.command import Result, bireme, loads_torch
+from tests.support.command import Result, bireme
 from tests.support.hand_plans import tiny_profile
+from tests.support.remembered import forget_plans
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
+
+pytestmark = pytest.mark.usefixtures("remember_plans")
 
 MODEL = "gpt:layers=4,width=16,heads=2,vocab=32,context=8,tied=false"
 
@@ -111,7 +114,9 @@ def test_the_document_has_the_best_of_every_kind(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_the_same_words_find_the_same_plan(capsys: Capture) -> None:
-    one, other = (plan(capsys, "--json").document for _ in range(2))
+    one = plan(capsys, "--json").document
+    forget_plans()
+    other = plan(capsys, "--json").document
     assert one | {"planning_s": 0} == other | {"planning_s": 0}
 
 
@@ -151,11 +156,13 @@ def test_a_unit_is_where_it_is_pinned_whichever_device_that_is(capsys: Capture, 
     assert device in found["stages"][-1]["devices"]
 
 
+@pytest.mark.slow
 def test_lookahead_can_be_left_to_the_schedule(capsys: Capture) -> None:
     words = "--schedule 1f1b --depth 4 --width 1 --whole-layers --micro-batch 1 --export megatron"
     assert plan(capsys, f"{words} --no-lookahead").status == 0
 
 
+@pytest.mark.slow
 def test_delayed_updates_can_be_forbidden_or_made_dear(capsys: Capture) -> None:
     free = plan(capsys, "--penalty delayed=1 --penalty 2bw-fresh=1 --depth 2 --json").document
     assert free["kind"] in ("2bw", "2bw-fresh")
@@ -165,6 +172,7 @@ def test_delayed_updates_can_be_forbidden_or_made_dear(capsys: Capture) -> None:
         assert found["kind"] not in ("2bw", "2bw-fresh")
 
 
+@pytest.mark.slow
 def test_whole_layers_stay_whole(capsys: Capture) -> None:
     found = plan(capsys, "--whole-layers --depth 4 --width 1 --json").document
     firsts = [stage["units"][0] for stage in found["stages"]]
@@ -204,6 +212,7 @@ def test_it_says_where_the_seconds_are_from(capsys: Capture) -> None:
     assert plan(capsys, "--cluster laptop --json").document["notes"] != []
 
 
+@pytest.mark.slow
 def test_what_would_help_is_explained(capsys: Capture) -> None:
     found = plan(capsys, "--schedule gpipe --depth 2 --width 1 --explain --json").document
     gains = {one["with"]: one["gain"] for one in found["helps"]}
@@ -348,6 +357,7 @@ def test_a_mistake_is_found_before_anything_is_measured(
     assert not (next(folder) / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_the_profile_s_is_refused(capsys: Capture) -> None:
     other = MODEL.replace("layers=4", "layers=3")
     result = plan(capsys, f"--model {other} --export nemo --schedule 1f1b --depth 2 --width 1")
@@ -370,13 +380,6 @@ def test_a_damaged_profile_is_refused(capsys: Capture) -> None:
     Path("profile.json").write_text(json.dumps(plain))
     result = plan(capsys)
     assert (result.status, "lacks units[0].costs" in result.err) == (2, True)
-
-
-@pytest.mark.slow
-def test_the_verb_loads_no_torch_where_a_profile_is_given(folder: Iterator[Path]) -> None:
-    path = next(folder) / "profile.json"
-    words = f"--profile {path} --cluster laptop --batch-size 4 --explain --export torch-csv"
-    assert not loads_torch("plan --help", f"plan {words}", f"plan {words} --json")
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ from bireme.plan.explain import Help, explain
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import find_plan
 from bireme.plan.what_if import changes
 from bireme.profile.profile import Profile
 from tests.support.clusters import clusters
 from tests.support.extent import examples
 from tests.support.hand_plans import tiny_profile
+from tests.support.remembered import find_plan_once as find_plan
 
 
 def answered(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> tuple[Answer, dict[str, Help]]:
@@ -63,6 +63,7 @@ def test_a_larger_batch_helps_a_schedule_that_drains() -> None:
     assert found["a batch of 8 samples"].gain > 1.05
 
 
+@pytest.mark.slow
 def test_more_memory_helps_where_the_forward_had_to_run_again() -> None:
     profile = tiny_profile()
     wishes = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=4)
@@ -80,6 +81,7 @@ def test_more_memory_helps_where_the_forward_had_to_run_again() -> None:
     assert not more.candidate.plan.recompute
 
 
+@pytest.mark.slow
 def test_giving_up_a_wish_is_tried_for_each() -> None:
     wishes = PlanRequest(
         8,
@@ -101,6 +103,7 @@ def test_giving_up_a_wish_is_tried_for_each() -> None:
     assert found["other micro-batches than of 1"].candidate.plan.num_microbatches < 8
 
 
+@pytest.mark.slow
 def test_what_then_fits_nowhere_is_left_out() -> None:
     wishes = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=2, recompute=Recompute.NEVER)
     plenty = find_plan(tiny_profile(), two(1e15), wishes)

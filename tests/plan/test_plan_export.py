@@ -214,6 +214,7 @@ def test_a_layer_cut_in_two_is_refused_by_name() -> None:
         module_parts(Plan((4,), 4, "1f1b"), gpt(4, tied="false"))
 
 
+@pytest.mark.slow
 def test_tied_weights_in_two_stages_are_refused_by_name() -> None:
     with pytest.raises(BiremeError, match=r"tokens.weight .* is used in stages 0 and 1: tied weights"):
         module_parts(Plan((3,), 4, "1f1b"), gpt(4, tied="true"))

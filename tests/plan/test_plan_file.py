@@ -186,19 +186,17 @@ def test_hashes_are_the_same_in_every_process(tmp_path: Path) -> None:
 from pathlib import Path
 from bireme.plan.hashes import profile_hash
 from bireme.profile.profile_file import load_profile
-from tests.support.extent import examples
 print(profile_hash(load_profile(Path({str(path)!r}))))
 """
-    for seed in ("0", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=patience_s(),
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        assert done.stdout.strip() == profile_hash(tiny_profile())
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patience_s(),
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+    )
+    assert done.stdout.strip() == profile_hash(tiny_profile())
 
 
 def test_another_number_makes_another_hash() -> None:
@@ -222,6 +220,7 @@ def test_a_plan_fits_its_model_captured_at_another_batch_size() -> None:
     check_plan_fits(origin, graph, planned_units(tiny_profile(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "dtype", "tied", "said"),
     [

@@ -71,6 +71,7 @@ def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapte
     assert isinstance(found(profile_of(whole), "1f1b"), NothingFits)
 
 
+@pytest.mark.slow
 def test_the_command_line_freezes_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "profile",

@@ -186,6 +186,7 @@ def test_a_plan_can_be_seen_as_it_will_run() -> None:
 # --- for a run that is over soon
 
 
+@pytest.mark.slow
 def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
     """Eight steps of a tiny model waited for half a minute of planning."""
     units = 5

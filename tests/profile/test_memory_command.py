@@ -1,8 +1,5 @@
 """`bireme memory` as a stranger meets it: one document, a readable report, a picture, or one sentence."""
 
-import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -10,8 +7,7 @@ from typing import Any
 import pytest
 
 from bireme.profile.events import Owner
-from tests.support.command import bireme, loads_torch
-from tests.support.patience import patience_s
+from tests.support.command import bireme, bireme_once
 
 pytestmark = pytest.mark.slow
 
@@ -40,12 +36,7 @@ def lossless():
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    command = Path(sys.executable).with_name("bireme")
-    words = ["memory", GPT, "--batch", "2", "--bandwidth", "12e9,10e9", "--json"]
-    done = subprocess.run([command, *words], capture_output=True, text=True, check=True, timeout=patience_s())
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    return bireme_once("memory", GPT, "--batch", "2", "--bandwidth", "12e9,10e9", "--json").document
 
 
 @pytest.fixture
@@ -176,8 +167,3 @@ def test_wrong_words_get_one_sentence_and_status_2(
     assert result.err.count("\n") == 1
     assert not result.out
     assert not list(folder.iterdir())
-
-
-def test_help_loads_no_torch() -> None:
-    reports = "bireme.report.gantt, bireme.report.memory_document, bireme.report.memory_table"
-    assert not loads_torch("memory --help", modules=reports)

@@ -48,6 +48,7 @@ def test_layers_that_do_the_same_work_are_measured_once(bench: Bench) -> None:
             assert unit.update_s == first.update_s
 
 
+@pytest.mark.slow
 def test_units_of_the_same_work_have_names_of_their_own_for_what_they_share() -> None:
     found = profile(gpt(3), LAPTOP, [2])
     shared = [{name for kept in unit.at(2).shared for name in kept.names} for unit in found.units]
@@ -66,6 +67,7 @@ def test_every_size_is_measured(bench: Bench) -> None:
         found.units[0].at(3)
 
 
+@pytest.mark.slow
 def test_an_estimate_and_a_measurement_have_the_same_bytes() -> None:
     measured = profile(gpt(), CPU, [1, 3], effort=LITTLE)
     estimated = profile(gpt(), LAPTOP, [1, 3])
@@ -84,6 +86,7 @@ def without_seconds(unit: UnitProfile) -> UnitProfile:
     return replace(unit, update_s=0.0, trial_s=0.0, reduce_s=0.0, costs=tuple(costs))
 
 
+@pytest.mark.slow
 def test_an_estimate_needs_no_memory() -> None:
     """Seventeen billion parameters, on a machine that has no place for them."""
     source = load_source("gpt:layers=2,width=26624,heads=2,vocab=64,context=64", batch=64)
@@ -189,6 +192,7 @@ def test_an_optimizer_keeps_the_bytes_foretold(name: str, dtype: torch.dtype) ->
     assert all(optimizer_bytes(replace(state, trainable=False), name) == 0 for state in states)
 
 
+@pytest.mark.slow
 def test_a_profile_says_what_an_optimizer_keeps(bench: Bench) -> None:
     sgd, adamw = (profile(gpt(), CPU, [1], optimizer=name) for name in ("sgd", "adamw"))
     assert [unit.optimizer_bytes for unit in sgd.units] == [unit.parameter_bytes for unit in sgd.units]
@@ -215,6 +219,7 @@ def test_a_graph_for_one_size_is_refused_at_another() -> None:
     assert profile(captures.graph, LAPTOP, [2, 3]).micro_batches == (2, 3)
 
 
+@pytest.mark.slow
 def test_a_unit_that_does_not_fit_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "device_here", lambda _: Device("tiny", "cpu", memory_bytes=2**10))
     source = load_source("gpt:layers=1,width=2048,heads=2,vocab=64,context=64", batch=1)

@@ -195,6 +195,7 @@ def check_peak(
     assert 0.99 * counted <= foretold <= counted + margin, ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(GRAPHS))
 def test_the_peak_of_a_stage_is_foretold_within_a_tenth(name: str) -> None:
     graph = graph_of(name)

@@ -1,11 +1,8 @@
 """`bireme profile` as a stranger meets it: one document, a readable table, a file, or one sentence."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,7 @@ from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Seconds
-from tests.support.command import bireme, loads_torch
-from tests.support.patience import patience_s
+from tests.support.command import bireme, bireme_once
 
 pytestmark = pytest.mark.slow
 
@@ -63,19 +59,14 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A measured profile, made by the command in a process of its own."""
-    command = Path(sys.executable).with_name("bireme")
-    cache = tmp_path_factory.mktemp("cache")
-    env = {**os.environ, "BIREME_CACHE": str(cache)}
-    words = ["profile", GPT, "--batch", "3", "-b", "1", "--halves", "--json"]
-    done = subprocess.run(
-        [command, *words], capture_output=True, text=True, check=True, timeout=patience_s(), env=env
-    )
-    assert not done.stderr
-    assert len(list(cache.rglob("*.json"))) == 1
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    """A measured profile."""
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("BIREME_CACHE", str(cache))
+        told = bireme_once("profile", GPT, "--batch", "3", "-b", "1", "--halves", "--json")
+        assert not told.err
+        assert len(list(cache.rglob("*.json"))) == 1
+    return told.document
 
 
 def test_the_document_tells_what_every_unit_costs(document: dict[str, Any]) -> None:
@@ -274,9 +265,3 @@ def test_the_document_explains_every_field() -> None:
     assert {name for name in KNOWN if f"`{name}`" not in text} == set()
     (file,) = blocks("json")
     assert json.loads(file) == DEVICE
-
-
-def test_help_loads_no_torch() -> None:
-    reports = "bireme.report.profile_table, bireme.report.progress"
-    profiles = "bireme.profile.stages, bireme.profile.profile_file"
-    assert not loads_torch("profile --help", modules=f"{reports}, {profiles}")

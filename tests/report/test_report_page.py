@@ -17,7 +17,7 @@ from bireme.report.page.themed import themed
 from bireme.report.shapes import Rect, Text
 from bireme.schedule.instruction import Kind
 from tests.support.chromium import Chromium, chromium, find_chromium
-from tests.support.command import bireme, loads_torch
+from tests.support.command import bireme
 from tests.support.run_folders import WRITTEN_S, lines_of, make_run, timelines_of, write_lines
 
 pytestmark = pytest.mark.slow
@@ -255,11 +255,6 @@ def test_seven_runs_are_too_many(run: Path, capsys: pytest.CaptureFixture[str]) 
     result = bireme(capsys, "report", *[str(run)] * 7)
     assert result.status == 2
     assert "give at most 6" in result.err
-
-
-@pytest.mark.slow
-def test_a_report_needs_no_torch(run: Path) -> None:
-    assert not loads_torch("report --help", f"report {run} --json")
 
 
 # In a browser

@@ -101,6 +101,7 @@ assert bireme.devices.default_generator(torch.device("cpu")) is torch.default_ge
 """
 
 
+@pytest.mark.slow
 def test_an_accelerator_of_another_kind_is_left_alone() -> None:
     """On a Mac torch's accelerator is mps: nothing may ask it for anything when Bireme is imported."""
     subprocess.run([sys.executable, "-c", OTHER], check=True, timeout=patience_s())

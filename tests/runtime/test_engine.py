@@ -81,6 +81,7 @@ def test_every_schedule_computes_what_one_process_does_to_the_last_bit(schedule:
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw", "2bw-fresh"])
 def test_neighbouring_stages_on_a_rank_compute_what_the_one_does_of_which_they_are_parts(
     schedule: str,
@@ -98,7 +99,7 @@ def test_neighbouring_stages_on_a_rank_compute_what_the_one_does_of_which_they_a
             assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=["-".join(row) for row in ROWS])
 def test_all_that_can_be_set_goes_together(row: Row) -> None:

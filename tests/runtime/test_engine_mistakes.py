@@ -126,9 +126,8 @@ def alone(model: Model, plan: Plan | None = None, **more: Any) -> Pipeline:
 
 
 def small() -> Model:
-    return captured(
-        Regression(made_of([torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)])), real_batches(2, 1, 4)[0]
-    )
+    module = Regression(made_of([torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]))
+    return captured(module, real_batches(2, 1, 4)[0], name="two layers", evaluates=True)
 
 
 def test_weights_of_another_model_are_refused() -> None:

@@ -165,7 +165,7 @@ class Normalised(nn.Module):
 def normalises() -> None:
     torch.manual_seed(3)
     data = real_batches(8, 3, WIDTH)
-    model = captured(Normalised(), data[0])
+    model = captured(Normalised(), data[0], evaluates=True)
     compare(model, Setting(Plan((1,), 2, "2bw", recompute=(0, 1))), data)
 
 

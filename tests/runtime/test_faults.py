@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
+from tests.support.copies import Copy
 from tests.support.ranks import (
     fail_as_told,
     pids_in,
@@ -51,22 +51,21 @@ with World.from_environment(timeout_s={TIMEOUT_S}) as world:
     fail_as_told(world, sys.argv[1], Path(sys.argv[2]))
 """
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Copy]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a script; when the test is over it is gone, and so are the ranks that signed in."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Copy] = []
 
-    def begin(text: str, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def begin(text: str, *words: str, launcher: tuple[str, ...] = ()) -> Copy:
         started.append(start_script(text, tmp_path, *words, launcher=launcher))
         return started[-1]
 
     yield begin
     for process in started:
-        process.kill()
-        process.communicate()
+        process.close()
 
 
 def failure(fault: str, folder: Path, num_processes: int = 2) -> BaseException:

@@ -47,7 +47,7 @@ def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_starte
 
 def test_ranks_end_with_the_server_and_the_next_launch_has_another() -> None:
     with pytest.raises(RankFailed, match="killed by signal 9"):
-        launch(kill_the_server, 2, timeout_s=10.0)
+        launch(kill_the_server, 2, timeout_s=60.0)
     assert [one[0] for one in launch(report, 1)] == [None]
 
 

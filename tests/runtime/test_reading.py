@@ -150,6 +150,7 @@ def test_where_targets_are_left_out_the_labels_are_read_whole_and_the_inputs_are
     assert losses == train_whole(model, plan, tokens())
 
 
+@pytest.mark.slow
 def test_samples_that_are_made_whole_are_made_once_and_for_their_replica_alone() -> None:
     plan = regression_plan("1f1b", 1, width=2)
     datasets: list[Rowed] = []

@@ -1,9 +1,6 @@
 """Our synchronous programs in torch's pipeline runtime: two processes, one process's gradients."""
 
-import signal
-import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -20,7 +16,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.schedule.torch_csv import parse
-from tests.support.patience import patience_s
+from tests.support.together import run_processes
 
 NUM_RANKS = 2
 NUM_MICROBATCHES = 4
@@ -52,8 +48,7 @@ CASES = [Case(name, comms) for name in NAMES for comms in (False, True)]
 
 @pytest.mark.slow
 def test_torch_runs_our_programs_with_the_gradients_of_one_process(tmp_path: Path) -> None:
-    _run_processes(tmp_path)
-    parts = [torch.load(_result(tmp_path, rank)) for rank in range(NUM_RANKS)]
+    parts = run_processes(NUM_RANKS, _work, tmp_path)
     for case in CASES:
         key = case.schedule, case.comms
         found = {name: gradient for part in parts for name, gradient in part[key].items()}
@@ -88,40 +83,10 @@ def _stage(index: int, *, num_stages: int = 4, group_size: int = 2) -> PipelineS
     return cast("PipelineStage", stage)
 
 
-def _run_processes(folder: Path) -> None:
-    """Run `_work` on every rank, and leave no process behind, whatever happens."""
-    spawner: Any = mp
-    context = spawner.spawn(_work, (str(folder),), NUM_RANKS, join=False, daemon=True)
-    deadline = time.monotonic() + patience_s()
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes are not done"
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
-
-
-def _work(rank: int, folder: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the parent dies, even amid a receive
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=timedelta(seconds=patience_s()),
-    )
-    try:
-        results = {(case.schedule, case.comms): _pipeline(case, rank) for case in CASES}
-        torch.save(results, _result(Path(folder), rank))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def _result(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.pt"
+def _work(rank: int) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
+    results = {(case.schedule, case.comms): _pipeline(case, rank) for case in CASES}
+    dist.barrier()
+    return results
 
 
 def _pipeline(case: Case, rank: int) -> dict[str, torch.Tensor]:

@@ -1,17 +1,18 @@
 """Run the command line inside the test's own process."""
 
 import json
-import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import pytest
 
 from bireme.cli.main import main
-from tests.support.patience import patience_s
 
-__all__ = ["Result", "bireme", "loads_torch"]
+__all__ = ["Result", "bireme", "bireme_once"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +31,25 @@ class Result:
 
 def bireme(capsys: pytest.CaptureFixture[str], *words: str) -> Result:
     """`bireme WORDS…` with its exit status and what it printed."""
-    before, sys.argv = sys.argv, ["bireme", *words]
-    try:
-        main()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    finally:
-        sys.argv = before
+    status = _run(words)
     captured = capsys.readouterr()
     return Result(status, captured.out, captured.err)
 
 
-def loads_torch(*commands: str, modules: str = "bireme") -> bool:
-    """Do these commands, in a process of their own that first imports `modules`, import torch?"""
-    code = f"""
-import sys
-import {modules}
-from bireme.cli.main import main
-for words in {commands!r}:
-    sys.argv = ["bireme", *words.split()]
+def bireme_once(*words: str) -> Result:
+    """The same for what several tests look at, where there is no `capsys`."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = _run(words)
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def _run(words: Sequence[str]) -> int:
+    before, sys.argv = sys.argv, ["bireme", *words]
     try:
         main()
-    except SystemExit:
-        pass
-print("torch loaded:", "torch" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=patience_s()
-    )
-    return done.stdout.splitlines()[-1] != "torch loaded: False"
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    finally:
+        sys.argv = before
+    return 0

@@ -1,5 +1,7 @@
 """How much the suite tries: a sample of the cases by default, every case with `BIREME_TESTS=all`.
 
+`BIREME_TESTS=few` is the fast core's: a third of the sample.
+
 Properties tried on thousands of random cases cost minutes and seldom find something new. The default run
 tries enough of them to catch a plain mistake; `make test-all` tries all.
 """
@@ -17,6 +19,8 @@ __all__ = ["TRY_ALL", "draws", "examples", "several"]
 Case = TypeVar("Case")
 
 TRY_ALL = os.environ.get("BIREME_TESTS") == "all"
+PART = 3 if os.environ.get("BIREME_TESTS") == "few" else 1
+"""The fast core tries one in so many of what the default run does."""
 
 FEWEST = 15
 SHARE = 8
@@ -26,12 +30,12 @@ SHARE = 8
 def examples(most: int, quick: int | None = None, **more: Any) -> settings:
     """Settings of a property test: `most` random cases, and by default `quick` or a share of them."""
     fewer = max(FEWEST, most // SHARE) if quick is None else quick
-    return settings(max_examples=most if TRY_ALL else min(most, fewer), **more)
+    return settings(max_examples=most if TRY_ALL else -(-min(most, fewer) // PART), **more)
 
 
 def draws(most: int, quick: int) -> int:
     """How many cases a test draws by itself: `most`, and by default `quick`."""
-    return most if TRY_ALL else quick
+    return most if TRY_ALL else -(-quick // PART)
 
 
 def several(cases: Sequence[Case], quick: int) -> Sequence[Case]:
@@ -39,6 +43,7 @@ def several(cases: Sequence[Case], quick: int) -> Sequence[Case]:
 
     Every so-manieth would leave out whole values of a parameter that comes round with the same period.
     """
+    quick = -(-quick // PART)
     if TRY_ALL or len(cases) <= quick:
         return cases
     random, bounds = Random(0), [part * len(cases) // quick for part in range(quick + 1)]

@@ -1,7 +1,8 @@
-"""Datasets for whole runs: tokens that come as slowly as a test asks, and numbers of which some are none."""
+"""Datasets for whole runs: tokens that come when a test wants them, and numbers of which some are none."""
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 __all__ = [
+    "GATE",
     "PACE",
     "a_number",
     "broken",
     "broken_at_its_end",
     "broken_for_ever",
+    "gated",
     "no_loss",
     "of_each",
     "paced",
@@ -24,6 +27,9 @@ __all__ = [
 
 PACE = "BIREME_TEST_PACE_S"
 """Names the variable with the seconds that a sample takes; none if it is not set."""
+
+GATE = "BIREME_TEST_GATE"
+"""Names the variable with the file of a gate."""
 
 NUM_SAMPLES, LENGTH, VOCABULARY = 400, 32, 257
 
@@ -42,6 +48,23 @@ class Paced:
 
 def paced() -> Paced:
     return Paced()
+
+
+class Gated(Paced):
+    """Rows of which a process gets as many as a file says by now, and waits for more."""
+
+    def __init__(self) -> None:
+        self._num_given = 0
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self._num_given += 1
+        while self._num_given > int(Path(os.environ[GATE]).read_text() or "0"):
+            time.sleep(0.01)
+        return super().__getitem__(number)
+
+
+def gated() -> Gated:
+    return Gated()
 
 
 class Uncounted(Paced):

@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bireme.errors import BiremeError
 from bireme.runtime.world import World
+from tests.support.copies import TORCHRUN, Copy
 from tests.support.patience import patience_s
 
 __all__ = [
@@ -28,6 +29,15 @@ __all__ = [
     "until",
     "wait_until_gone",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What came of a script."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
 
 
 def sign_in(folder: Path, rank: int) -> None:
@@ -65,43 +75,26 @@ def _exists(pid: int) -> bool:
         return False
 
 
-INTERRUPTIBLE = """
-import signal
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-"""
-"""A shell has what it starts in the background ignore interrupts, and so these tests' scripts with it."""
-
-
-def start_script(text: str, folder: Path, *words: str, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start_script(text: str, folder: Path, *words: str, launcher: Sequence[str] = ()) -> Copy:
     """Start a Python script as a user would, in a process group of its own."""
     script = folder / "script.py"
-    script.write_text(INTERRUPTIBLE + text)
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(script), *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    script.write_text(text)
+    return Copy([*launcher, str(script), *words], folder)
 
 
-def run_script(
-    text: str, folder: Path, *words: str, launcher: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
+def run_script(text: str, folder: Path, *words: str, launcher: Sequence[str] = ()) -> Done:
     """Run a Python script to its end."""
     process = start_script(text, folder, *words, launcher=launcher)
     try:
         out, err = process.communicate(timeout=patience_s())
+        return Done(process.returncode, out, err)
     finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        process.close()
 
 
 def torchrun(num_ranks: int) -> list[str]:
     """The words that make torchrun run a script."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return ["-m", TORCHRUN, "--standalone", "--nproc-per-node", str(num_ranks)]
 
 
 def add_ranks(world: World, more: int) -> torch.Tensor:

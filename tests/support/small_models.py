@@ -72,13 +72,20 @@ class Model:
         return stage_function(self.graph, units, resolve=self.resolve())
 
 
-def captured(module: nn.Module, example: Mapping[str, Tensor], **more: Any) -> Model:
-    """A module as it is, weights and all."""
+def captured(
+    module: nn.Module, example: Mapping[str, Tensor], *, name: str = "", evaluates: bool = False, **more: Any
+) -> Model:
+    """A module as it is, weights and all. One that has a name is always the same, and captured once."""
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def graph(training: bool) -> Graph:
+        make = partial(capture, module, example, training=training)
+        return captured_once(f"{name} {training}", make) if name else make()
+
     return Model(
-        capture(module, example),
+        graph(training=True),
         {name: tensor.detach().clone() for name, tensor in weights.items()},
-        capture(module, example, training=False),
+        graph(training=False) if evaluates else None,
         **more,
     )
 

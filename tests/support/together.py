@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bireme.runtime.processes import start_process
 from tests.support.patience import patience_s
 
 __all__ = ["run_processes", "run_threads"]
@@ -42,33 +43,34 @@ def run_processes(
     num_ranks: int, work: Callable[..., Any], folder: Path, *args: Any, dying: Sequence[int] = ()
 ) -> list[Any]:
     """What `work(rank, *args)` returns in each process; None for those that must not live to its end."""
-    context = get_context("spawn")
-    processes = [
-        context.Process(target=_run, args=(rank, num_ranks, work, folder, args), daemon=True)
+    started = [
+        start_process(f"test rank {rank}", _run, rank, num_ranks, work, folder, args)
         for rank in range(num_ranks)
     ]
     try:
-        for process in processes:
-            process.start()
-        for process in processes:
+        for process, _ in started:
             process.join(patience_s())
+        statuses = [process.status for process, _ in started]
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for process, talk in started:
+            process.close()
+            talk.close()
     results: list[Any] = []
-    for rank, process in enumerate(processes):
+    for rank, status in enumerate(statuses):
         path = folder / f"result of {rank}"
         if rank in dying:
-            assert process.exitcode != 0
+            assert status != 0
             results.append(None)
         else:
-            assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
+            assert status == 0, f"rank {rank} ended with {status}"
             results.append(torch.load(path, weights_only=False))
     return results
 
 
-def _run(rank: int, num_ranks: int, work: Callable[..., Any], folder: Path, args: Sequence[Any]) -> None:
+def _run(
+    talk: Connection, rank: int, num_ranks: int, work: Callable[..., Any], folder: Path, args: Sequence[Any]
+) -> None:
+    del talk  # who started it hears of it by its result
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -1,15 +1,12 @@
-"""Runs under torchrun for tests: started as people start them, watched by their log, and none left behind."""
+"""Runs under torchrun for tests: watched by their log, and none left behind."""
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.copies import TORCHRUN, Copy
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
 from tests.support.ranks import wait_until_gone
@@ -41,7 +38,7 @@ class Torchrun:
         process, ranks = self.running.process, self.ranks
         out, _ = process.communicate(timeout=patience_s())
         wait_until_gone(ranks)
-        return Ended(process.returncode, out, self.running.said.read_text())
+        return Ended(process.returncode, out, self.running.said)
 
 
 @contextmanager
@@ -50,34 +47,23 @@ def torchrun_train(
     *words: str,
     ranks: int = 2,
     options: Sequence[str] = ("--standalone",),
-    prefix: Sequence[str] = (),
     pace_s: float = 0.0,
-    variables: Mapping[str, str] | None = None,
+    first: Callable[[], None] | None = None,
 ) -> Iterator[Torchrun]:
-    """`torchrun OPTIONS --nproc-per-node RANKS -m bireme train WORDS`; `run` is the folder of the run."""
-    handle, said = tempfile.mkstemp()
-    launcher = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(ranks)]
-    process = subprocess.Popen(
-        [*prefix, *launcher, "-m", "bireme", "train", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=handle,
-        text=True,
-        start_new_session=True,
-        cwd=ROOT,
-        env={**os.environ, PACE: str(pace_s), **(variables or {})},
-    )
-    started = Torchrun(Running(process, run, Path(said)))
+    """`torchrun OPTIONS --nproc-per-node RANKS -m bireme train WORDS`; `run` is the folder of the run.
+
+    `first` is called in torchrun's process before all else.
+    """
+    launcher = ("-m", TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "bireme", "train")
+    scratch = os.environ["BIREME_TESTS_FOLDER"]  # where torchrun keeps what it would leave if it is killed
+    process = Copy([*launcher, *words], ROOT, variables={PACE: str(pace_s), "TMPDIR": scratch}, first=first)
+    started = Torchrun(Running(process, run, process.err))
     try:
         yield started
     finally:
         left = started.ranks
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.close()
         wait_until_gone(left)  # they end with their agent
-        os.close(handle)
-        Path(said).unlink()
 
 
 def paced_run(folder: Path, schedule: str = "1f1b", depth: int = 2) -> Path:

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.paced_samples import PACE
+from tests.support.copies import Copy
+from tests.support.paced_samples import GATE, PACE
 from tests.support.patience import patience_s
 
-__all__ = ["Running", "losses", "metrics", "running", "settings", "steps_of_checkpoints", "write_run"]
+__all__ = ["Gate", "Running", "losses", "metrics", "running", "settings", "steps_of_checkpoints", "write_run"]
 
 ROOT = Path(__file__).parents[2]
 GPT = "gpt:layers=2,width=16,heads=2,vocab=257,context=32"
@@ -112,25 +111,30 @@ def steps_of_checkpoints(run: Path) -> list[int]:
 class Running:
     """A `bireme` of its own, first of its group of processes."""
 
-    process: subprocess.Popen[str]
+    process: Copy | subprocess.Popen[str]
     run: Path
-    said: Path
-    """Its standard error so far."""
+    err: Path
+    """Where its standard error goes."""
+
+    @property
+    def said(self) -> str:
+        """Its standard error so far."""
+        return self.err.read_text()
 
     def wait_for_step(self, step: int) -> None:
         """Until the log has that step, in this start or one before."""
         end_s = time.monotonic() + patience_s()
         while not any(line["step"] >= step for line in metrics(self.run, "train")):
-            assert time.monotonic() < end_s, f"no step {step}: {self.said.read_text()}"
-            assert self.process.poll() is None, self.said.read_text()
+            assert time.monotonic() < end_s, f"no step {step}: {self.said}"
+            assert self.process.poll() is None, self.said
             time.sleep(0.02)
 
     def wait_for_words(self, words: str) -> None:
         """Until it says them."""
         end_s = time.monotonic() + patience_s()
-        while words not in self.said.read_text():
-            assert time.monotonic() < end_s, self.said.read_text()
-            assert self.process.poll() is None, self.said.read_text()
+        while words not in self.said:
+            assert time.monotonic() < end_s, self.said
+            assert self.process.poll() is None, self.said
             time.sleep(0.02)
 
     def wait_for_ranks(self, count: int) -> None:
@@ -138,7 +142,7 @@ class Running:
         end_s = time.monotonic() + patience_s()
         while len(self.ranks) < count:
             assert time.monotonic() < end_s
-            assert self.process.poll() is None, self.said.read_text()
+            assert self.process.poll() is None, self.said
             time.sleep(0.01)
 
     @property
@@ -149,21 +153,21 @@ class Running:
     def ended(self) -> "Ended":
         """What came of it; nobody of its group may be left."""
         out, _ = self.process.communicate(timeout=patience_s())
-        end_s = time.monotonic() + 5.0
-        while (left := _group(self.process.pid)) and time.monotonic() < end_s:
-            time.sleep(0.05)
-        assert not left, [_command(pid) for pid in left]
-        return Ended(self.process.returncode, out, self.said.read_text())
+        end_s = time.monotonic() + patience_s()
+        while left := _group(self.process.pid):
+            assert time.monotonic() < end_s, [_command(pid) for pid in left]
+            time.sleep(0.02)
+        return Ended(self.process.returncode, out, self.said)
 
     def kill_all(self) -> None:
         """Every process of it at once, as a power cut would."""
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+        self.process.wait(patience_s())
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    status: int
+    status: int | None
     out: str
     err: str
 
@@ -175,29 +179,34 @@ class Ended:
         return found
 
 
+class Gate:
+    """How many samples each process of a run may read by now, of data `tests.support.paced_samples:gated`.
+
+    A run that waits at its gate is in the middle of its training for as long as a test likes.
+    """
+
+    def __init__(self, path: Path, num_samples: int) -> None:
+        self.path, self._num_samples = path, 0
+        self.let_in(num_samples)
+
+    def let_in(self, more: int) -> None:
+        """So many more."""
+        self._num_samples += more
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(str(self._num_samples))
+        draft.rename(self.path)
+
+
 @contextmanager
-def running(run: Path, *words: str, pace_s: float = 0.0) -> Iterator[Running]:
-    """`bireme WORDS…` beside the test; whatever is left of it behind the context is killed."""
-    handle, said = tempfile.mkstemp()
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from bireme.cli.main import main; main()", *words],
-        stdout=subprocess.PIPE,
-        stderr=handle,
-        text=True,
-        start_new_session=True,
-        cwd=run.parent if run.parent.is_dir() else ROOT,
-        env=os.environ | {PACE: str(pace_s)},
-    )
+def running(run: Path, *words: str, pace_s: float = 0.0, gate: Gate | None = None) -> Iterator[Running]:
+    """`bireme WORDS…` beside the test; whatever is left of it after the context is killed."""
+    folder = run.parent if run.parent.is_dir() else ROOT
+    variables = {PACE: str(pace_s)} if gate is None else {GATE: str(gate.path)}
+    process = Copy(["-m", "bireme", *words], folder, variables=variables)
     try:
-        yield Running(process, run, Path(said))
+        yield Running(process, run, process.err)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.stdout is not None and not process.stdout.closed:  # what it said was not asked for
-            process.communicate()
-        process.wait()
-        os.close(handle)
-        Path(said).unlink()
+        process.close()
 
 
 def _group(number: int) -> list[int]:
@@ -211,7 +220,7 @@ def _group(number: int) -> list[int]:
 
 
 def _fields(stat: Path) -> list[str]:
-    """State, parent and group of a process, behind its name."""
+    """State, parent and group of a process, after its name."""
     return re.sub(r"^.*\) ", "", stat.read_text()).split()
 
 

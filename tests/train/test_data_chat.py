@@ -15,6 +15,8 @@ from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.support.tiny_tokenizer import save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

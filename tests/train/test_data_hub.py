@@ -17,6 +17,8 @@ from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import ByteTokenizer
 from tests.support.command import bireme
 
+pytestmark = pytest.mark.slow
+
 datasets: Any = pytest.importorskip("datasets", reason="datasets is not installed")
 
 TEXTS = [f"row {number:04}" for number in range(400)]

@@ -52,6 +52,7 @@ def llama(folder: Path) -> str:
     return f"hf:{folder}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_logits_of_a_packed_document_are_those_of_it_alone(kind: str, tmp_path: Path) -> None:
     text = GPT if kind == "gpt" else llama(tmp_path)
@@ -77,6 +78,7 @@ def test_what_is_left_of_a_sample_does_not_count() -> None:
         assert (batch["labels"][row] == -100).tolist() == [True, *[False] * (size - 1), *[True] * (16 - size)]
 
 
+@pytest.mark.slow
 def test_models_that_keep_documents_apart_are_told_from_those_that_do_not(tmp_path: Path) -> None:
     def checked(text: str) -> None:
         source = with_positions(load_source(text, length=16))

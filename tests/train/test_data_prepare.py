@@ -42,6 +42,7 @@ def test_a_model_of_256_tokens_gets_bytes_without_an_end(tmp_path: Path) -> None
     assert prepare_data(request(tmp_path), model_side(256), 4).num_tokens == 400
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_the_model_is_used(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     data = prepare_data(request(tmp_path), model_side(400, tmp_path), 4)
@@ -113,6 +114,7 @@ def test_samples_that_the_model_does_not_take_are_refused(made: str, wrong: str,
         prepare_data(DataRequest(f"{tmp_path}/own.py:some", evaluation_fraction=0.0), side, 2)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_tells_its_vocabulary() -> None:
     class Config:
         vocab_size = 30

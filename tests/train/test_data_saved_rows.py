@@ -16,6 +16,8 @@ from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class StandIn:

@@ -11,6 +11,8 @@ from bireme.errors import BiremeError
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer, load_tokenizer
 from tests.support.tiny_tokenizer import save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @given(st.text())
 def test_bytes_decode_to_the_text_they_came_from(text: str) -> None:

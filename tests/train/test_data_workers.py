@@ -2,10 +2,10 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,9 @@ from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.rank_batches import RankBatches
 from bireme.train.data.samples import Batch
+from tests.support.copies import Copy
+from tests.support.patience import patience_s
+from tests.support.ranks import until, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -114,23 +117,19 @@ if __name__ == "__main__":
 """
 
 
-def start(then: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+@contextmanager
+def parent_that(then: str, folder: Path) -> Iterator[tuple[Copy, list[int]]]:
     """A parent in a session of its own with two workers that hang; and the numbers of these."""
     script = folder / "parent.py"
     script.write_text(PARENT.format(then=then))
     pids = folder / "pids"
     pids.mkdir()
-    parent = subprocess.Popen(
-        [sys.executable, str(script)],
-        env=os.environ | {"BIREME_TEST_PIDS": str(pids)},
-        stdin=subprocess.PIPE,  # or input() would end at once
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "running\n"
-    return parent, [int(path.name) for path in pids.iterdir()]
+    parent = Copy([str(script)], folder, variables={"BIREME_TEST_PIDS": str(pids)})
+    try:
+        until(lambda: parent.out.read_text() == "running\n")
+        yield parent, [int(path.name) for path in pids.iterdir()]
+    finally:
+        parent.close()
 
 
 def is_running(pid: int) -> bool:
@@ -140,46 +139,35 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if holds():
-            return
-        time.sleep(0.05)
-    pytest.fail("it never happened")
-
-
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 
 @linux_only
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    parent, workers = start("import time; time.sleep(1000)", tmp_path)
-    assert len(workers) == 2
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not any(map(is_running, workers)))
+    with parent_that("import time; time.sleep(1000)", tmp_path) as (parent, workers):
+        assert len(workers) == 2
+        parent.kill()
+        wait_until_gone(workers)
 
 
 @linux_only
 def test_workers_take_no_notice_of_what_is_meant_for_the_parent(tmp_path: Path) -> None:
-    parent, workers = start(
-        "import signal; [signal.signal(s, lambda *_: None) for s in (2, 15)]\n    input()", tmp_path
+    then = (
+        "import signal; [signal.signal(s, lambda *_: None) for s in (2, 15)]\n    while True: signal.pause()"
     )
-    try:
+    with parent_that(then, tmp_path) as (parent, workers):
         for number in (signal.SIGINT, signal.SIGTERM):
             for worker in workers:
                 os.kill(worker, number)
         time.sleep(0.3)
         assert all(map(is_running, workers))
-    finally:
         parent.kill()
-        parent.wait()
-    wait_until(lambda: not any(map(is_running, workers)))
+        wait_until_gone(workers)
 
 
 @linux_only
 @pytest.mark.parametrize("then", ["pass", "raise SystemExit(3)", "running = None"])
 def test_a_parent_that_just_ends_does_not_hang(then: str, tmp_path: Path) -> None:
-    parent, workers = start(then, tmp_path)
-    assert parent.wait(20) == (3 if "3" in then else 0)
-    wait_until(lambda: not any(map(is_running, workers)))
+    with parent_that(then, tmp_path) as (parent, workers):
+        assert parent.wait(patience_s()) == (3 if "3" in then else 0)
+        wait_until_gone(workers)

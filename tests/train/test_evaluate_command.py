@@ -161,6 +161,7 @@ def test_a_transformers_folder_has_the_perplexity_that_transformers_finds(
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
     tokenizer = FolderTokenizer(save_tokenizer(tmp_path))
     lengths = tokenizer.byte_lengths()

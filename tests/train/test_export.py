@@ -25,6 +25,7 @@ from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.run_file import load_run_file
 from tests.model.test_weights import graph_of, transformers_model
 from tests.support.checkpoints import META, ranks
+from tests.support.patience import patience_s
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,6 +100,7 @@ def test_an_export_never_holds_more_than_two_tensors_and_cuts_large_models_into_
     assert all(torch.equal(found[name], own[name]) for name in own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
 def test_a_transformers_model_is_exported_as_its_package_saves_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +128,7 @@ def test_a_transformers_model_is_exported_as_its_package_saves_it(
         )
 
 
+@pytest.mark.slow
 def test_a_model_that_lacks_a_tensor_is_not_exported_and_the_old_one_stays(tmp_path: Path) -> None:
     model: Any = transformers_model("llama")()
     model.save_pretrained(tmp_path / "model")
@@ -215,7 +218,7 @@ def test_a_folder_that_is_replaced_is_the_old_or_the_new_one_wherever_the_proces
         text=True,
         check=False,
         env={"PYTHONPATH": f"{ROOT / 'src'}", "PATH": ""},
-        timeout=60,
+        timeout=patience_s(),
     )
     assert told.returncode == 0, told.stderr
 

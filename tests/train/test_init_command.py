@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bireme.train.run_file import RunFile, commented_toml, load_run_file
-from tests.support.command import bireme, loads_torch
+from tests.support.command import bireme
 
 Capture = pytest.CaptureFixture[str]
 
@@ -72,7 +72,3 @@ def test_a_folder_is_not_written_over_even_by_force(capsys: Capture, tmp_path: P
     result = bireme(capsys, "init", str(folder), "--force")
     assert result.status == 2
     assert "it is a folder" in result.err
-
-
-def test_writing_a_run_file_loads_no_torch(tmp_path: Path) -> None:
-    assert not loads_torch("init --help", f"init {tmp_path / 'run.toml'}")

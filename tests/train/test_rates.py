@@ -13,7 +13,6 @@ from bireme.train.folder import RunFolder
 from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import check_rate
 from bireme.train.run_file import RunFile, Training
-from tests.support.command import loads_torch
 
 FALLING = ("linear", "cosine", "wsd")
 TINY = 1e-12
@@ -105,10 +104,6 @@ def test_the_demonstration_warms_up_over_a_tenth_of_its_steps() -> None:
     training = RunFile().training
     assert training.num_warmup_steps == 30
     assert factors(training)[29:31] == [1.0, pytest.approx(1.0, abs=1e-3)]
-
-
-def test_rates_load_no_torch() -> None:
-    assert not loads_torch("--version", modules="bireme.train.rates")
 
 
 # --- a run that is made longer

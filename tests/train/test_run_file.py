@@ -23,7 +23,6 @@ from bireme.train.run_file import (
     to_toml,
 )
 from bireme.train.run_file.text import toml_value
-from tests.support.command import loads_torch
 from tests.support.extent import examples
 from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
 
@@ -313,7 +312,3 @@ def test_a_default_gives_way_to_the_key_that_says_it_otherwise() -> None:
     assert (run.training.warmup_fraction, run.training.num_warmup_steps) == (None, 7)
     assert run.data.evaluation_fraction is None
     assert RunFile().data.evaluation_fraction is not None
-
-
-def test_a_run_file_loads_no_torch() -> None:
-    assert not loads_torch("--version", modules="bireme.train.run_file")

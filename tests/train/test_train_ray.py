@@ -96,7 +96,7 @@ def ray_train(run: Path, run_file: Path, *, pace_s: float = 0.0) -> Iterator[Run
 def ended(started: Running) -> Ended:
     """What came of it. Ray's own processes may take a while longer."""
     out, _ = started.process.communicate(timeout=patience_s())
-    return Ended(started.process.returncode, out, started.said.read_text())
+    return Ended(started.process.returncode, out, started.said)
 
 
 def ranks_of(run_file: Path) -> list[int]:

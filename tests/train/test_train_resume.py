@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -15,18 +16,18 @@ from bireme.plan.plan import Plan
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.train.data.order import Order
+from bireme.train.data.order import NUM_PROBES, Order
 from bireme.train.model import RunModel
 from bireme.train.prepare import data_of
 from bireme.train.run_file import load_run_file
 from bireme.train.worker import Start
 from tests.support.alone import alone
 from tests.support.command import bireme
-from tests.support.training import losses, metrics, running, settings, steps_of_checkpoints, write_run
+from tests.support.training import Gate, losses, metrics, running, settings, steps_of_checkpoints, write_run
 
 pytestmark = pytest.mark.slow
 
-PACED = "tests.support.paced_samples:paced"
+GATED = "tests.support.paced_samples:gated"
 STEPS = 16
 
 
@@ -237,17 +238,22 @@ def _small_disk(folder: Path) -> Iterator[None]:
 
 
 def test_a_full_disk_costs_checkpoints_and_no_run(tmp_path: Path) -> None:
-    path, run = write_run(tmp_path, data=PACED), tmp_path / "runs" / "run"
+    """The disk is full at step 4, when the first checkpoint is due, and no more once that has failed."""
+    path, run = write_run(tmp_path, data=GATED), tmp_path / "runs" / "run"
+    gate = Gate(tmp_path / "gate", NUM_PROBES + 28)
     with _small_disk(run):
-        more = settings(training__steps=40, log__every_steps=1)
-        with running(run, "train", str(path), *more, "--json", pace_s=0.05) as train:
-            train.wait_for_step(2)
+        with running(run, "train", str(path), *settings(training__steps=40), "--json", gate=gate) as train:
+            train.wait_for_step(1)
             filler = run / "filler"
             with filler.open("wb", buffering=0) as file, suppress(OSError):
                 while True:
                     file.write(bytes(4096))
-            train.wait_for_words("failed; there is none yet")
+            while "failed; there is none yet" not in train.said:
+                gate.let_in(8)  # a failure is told with a step
+                time.sleep(0.3)
+                assert train.process.poll() is None, train.said
             filler.unlink()
+            gate.let_in(10**6)
             document = train.ended().document
         assert document["steps"] == 40
         assert sorted(losses(run)) == list(range(1, 41))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import bireme
-from tests.support.training import losses, metrics, running, settings, steps_of_checkpoints, write_run
+from tests.support.training import Gate, losses, metrics, running, settings, steps_of_checkpoints, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -16,6 +16,7 @@ SCHEDULE = "2bw-fresh"
 """It keeps the most that must survive: two versions, a trial and the clipping of the batch before."""
 
 PACED = "tests.support.paced_samples:paced"
+GATED = "tests.support.paced_samples:gated"
 PACE_S = 0.03
 """Eight of them are a step."""
 
@@ -75,8 +76,8 @@ def test_whoever_is_told_to_stop_before_the_first_step_stops_in_good_order(tmp_p
 
 
 def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
-    path, run = write_run(tmp_path, data=PACED), tmp_path / "runs" / "run"
-    with running(run, "train", str(path), *MANY, pace_s=0.5) as train:
+    path, run = write_run(tmp_path, data=GATED), tmp_path / "runs" / "run"
+    with running(run, "train", str(path), *MANY, gate=Gate(tmp_path / "gate", 40)) as train:
         train.wait_for_step(1)
         os.killpg(train.process.pid, signal.SIGINT)
         train.wait_for_words("stopping")
