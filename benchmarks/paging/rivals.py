@@ -1,7 +1,7 @@
 """What others would copy for the same accesses: the least recently used, PatrickStar's rule, fixed places.
 
-Each goes through the accesses of one tier and counts copies in both directions. All of them fetch when a chunk
-is used and know what ends; what they do not know of the program is what makes them what they are.
+Each goes through the accesses of one tier and counts copies in both directions. All of them fetch when a
+chunk is used and know what ends; what they do not know of the program is what makes them what they are.
 """
 
 from bisect import bisect_right

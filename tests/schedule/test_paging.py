@@ -44,9 +44,7 @@ def without_paging(program: Program) -> list[list[Instruction]]:
 
 
 def copies_of(program: Program) -> list[int]:
-    return [
-        sum(step.page.is_copied for step in track if step.page is not None) for track in program.tracks
-    ]
+    return [sum(step.page.is_copied for step in track if step.page is not None) for track in program.tracks]
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,12 @@ def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
         stages_per_rank=per_rank,
         recompute=range(stages) if draw(st.booleans()) and not schedule.slices else (),
     )
-    counts = (draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.integers(0, 4)), draw(st.integers(0, 3)))
+    counts = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 4)),
+        draw(st.integers(0, 3)),
+    )
     of = sizes(stages, counts, master=draw(st.booleans()))
     share = draw(st.floats(0.1, 1.0))
     host = draw(st.sampled_from((None, 0.0, 0.3, 0.6)))
@@ -151,9 +154,9 @@ def test_a_budget_below_the_largest_working_set_is_refused_with_the_number_that_
 def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
     program, of = parts("1f1b", 2, 2), sizes(4, (2, 2, 6, 1))
     device = 14 * CHUNK
-    with pytest.raises(BiremeError, match="host memory .* a disk"):
+    with pytest.raises(BiremeError, match="host memory"):
         page(program, of, Budgets(device, 12 * CHUNK), chunk_bytes=CHUNK)
-    program = page(program, of, Budgets(device, 18 * CHUNK, 100 * CHUNK), chunk_bytes=CHUNK)
+    program = page(program, of, Budgets(device, 12 * CHUNK, 100 * CHUNK), chunk_bytes=CHUNK)
     assert check(program).ok
     assert [tier.name for tier in resident(program, 0, of).tiers] == ["device", "host", "disk"]
 
@@ -166,14 +169,16 @@ def test_the_steady_state_of_a_long_window_is_a_loop(name: str) -> None:
     stages, batches = 6, 40
     program = generate(name, num_stages=stages, num_microbatches=4, num_batches=batches, stages_per_rank=3)
     of = sizes(stages, (2, 2, 6, 1))
-    program = page(program, of, Budgets(int(0.6 * peak(program, of)), 20 * CHUNK, 500 * CHUNK), chunk_bytes=CHUNK)
+    program = page(
+        program, of, Budgets(int(0.6 * peak(program, of)), 20 * CHUNK, 500 * CHUNK), chunk_bytes=CHUNK
+    )
     assert program.tiers
     assert all(track.repeats >= batches - 12 for track in program.tracks)
     assert check(program).ok
 
 
 def test_with_k_of_p_parts_on_the_device_a_micro_batch_fetches_the_others_twice() -> None:
-    """Forwards go up the parts and backwards down, so the last and the first k parts find themselves there."""
+    """Forwards go up the parts and backwards down, so the last k and the first k parts are still there."""
     p, k, m = 8, 3, 6
     of = sizes(p, (1, 0, 0, 0))
     fetched = []
@@ -220,7 +225,7 @@ def test_what_cannot_be_swept_says_so() -> None:
 Value = tuple[object, ...]
 
 
-class Harm(Exception):
+class HarmError(Exception):
     """A program did something that training would notice."""
 
 
@@ -253,7 +258,7 @@ class Machine:
                 self.under_way.discard(chunk)
                 is_made = use.mode is Mode.MAKE or (use.mode is Mode.ADD and chunk not in self.truth)
                 if not is_made and self.memory[0].get(chunk) != self.truth[chunk]:
-                    raise Harm(f"{step} reads a wrong value")
+                    raise HarmError(f"{step} reads a wrong value")
                 if use.mode is not Mode.READ:
                     self.truth[chunk] = self.memory[0][chunk] = (index, chunk)
                     for below in self.memory[1:]:
@@ -266,29 +271,31 @@ class Machine:
                         memory.pop(chunk, None)
         for chunk, value in self.truth.items():
             if chunk.item is Item.OPTIMIZER and value not in (memory.get(chunk) for memory in self.memory):
-                raise Harm("the optimiser is lost")
+                raise HarmError("the optimiser is lost")
 
     def _copy(self, step: Instruction) -> None:
         assert step.page is not None
         chunk, tier = chunk_of(self.program, step), step.page.tier
         if step.kind is Kind.FETCH:
             if chunk not in self.memory[tier + 1] or chunk in self.memory[tier]:
-                raise Harm(f"{step} has nothing to do")
+                raise HarmError(f"{step} has nothing to do")
             self.memory[tier][chunk] = self.memory[tier + 1][chunk]
             if tier == 0:
                 self.under_way.add(chunk)
         else:
             if chunk not in self.memory[tier] or (tier == 0 and chunk in self.under_way):
-                raise Harm(f"{step} has nothing to do, or does it too early")
+                raise HarmError(f"{step} has nothing to do, or does it too early")
             value = self.memory[tier].pop(chunk)
             if step.page.is_copied:
+                if chunk in self.memory[tier + 1]:
+                    raise HarmError(f"{step} copies what is there")
                 self.memory[tier + 1][chunk] = value
         self._fits()
 
     def _fits(self) -> None:
         for tier, memory in zip(self.tiers.tiers, self.memory, strict=True):
             if tier.capacity is not None and len(memory) > tier.capacity:
-                raise Harm(f"{tier.name} holds {len(memory)}")
+                raise HarmError(f"{tier.name} holds {len(memory)}")
 
 
 def does_harm(program: Program) -> bool:
@@ -296,7 +303,7 @@ def does_harm(program: Program) -> bool:
         for rank, tiers in enumerate(program.tiers):
             if tiers is not None:
                 Machine(program, rank).run()
-    except Harm:
+    except HarmError:
         return True
     return False
 
@@ -323,13 +330,13 @@ def mutated(program: Program) -> Iterator[Program]:
 @pytest.mark.parametrize(
     ("name", "budgets"),
     [
-        ("1f1b", Budgets(14 * CHUNK)),
-        ("2bw", Budgets(18 * CHUNK, 12 * CHUNK, 99 * CHUNK)),
-        ("2bw-fresh", Budgets(18 * CHUNK)),
+        ("1f1b", Budgets(12 * CHUNK)),
+        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK)),
+        ("2bw-fresh", Budgets(14 * CHUNK)),
     ],
 )
 def test_one_mistake_that_does_harm_is_found_and_no_other(name: str, budgets: Budgets) -> None:
-    program = page(parts(name, 2, 2, per_rank=3), sizes(3, (2, 2, 5, 1)), budgets, chunk_bytes=CHUNK)
+    program = page(parts(name, 2, 2, per_rank=2), sizes(2, (2, 2, 5, 1)), budgets, chunk_bytes=CHUNK)
     assert program.tiers
     assert not does_harm(program)
     verdicts = [(check(wrong).ok, does_harm(wrong)) for wrong in mutated(program)]

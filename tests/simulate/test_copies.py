@@ -27,7 +27,9 @@ from tests.support.extent import examples
 CHUNK = 64
 
 
-def program_of(parts: int, microbatches: int = 4, ranks: int = 1, batches: int = 3, name: str = "1f1b") -> Program:
+def program_of(
+    parts: int, microbatches: int = 4, ranks: int = 1, batches: int = 3, name: str = "1f1b"
+) -> Program:
     return generate(
         name,
         num_stages=ranks * parts,
@@ -52,7 +54,11 @@ def costs_of(stages: int, *, stash: int = 1, optimizer: int = 4) -> Costs:
 
 def computed(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
     return [
-        [(str(one.instruction), one.start_s, one.end_s) for one in rank.intervals() if one.instruction.kind in COMPUTE]
+        [
+            (str(one.instruction), one.start_s, one.end_s)
+            for one in rank.intervals()
+            if one.instruction.kind in COMPUTE
+        ]
         for rank in timeline.ranks
     ]
 
@@ -156,7 +162,9 @@ def test_without_paging_the_document_says_nothing_of_tiers(capsys: pytest.Captur
     assert "tiers" not in json.loads(bireme(capsys, *enough, "--json").out)
 
 
-def test_a_device_too_small_is_refused_before_anything_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_too_small_is_refused_before_anything_is_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     told = bireme(capsys, *[("1MB" if word == "30MB" else word) for word in COMMAND])
     assert told.status == 2
     assert "needs at least" in told.err

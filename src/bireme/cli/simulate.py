@@ -39,7 +39,16 @@ __all__ = ["simulate"]
 PAGED = ("host_memory", "disk", "host_bytes_per_s", "disk_bytes_per_s", "chunk_bytes")
 """Options that only a limited device needs."""
 OF_ONE_SCHEDULE = (
-    "name", "source", "stages_per_rank", "slices", "lookahead", "sweep", "trace", "picture", "device_memory", *PAGED
+    "name",
+    "source",
+    "stages_per_rank",
+    "slices",
+    "lookahead",
+    "sweep",
+    "trace",
+    "picture",
+    "device_memory",
+    *PAGED,
 )
 """Options for a single schedule."""
 

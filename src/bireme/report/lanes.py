@@ -2,7 +2,8 @@
 
 One lane per rank, time to the right. A lane is striped where the rank is idle, so a bubble is seen before
 anything is read. Under it runs a strip of the weight versions the rank computes on, and a thin line for
-each rank it gets messages from and each way of its chunks between tiers. A long timeline is cut off after the batches that can be told apart.
+each rank it gets messages from and each way of its chunks between tiers. A long timeline is cut off after the
+batches that can be told apart.
 """
 
 import itertools

@@ -101,7 +101,9 @@ def _memory(timeline: Timeline) -> Table | None:
 
 def _tiers(timeline: Timeline) -> Table:
     """What each tier of a rank that pages holds and takes in, and how long the rank waits for chunks."""
-    table = columns(("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch"), words=("tier",))
+    table = columns(
+        ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch"), words=("tier",)
+    )
     waited_s = {moved.rank: moved.waited_s for moved in timeline.paging}
     num_batches = timeline.program.num_batches
     for kept in timeline.memory:

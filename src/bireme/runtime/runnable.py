@@ -44,8 +44,8 @@ def _check_updates(source: ProgramSource) -> None:
     program = source.settled()
     if program.tiers:
         raise BiremeError(
-            f"The engine does not run {source.name} with FETCH and EVICT in it: paging is planned and simulated "
-            "so far. Run it without, with more stages or with recomputation."
+            f"The engine does not run {source.name} with FETCH and EVICT in it: so far paging is planned and "
+            "simulated. Run it without paging, on more devices or with recomputation."
         )
     for rank, track in enumerate(program.tracks):
         newest = dict.fromkeys(source.stages_of(rank), program.first_batch - 1)

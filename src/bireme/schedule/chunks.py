@@ -30,7 +30,9 @@ def best_chunk_bytes(items: Mapping[float, int]) -> int:
     """The chunk size for items of so many bytes, each with how many there are at once."""
     sizes = {num_bytes: count for num_bytes, count in items.items() if num_bytes > 0 and count > 0}
     if not sizes:
-        raise BiremeError("Nothing can be paged: weights, gradients, optimiser and activations have no bytes.")
+        raise BiremeError(
+            "Nothing can be paged: weights, gradients, optimiser and activations have no bytes."
+        )
     tried = sorted({_aligned(num_bytes / parts) for num_bytes in sizes for parts in range(1, TRIED + 1)})
     few = [size for size in tried if sum(num_chunks(one, size) for one in sizes) <= MOST_CHUNKS] or tried[-1:]
     whole = sum(num_bytes * count for num_bytes, count in sizes.items())

@@ -1,13 +1,14 @@
 """Which chunks leave a tier and when they come back, so that it never holds more than it can.
 
-Between two accesses of a chunk is a *gap*. In a gap the chunk is held, or it is evicted and, if its content is
-read at the end, fetched again. Every copy between tiers costs the same: a gap costs a copy out where no valid
-copy is below, and a copy in where it is read. What is chosen are the gaps to evict: as cheap as possible, with
-no moment over capacity.
+Between two accesses of a chunk is a *gap*. In a gap the chunk is held, or it is evicted and, if its content
+is read at the end, fetched again. Every copy between tiers costs the same: a gap costs a copy out where no
+valid copy is below, and a copy in where it is read. What is chosen are the gaps to evict: as cheap as
+possible, with no moment over capacity.
 
 Time is swept once. At a moment with too many chunks, gaps under way are evicted in the order of a rule:
-Belady's (the one that ends last), the cheapest first, the cheapest for its length, and the least recently used
-as a yardstick. The plan with the fewest copies wins, after gaps for which there is room again are given back.
+Belady's (the one that ends last), the cheapest first, the cheapest for its length, and the least recently
+used as a yardstick. Gaps for which there is room after all are held again. The plan with the fewest copies
+wins.
 
 In a program that is a loop, all repetitions of a gap are one *group* and share its fate, so that the plan
 repeats itself too.
@@ -225,7 +226,9 @@ class _Plan:
 
     def __post_init__(self) -> None:
         change = np.zeros(self.num_steps + 1, dtype=np.int64)
-        for access in {(access.at, access.chunk): access for access in self.accesses if access.takes}.values():
+        for access in {
+            (access.at, access.chunk): access for access in self.accesses if access.takes
+        }.values():
             change[access.at] += 1
             change[access.at + 1] -= 1
         self.groups = defaultdict(list)
@@ -290,24 +293,18 @@ class _Plan:
             gaps = [gap for gap in self.groups[group] if gap.is_evicted]
             lead = self.ahead
             if gaps[0].is_fetched:
-                while self._can_lead(gaps, lead + 1, posted):
+                ends = [gap.end(self.num_steps) for gap in gaps]
+                most = min(
+                    end - max(self._absence(gap)[0], int(posted[:end].max(initial=-1)))
+                    for gap, end in zip(gaps, ends, strict=True)
+                )
+                while lead < most and all(self.held[end - lead - 1] < self.capacity for end in ends):
                     lead += 1
-                    back = [gap.end(self.num_steps) - lead for gap in gaps]
-                    self._add([(at, at + 1) for at in back], 1)
-                for gap in gaps:
-                    end = gap.end(self.num_steps)
+                    self._add([(end - lead, end - lead + 1) for end in ends], 1)
+                for end in ends:
                     posted[end] = max(posted[end], end - lead)
             found[group] = Choice(lead)
         return found
-
-    def _can_lead(self, gaps: Sequence[Gap], lead: int, posted: "NDArray[np.int64]") -> bool:
-        for gap in gaps:
-            end = gap.end(self.num_steps)
-            at = end - lead
-            first, _ = self._absence(gap)
-            if at < first or self.held[at] >= self.capacity or at < posted[:end].max(initial=-1):
-                return False
-        return True
 
     def _absence(self, gap: Gap) -> tuple[int, int]:
         """The steps during which an evicted gap has no slot."""

@@ -1,4 +1,4 @@
-"""Where a rank's chunks are while its track goes by: one account for the proof, the peaks and the bytes moved.
+"""Where a rank's chunks are while its track goes by: one account for the proof, the peaks and the bytes.
 
 A FETCH takes a slot when it is posted. An EVICT gives its slot back; the copies that need it wait until it is
 free, so what is counted here in the order of the track bounds what any clock would show. Copies of one chunk
@@ -80,9 +80,7 @@ class Holding:
 
     def _use(self, step: Instruction, use: Use, chunk: Chunk) -> Iterator[str]:
         tiers = self.where.get(chunk)
-        is_made = use.mode is Mode.MAKE or (
-            use.mode is Mode.ADD and tiers is None and chunk not in self.lost
-        )
+        is_made = use.mode is Mode.MAKE or (use.mode is Mode.ADD and tiers is None and chunk not in self.lost)
         self.fetched.discard(chunk)
         if not is_made and (tiers is None or 0 not in tiers):
             where = "no tier has it" if tiers is None else f"it is on {self.tiers.tiers[min(tiers)].name}"

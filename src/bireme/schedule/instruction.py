@@ -136,7 +136,14 @@ class Instruction:
         """The same instruction so many batches and versions later."""
         version = None if self.version is None else self.version + versions
         return Instruction(
-            self.kind, self.stage, self.batch + batches, self.microbatch, version, self.half, self.seen, self.page
+            self.kind,
+            self.stage,
+            self.batch + batches,
+            self.microbatch,
+            version,
+            self.half,
+            self.seen,
+            self.page,
         )
 
     def needs(self, num_stages: int) -> Message | None:

@@ -10,8 +10,9 @@ chunk is decided once for all batches of the steady state.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bireme.errors import BiremeError
 from bireme.schedule.chunks import best_chunk_bytes, num_chunks
@@ -119,7 +120,11 @@ def _cut(
     whole = resident(program, rank, sizes)
     if whole.peak_bytes <= budgets.device_bytes:
         return None
-    found = {(item, stage): item_bytes(program, sizes, item, stage) for stage in program.stages_of(rank) for item in Item}
+    found = {
+        (item, stage): item_bytes(program, sizes, item, stage)
+        for stage in program.stages_of(rank)
+        for item in Item
+    }
     if chunk_bytes is None:
         at_once: Counter[float] = Counter()
         for (item, stage), num_bytes in found.items():
@@ -163,16 +168,15 @@ def _too_small(rank: int, tier: Tier, needed_bytes: float, advice: str) -> Birem
     )
 
 
-@dataclass(slots=True)
-class _Places:
-    """The instructions that go in before each using step, and after the last: of the lower tiers first."""
+class _Copy(NamedTuple):
+    """A FETCH or EVICT, and what it is to the tier below: an access of that chunk."""
 
-    evicts: defaultdict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
-    fetches: defaultdict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+    instruction: Instruction
+    access: Access
 
-    def at(self, place: int) -> Iterator[Instruction]:
-        yield from self.evicts.get(place, ())
-        yield from self.fetches.get(place, ())
+
+Woven = list[Instruction | _Copy]
+"""A track with copies between its instructions."""
 
 
 class _Planner:
@@ -184,45 +188,39 @@ class _Planner:
         self.tiers = tiers
         self.ahead = ahead
         self.track = program.tracks[rank]
-        self.steps: list[tuple[int, Instruction]] = []
-        """The instructions that use chunks, with their place in the track."""
         self.accesses: list[Access] = []
+        self.used: dict[int, list[Access]] = {}
+        """For each instruction that uses chunks, by its place in the track, what it does to them."""
         self._find_accesses(is_summed)
+        self.num_steps = len(self.used)
 
     def decided(self) -> list[Choices]:
-        """For each tier but the lowest which gaps to evict. Raises where a budget is too small."""
+        """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
         gaps = gaps_of(self.accesses)
-        device = self._decide(0, self.accesses, gaps, len(self.steps))
-        if len(self.tiers.tiers) < 3 or self.tiers.tiers[1].capacity is None:
-            return [device]
-        settle(gaps, device, len(self.steps))
-        below = self._accesses_below(gaps)
-        return [device, self._decide(1, below, gaps_of(below), len(self.steps) + 1)]
+        choices = [self._decide(0, self.accesses, gaps, self.num_steps, self.ahead)]
+        if len(self.tiers.tiers) == 3 and self.tiers.tiers[1].capacity is not None:
+            settle(gaps, choices[0], self.num_steps)
+            below, num_steps = self._accesses_below(self._woven(gaps), gaps)
+            ahead = self.ahead * -(-num_steps // self.num_steps)
+            choices.append(self._decide(1, below, gaps_of(below), num_steps, ahead))
+        return choices
 
     def written(self, plan: Sequence[Choices]) -> tuple[Track, RankTiers]:
         """The track with its copies, and where the chunks begin."""
         gaps = gaps_of(self.accesses)
-        settle(gaps, plan[0], len(self.steps))
+        settle(gaps, plan[0], self.num_steps)
         begin = {gap.chunk: int(gap.is_evicted) for gap in gaps if gap.before is None}
-        places = [self._places(gaps, 0, len(self.steps))]
+        woven = self._woven(gaps)
         if len(plan) > 1:
-            lower = gaps_of(self._accesses_below(gaps))
-            settle(lower, plan[1], len(self.steps) + 1)
+            below, num_steps = self._accesses_below(woven, gaps)
+            lower = gaps_of(below)
+            settle(lower, plan[1], num_steps)
             begin |= {gap.chunk: 2 for gap in lower if gap.before is None and gap.is_evicted}
-            places.insert(0, self._places(lower, 1, len(self.steps) + 1))
-        track: list[Instruction] = []
-        after = {index: place + 1 for place, (index, _) in enumerate(self.steps)}
-        for one in places:
-            track.extend(one.at(0))
-        for index, step in enumerate(self.track):
-            track.append(step)
-            if index in after:
-                for one in places:
-                    track.extend(one.at(after[index]))
-        begin_in_order = dict(sorted(begin.items()))
+            woven = self._woven_below(woven, lower, num_steps)
+        track = tuple(one.instruction if isinstance(one, _Copy) else one for one in woven)
         return (
-            Track(tuple(track), versions_per_batch=self.track.versions_per_batch),
-            replace(self.tiers, begin=begin_in_order),
+            Track(track, versions_per_batch=self.track.versions_per_batch),
+            replace(self.tiers, begin=dict(sorted(begin.items()))),
         )
 
     def _find_accesses(self, is_summed: bool) -> None:
@@ -230,16 +228,15 @@ class _Planner:
         summed: set[Chunk] = set()
         for index, step in enumerate(self.track):
             found = list(uses(self.program, step, master=self.tiers.master))
-            used = [(use, chunk) for use in found for chunk in chunks_of(self.tiers, use)]
+            used = {chunk: use for use in found for chunk in chunks_of(self.tiers, use)}
             if not used:
                 continue
-            at = len(self.steps)
-            self.steps.append((index, step))
-            label = (step.kind, step.microbatch, step.half)
-            held = summed - {chunk for _, chunk in used}
-            for chunk in sorted(held):
-                self.accesses.append(Access(at, chunk, label, step.batch, step, reads=True, writes=False))
-            for use, chunk in used:
+            at, label = len(self.used), (step.kind, step.microbatch, step.half)
+            own = self.used[index] = [
+                Access(at, chunk, label, step.batch, step, reads=True, writes=False)
+                for chunk in sorted(summed - used.keys())
+            ]
+            for chunk, use in used.items():
                 is_new = use.mode is Mode.MAKE or (use.mode is Mode.ADD and chunk not in made)
                 made.add(chunk)
                 if use.ends:
@@ -247,7 +244,7 @@ class _Planner:
                     summed.discard(chunk)
                 elif is_summed and step.kind is Kind.REDUCE:
                     summed.add(chunk)
-                self.accesses.append(
+                own.append(
                     Access(
                         at,
                         chunk,
@@ -259,79 +256,102 @@ class _Planner:
                         ends=use.ends,
                     )
                 )
+            self.accesses += own
 
-    def _accesses_below(self, gaps: Sequence[Gap]) -> list[Access]:
-        """What the device's plan reads and writes in the tier below, in the order of time."""
-        num_steps = len(self.steps)
-        found: list[tuple[int, int, Access]] = []
-        for access in self.accesses:
-            if access.writes or access.ends:
-                # What is written above is worthless below.
-                at, label = access.at + 1, ("stale", access.label)
-                stale = replace(access, at=at, label=label, reads=False, writes=True, takes=False, ends=True)
-                found.append((at, 0, stale))
-        for gap in gaps:
-            if not gap.is_evicted:
+    def _woven(self, gaps: Sequence[Gap]) -> Woven:
+        """The track with the device's copies: out right after a step, back before one."""
+        out, back = self._copies(gaps, 0, self.num_steps)
+        woven: Woven = list(back[0])
+        step = 0
+        for index, instruction in enumerate(self.track):
+            woven.append(instruction)
+            if index in self.used:
+                woven += out[step]
+                step += 1
+                woven += back[step]
+        return woven
+
+    def _accesses_below(self, woven: Woven, gaps: Sequence[Gap]) -> tuple[list[Access], int]:
+        """What the device's copies read and write in the tier below, and how many copies that are.
+
+        What is written on the device is worthless below, and what ends there ends below.
+        """
+        there = {gap.chunk for gap in gaps if gap.before is None and gap.is_evicted}
+        found: list[Access] = []
+        at = index = 0
+        for one in woven:
+            if isinstance(one, _Copy):
+                if one.access.reads or one.access.writes:
+                    there.add(one.access.chunk)
+                    found.append(replace(one.access, at=at))
+                    at += 1
                 continue
-            if gap.is_copied and gap.before is not None:
-                at, label = gap.start + 1, (Kind.EVICT, gap.group)
-                out = replace(gap.before, at=at, label=label, reads=False, writes=True, ends=False)
-                found.append((at, 1, out))
-            if gap.is_fetched and gap.after is not None:
-                at, label = gap.end(num_steps) - gap.lead, (Kind.FETCH, gap.group)
-                back = replace(gap.after, at=at, label=label, reads=True, writes=False, ends=False)
-                found.append((at, 2, back))
-        found.sort(key=lambda one: (one[0], one[1], one[2].chunk))
-        begun = {gap.chunk for gap in gaps if gap.before is None and gap.is_evicted}
-        kept: list[Access] = []
-        for _, _, access in found:
-            if not access.ends:
-                begun.add(access.chunk)
-            elif access.chunk not in begun:
-                continue
-            else:
-                begun.discard(access.chunk)
-            kept.append(access)
-        return kept
+            for access in self.used.get(index, ()):
+                if (access.writes or access.ends) and access.chunk in there:
+                    there.discard(access.chunk)
+                    label = ("stale", access.label)
+                    found.append(
+                        replace(access, at=at, label=label, reads=False, writes=True, takes=False, ends=True)
+                    )
+            index += 1
+        return found, at
+
+    def _woven_below(self, woven: Woven, gaps: Sequence[Gap], num_steps: int) -> Woven:
+        """The same with the copies of the tier below between them."""
+        out, back = self._copies(gaps, 1, num_steps)
+        more: Woven = []
+        at = 0
+        for one in woven:
+            is_step = isinstance(one, _Copy) and (one.access.reads or one.access.writes)
+            more += back[at] if is_step else []
+            more.append(one)
+            more += out[at] if is_step else []
+            at += is_step
+        return more
 
     def _decide(
-        self, number: int, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int
+        self, number: int, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, ahead: int
     ) -> Choices:
-        tier = self.tiers.tiers[number]
+        tier, chunk_bytes = self.tiers.tiers[number], self.tiers.chunk_bytes
         assert tier.capacity is not None, "a tier without a limit needs no plan"
         needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
         least = max(needed.values(), default=0)
         if tier.capacity < least:
-            chunk_bytes = self.tiers.chunk_bytes
-            kept_bytes = (tier.budget_bytes or 0) - tier.capacity * chunk_bytes
-            needed_bytes = least * chunk_bytes + (kept_bytes if number == 0 else 0)
-            raise _too_small(
-                self.rank, tier, needed_bytes, "more, cut its stage into more parts, or use smaller micro-batches"
-            )
-        for ahead in range(self.ahead, 0, -1):
+            # What is not paged has its place on the device besides.
+            kept_bytes = (tier.budget_bytes or 0) - tier.capacity * chunk_bytes if number == 0 else 0
+            advice = "more, cut its stage into more parts, or use smaller micro-batches"
+            raise _too_small(self.rank, tier, least * chunk_bytes + kept_bytes, advice)
+        while ahead > 0:
             try:
                 return decide(accesses, gaps, num_steps, tier.capacity, ahead)
             except OverfullError:
-                continue
+                ahead //= 2
         return decide(accesses, gaps, num_steps, tier.capacity, 0)
 
-    def _places(self, gaps: Sequence[Gap], tier: int, num_steps: int) -> _Places:
-        """The copies of a tier's plan: out of it right after a gap begins, into it before it ends."""
-        places = _Places()
-        fetches: list[tuple[int, Chunk, int, Instruction]] = []
+    def _copies(
+        self, gaps: Sequence[Gap], tier: int, num_steps: int
+    ) -> tuple[defaultdict[int, list[_Copy]], defaultdict[int, list[_Copy]]]:
+        """The copies out of a tier, by the step before them, and into it, by the step after them."""
+        outs: defaultdict[int, list[_Copy]] = defaultdict(list)
+        backs: defaultdict[int, list[_Copy]] = defaultdict(list)
+        fetches: list[tuple[int, Chunk, int, _Copy]] = []
         for gap in gaps:
             if not gap.is_evicted:
                 continue
             if gap.before is not None:
                 out = self._instruction(Kind.EVICT, gap.before, tier, is_copied=gap.is_copied)
-                places.evicts[gap.start + 1].append(out)
+                label = (Kind.EVICT, gap.group)
+                access = replace(gap.before, label=label, reads=False, writes=gap.is_copied, ends=False)
+                outs[gap.start].append(_Copy(out, access))
             if gap.is_fetched and gap.after is not None:
                 end = gap.end(num_steps)
                 back = self._instruction(Kind.FETCH, gap.after, tier, is_copied=True)
-                fetches.append((end, gap.chunk, end - gap.lead, back))
-        for _, _, place, back in sorted(fetches, key=lambda one: one[:3]):
-            places.fetches[place].append(back)
-        return places
+                label = (Kind.FETCH, gap.group)
+                access = replace(gap.after, label=label, reads=True, writes=False, ends=False)
+                fetches.append((end, gap.chunk, end - gap.lead, _Copy(back, access)))
+        for _, _, place, copy in sorted(fetches, key=lambda one: one[:3]):
+            backs[place].append(copy)
+        return outs, backs
 
     def _instruction(self, kind: Kind, access: Access, tier: int, *, is_copied: bool) -> Instruction:
         chunk, step = access.chunk, access.step
@@ -340,9 +360,7 @@ class _Planner:
             version = step.version
             if version is not None and version % self.program.banks[chunk.stage] != chunk.number:
                 version -= 1  # an UPDATE reads the version before the one that it makes
-        elif chunk.item is Item.STASH or (
-            chunk.item is Item.GRADIENT and self.program.rule is Rule.STASHED
-        ):
+        elif chunk.item is Item.STASH or (chunk.item is Item.GRADIENT and self.program.rule is Rule.STASHED):
             batch, microbatch = divmod(chunk.number, self.program.num_microbatches)
         elif chunk.item is Item.GRADIENT:
             batch = chunk.number

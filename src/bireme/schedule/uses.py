@@ -72,7 +72,7 @@ def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
 
 
 def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
-    """The banks of an UPDATE. Under FRESH the newest weights belong to the optimiser, with or without master."""
+    """The banks of an UPDATE. Under FRESH the newest weights are the optimiser's, with or without master."""
     if program.rule is Rule.FRESH:
         return
     if master:

@@ -26,7 +26,7 @@ __all__ = ["RankMover", "TierLinks"]
 
 @dataclass(frozen=True, slots=True)
 class TierLinks:
-    """How fast a rank's chunks travel: between device and host in each direction, and to the disk or back.
+    """How fast a rank's chunks travel: between device and host each way, and to the disk or back.
 
     A latency is added to every copy.
     """
@@ -43,7 +43,7 @@ class TierLinks:
             raise BiremeError(f"The latency of copies is {self.latency_s}; it must be 0 or more seconds.")
 
     def seconds(self, lower: str, num_bytes: float) -> float:
-        """How long a copy to or from the tier of that name takes; one from a device to a disk crosses both."""
+        """How long a copy to or from the tier of that name takes."""
         bytes_per_s = self.host_bytes_per_s if lower == "host" else self.disk_bytes_per_s
         return self.latency_s + num_bytes / bytes_per_s
 
@@ -101,7 +101,7 @@ class RankMover:
         self.waited_s = 0.0
 
     def start(self, index: int, now: float) -> float:
-        """When the instruction of that index, which comes up now, can start as far as chunks are concerned."""
+        """When the instruction of that index, which comes up now, has its chunks and slots."""
         if index > self.index:
             self.step, self.index = next(self.steps), index
             self.ready_s = now
@@ -169,7 +169,9 @@ class RankMover:
         if copies is None:
             upper = self.tiers.tiers[tier].name
             ends = (lower, upper) if is_fetch else (upper, lower)
-            copies = self.copies[tier, is_fetch] = Copies(*ends, array("d"), array("d"), array("d"), array("q"))
+            copies = self.copies[tier, is_fetch] = Copies(
+                *ends, array("d"), array("d"), array("d"), array("q")
+            )
         copies.start_s.append(start)
         copies.end_s.append(end)
         copies.num_bytes.append(self.tiers.chunk_bytes)

@@ -21,7 +21,10 @@ def paging_problems(program: Program) -> Iterator[str]:
         holding = Holding(program, tiers)
         for tier, held in zip(tiers.tiers, holding.held, strict=True):
             if tier.capacity is not None and held > tier.capacity:
-                yield f"Rank {rank} begins with {held} chunks on {tier.name}, which has room for {tier.capacity}."
+                yield (
+                    f"Rank {rank} begins with {held} chunks on {tier.name}, which has room for "
+                    f"{tier.capacity}."
+                )
         for step in program.tracks[rank]:
             yield from holding.start(step)
             holding.end(step)
