@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 
-from bireme.schedule.eviction import Access
+from bireme.schedule.accesses import Access
 from bireme.schedule.tiers import Chunk
 
 __all__ = ["fewest_copies"]

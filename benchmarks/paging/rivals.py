@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from bireme.schedule.eviction import Access
+from bireme.schedule.accesses import Access
 from bireme.schedule.instruction import Item
 from bireme.schedule.tiers import Chunk
 

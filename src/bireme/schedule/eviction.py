@@ -22,10 +22,10 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.schedule.instruction import Instruction
+from bireme.schedule.accesses import Access
 from bireme.schedule.tiers import Chunk
 
-__all__ = ["Access", "Choice", "Gap", "OverfullError", "decide", "gaps_of", "num_copies", "settle"]
+__all__ = ["Choice", "Gap", "OverfullError", "decide", "gaps_of", "num_copies", "settle"]
 
 HELD_LAST = 1 << 60
 """The end of a gap whose content nobody reads again."""
@@ -37,25 +37,6 @@ class OverfullError(Exception):
     def __init__(self, needed: int) -> None:
         super().__init__(needed)
         self.needed = needed
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """One use of a chunk in a tier, at a step.
-
-    `label` is the same in every batch, `batch` tells which it is. `takes` where the chunk must have a slot
-    during the step, `ends` where it is gone from the tier afterwards.
-    """
-
-    at: int
-    chunk: Chunk
-    label: Hashable
-    batch: int
-    step: Instruction
-    reads: bool
-    writes: bool
-    takes: bool = True
-    ends: bool = False
 
 
 @dataclass(slots=True)

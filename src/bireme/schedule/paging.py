@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bireme.errors import BiremeError
-from bireme.schedule.chunks import best_chunk_bytes, num_chunks
-from bireme.schedule.eviction import Access, Choice, Gap, OverfullError, decide, gaps_of, settle
+from bireme.schedule.accesses import Access, accesses_of
+from bireme.schedule.chunks import best_chunk_bytes, is_paged, num_chunks
+from bireme.schedule.eviction import Choice, Gap, OverfullError, decide, gaps_of, settle
 from bireme.schedule.folding import WRITTEN_OUT, fold
 from bireme.schedule.holding import Holding
 from bireme.schedule.instruction import Instruction, Item, Kind, Page
@@ -24,7 +25,6 @@ from bireme.schedule.program import Program, Track
 from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers, Tier
-from bireme.schedule.uses import Mode, chunks_of, uses
 
 __all__ = ["Budgets", "page"]
 
@@ -131,7 +131,12 @@ def _cut(
             stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)
             at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: stashes}.get(item, 1)
         chunk_bytes = best_chunk_bytes(at_once)
-    kept_bytes = resident(program, rank, unpaged(program, rank, sizes)).peak_bytes
+    chunks = {
+        what: num_chunks(num_bytes, chunk_bytes)
+        for what, num_bytes in found.items()
+        if is_paged(num_bytes, chunk_bytes)
+    }
+    kept_bytes = resident(program, rank, unpaged(program, sizes, chunks)).peak_bytes
     tiers = tuple(
         Tier(
             name,
@@ -140,7 +145,6 @@ def _cut(
         )
         for number, (name, budget) in enumerate(budgets.tiers())
     )
-    chunks = {what: num_chunks(num_bytes, chunk_bytes) for what, num_bytes in found.items() if num_bytes > 0}
     return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master)
 
 
@@ -188,10 +192,8 @@ class _Planner:
         self.tiers = tiers
         self.ahead = ahead
         self.track = program.tracks[rank]
-        self.accesses: list[Access] = []
-        self.used: dict[int, list[Access]] = {}
-        """For each instruction that uses chunks, by its place in the track, what it does to them."""
-        self._find_accesses(is_summed)
+        self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
+        self.accesses = [access for own in self.used.values() for access in own]
         self.num_steps = len(self.used)
 
     def decided(self) -> list[Choices]:
@@ -222,41 +224,6 @@ class _Planner:
             Track(track, versions_per_batch=self.track.versions_per_batch),
             replace(self.tiers, begin=dict(sorted(begin.items()))),
         )
-
-    def _find_accesses(self, is_summed: bool) -> None:
-        made: set[Chunk] = set()
-        summed: set[Chunk] = set()
-        for index, step in enumerate(self.track):
-            found = list(uses(self.program, step, master=self.tiers.master))
-            used = {chunk: use for use in found for chunk in chunks_of(self.tiers, use)}
-            if not used:
-                continue
-            at, label = len(self.used), (step.kind, step.microbatch, step.half)
-            own = self.used[index] = [
-                Access(at, chunk, label, step.batch, step, reads=True, writes=False)
-                for chunk in sorted(summed - used.keys())
-            ]
-            for chunk, use in used.items():
-                is_new = use.mode is Mode.MAKE or (use.mode is Mode.ADD and chunk not in made)
-                made.add(chunk)
-                if use.ends:
-                    made.discard(chunk)
-                    summed.discard(chunk)
-                elif is_summed and step.kind is Kind.REDUCE:
-                    summed.add(chunk)
-                own.append(
-                    Access(
-                        at,
-                        chunk,
-                        label,
-                        step.batch,
-                        step,
-                        reads=not is_new,
-                        writes=use.mode is not Mode.READ,
-                        ends=use.ends,
-                    )
-                )
-            self.accesses += own
 
     def _woven(self, gaps: Sequence[Gap]) -> Woven:
         """The track with the device's copies: out right after a step, back before one."""

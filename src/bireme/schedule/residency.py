@@ -8,6 +8,7 @@ A message under way is part of what its sender has stashed, and is not counted a
 """
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from bireme.schedule.holding import Holding
@@ -98,7 +99,7 @@ def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: boo
     tiers = program.tiers_of(rank)
     assert tiers is not None, "the rank pages"
     holding = Holding(program, tiers)
-    ledger = _Ledger(program, rank, unpaged(program, rank, sizes), series=series)
+    ledger = _Ledger(program, rank, unpaged(program, sizes, tiers.chunks.keys()), series=series)
     for index, step in enumerate(program.tracks[rank]):
         for _ in holding.start(step):
             pass
@@ -130,22 +131,23 @@ def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
             return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
 
 
-def unpaged(program: Program, rank: int, sizes: Sizes) -> Sizes:
-    """The sizes of what stays on the device of a rank that pages: messages, and what is recomputed."""
-    own = program.stages_of(rank)
+def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
+    """The sizes without the items that are paged: of messages, of what is recomputed, and of small items."""
 
-    def without(values: tuple[float, ...], *, kept: frozenset[int] = frozenset()) -> tuple[float, ...]:
+    def without(item: Item, values: tuple[float, ...], *, but: Collection[int] = ()) -> tuple[float, ...]:
         return tuple(
-            0.0 if stage in own and stage not in kept else value for stage, value in enumerate(values)
+            0.0 if (item, stage) in paged and stage not in but else value
+            for stage, value in enumerate(values)
         )
 
+    recomputed = program.recomputed
     return replace(
         sizes,
-        version=without(sizes.version),
-        gradient=without(sizes.gradient),
-        optimizer=without(sizes.optimizer),
-        stash=without(sizes.stash, kept=program.recomputed),
-        inputs=without(sizes.inputs),
+        version=without(Item.WEIGHTS, sizes.version),
+        gradient=without(Item.GRADIENT, sizes.gradient),
+        optimizer=without(Item.OPTIMIZER, sizes.optimizer),
+        stash=without(Item.STASH, sizes.stash, but=recomputed),
+        inputs=without(Item.STASH, sizes.inputs, but=set(range(program.num_stages)) - recomputed),
     )
 
 
