@@ -79,7 +79,7 @@ class Case:
 
 
 V100 = Machine(
-    "8 × V100-32GB, 240 GB", 8, replace(KNOWN["v100"], memory_bytes=32 * GIB), 30 * GB, 0, 16e9, 1e9, 25e9
+    "8 × V100", 8, replace(KNOWN["v100"], memory_bytes=32 * GIB), 30 * GB, 0, 16e9, 1e9, 25e9
 )
 """A server: NVLink between devices, PCIe 3.0 × 16 to the host, whose memory the ranks share alike."""
 CARD = KNOWN["rtx4090"]
@@ -90,14 +90,13 @@ PCIE, NVME, ETHERNET = 32e9, 5e9, 1.25e9
 
 def cards(number: int) -> Machine:
     """Machines of one card each."""
-    name = f"{number} × RTX 4090, 64 GB, disk"
+    name = f"{number} × RTX 4090"
     return Machine(name, number, CARD, HOST, DISK, PCIE, NVME, ETHERNET)
 
 
 def published(billions: int) -> str:
     """What runs there by PatrickStar's own figures."""
-    deepspeed = "runs" if billions <= 4 else "too large"
-    return f"PatrickStar runs (largest 18B), DeepSpeed {deepspeed} (largest 4B)"
+    return "PatrickStar and DeepSpeed run" if billions <= 4 else "PatrickStar runs, DeepSpeed does not"
 
 
 PATRICKSTAR = (
@@ -118,7 +117,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(Model("7B", 32, 4096, 2048, 8), cards(1), 32, sweeps=(1, 8)),
     Case(Model("13B", 40, 5120, 2048, 8), cards(2), 20, schedules=("1f1b", "2bw"), sweeps=(1, 4)),
-    Case(Model("70B", 80, 8192, 2048, 16), cards(8), 10, schedules=("1f1b", "2bw"), sweeps=(1,)),
+    Case(Model("70B", 80, 8192, 2048, 16), cards(8), 20, schedules=("1f1b", "2bw"), sweeps=(1, 2)),
 )
 
 
