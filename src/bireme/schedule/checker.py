@@ -10,6 +10,7 @@ from itertools import chain, islice
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.deadlock import run_to_end
 from bireme.schedule.proofs.messages import message_problems
+from bireme.schedule.proofs.paging import paging_problems
 from bireme.schedule.proofs.places import misplaced
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Residency, resident
@@ -54,7 +55,8 @@ def check(program: Program) -> Report:
     if problems:
         # What stands in a wrong place makes nonsense of every other proof.
         return Report(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
-    problems = list(islice(chain(stage_problems(program), message_problems(program)), MOST_PROBLEMS))
+    proofs = chain(stage_problems(program), message_problems(program), paging_problems(program))
+    problems = list(islice(proofs, MOST_PROBLEMS))
     stuck = run_to_end(program, rendezvous=True)
     buffered = None if stuck is None else run_to_end(program, rendezvous=False)
     deadlock = None

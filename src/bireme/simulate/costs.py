@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.instruction import PAGING, Instruction, Kind
 from bireme.schedule.residency import Sizes
 
 __all__ = ["Costs", "PerStage"]
@@ -150,6 +150,8 @@ class Costs:
 
         What a message is under way and a sync with replicas run beside it.
         """
+        if step.kind in PAGING:
+            return 0.0  # Posted; a mover copies beside the track.
         speed = self.rank_speed[rank] if self.rank_speed else 1.0
         own_s = self.engine.instruction_s + self._work_s(step)
         return (own_s if takes_bytes is None else own_s + self.engine.taking_s(takes_bytes)) / speed
