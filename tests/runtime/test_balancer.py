@@ -19,9 +19,9 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples
 from bireme.train.data.rank_batches import RankBatches
-from tests.support.engine_parity import Setting, Trained, oracle, pipeline_of
+from tests.support.engine_parity import Setting, Trained, oracle, pipeline_of, plan_for
 from tests.support.regression import WIDTH, regression, regression_plan
-from tests.support.small_models import Batch, real_batches
+from tests.support.small_models import Batch, Model, gpt, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
@@ -58,9 +58,10 @@ def run(
     shared: Sharing | None,
     saved: Snapshot | None = None,
     batches_of: Callable[[Pipeline, int], Iterator[Batch] | RankBatches] | None = None,
+    model: Model | None = None,
 ) -> list[Ran]:
     """All ranks as threads."""
-    model, num_ranks = regression(), setting.plan.num_ranks
+    num_ranks, model = setting.plan.num_ranks, model or regression()  # made here, not in threads
     fabric = ThreadFabric(num_ranks, timeout_s=60.0)
 
     def work(rank: int) -> Ran:
@@ -172,8 +173,26 @@ def test_shares_of_another_run_are_not_taken_over() -> None:
     assert again[0].results[0].shares == (20, 20)
 
 
-def test_a_replica_in_whose_share_nothing_counts_weighs_nothing() -> None:
-    """The engine gives every micro-batch a sample at the least: a share of zero is one of no weight."""
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_replica_in_whose_share_nothing_counts_weighs_nothing(schedule: str) -> None:
+    """Weights are those of the targets that count, whatever the shares are when they change."""
+    model = gpt("layers=2")
+    setting = Setting(plan_for(schedule, 2, width=NUM_REPLICAS), optimizer="sgd")
+    data = token_batches(BATCH, 9)
+    for batch in data[2:]:
+        batch["labels"][-12:] = -100
+    ran = run(setting, data, sharing(), model=model)
+    shares = [result.shares for result in ran[0].results]
+    assert len(set(shares)) > 1
+    assert any(one[1] <= 12 for one in shares[2:]), "there nothing counts in the second replica"
+    sizes = [[size for own in one for size in split(own, NUM_MICROBATCHES)] for one in shares]
+    expected = oracle(model, setting, data, sizes=sizes)
+    assert ran[0].trained.losses == pytest.approx([update.loss for update in expected], rel=1e-12)
+    for name, tensor in ran[0].trained.weights[-1].items():
+        torch.testing.assert_close(tensor, expected[-1].weights[name], rtol=1e-11, atol=1e-12)
+
+
+def test_a_replica_without_a_sample_for_each_micro_batch_is_refused() -> None:
     setting = Setting(regression_plan("1f1b", 2, width=NUM_REPLICAS))
     with pytest.raises(BiremeError, match="are none for 2 replicas that take at least 4, 4"):
         run(setting, real_batches(BATCH, 1, WIDTH), sharing(first=(40, 0)))
@@ -181,10 +200,6 @@ def test_a_replica_in_whose_share_nothing_counts_weighs_nothing() -> None:
 
 class Slow(OwnSamples):
     """Samples that take long enough for a loader to run ahead."""
-
-    @property
-    def is_quick(self) -> bool:
-        return False
 
     def take(
         self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
@@ -245,11 +260,11 @@ def test_without_shares_that_follow_a_batch_ends_with_the_numbers_that_it_always
 def test_every_rank_measures_its_own_stages_and_a_replica_is_as_slow_as_its_slowest() -> None:
     """What is measured trains nothing."""
     setting = Setting(regression_plan("2bw", 2, width=NUM_REPLICAS))
-    fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+    model, fabric = regression(), ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
     data = real_batches(16, 1, WIDTH)[0]
 
     def work(rank: int) -> tuple[object, bool]:
-        pipeline = pipeline_of(regression(), setting, fabric.of(rank), sharing=sharing())
+        pipeline = pipeline_of(model, setting, fabric.of(rank), sharing=sharing())
         before = {name: one.clone() for name, one in pipeline.parameters().items()}
 
         def rows(size: int, names: Sequence[str]) -> dict[str, Tensor]:

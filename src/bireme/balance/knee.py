@@ -5,7 +5,7 @@ are known at some sizes, a size between two takes what lies on the line between 
 on at its pace.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -82,6 +82,6 @@ def grown_shares(num_microbatches: int, times: Sequence[Times], limits: Limits) 
     found = []
     for one, least, most in zip(known, limits.least, limits.most, strict=True):
         sizes = range(least // num_microbatches, most // num_microbatches + 1)
-        place = bisect_left(sizes, True, key=lambda size, one=one: one.at(size) > common_s)
+        place = bisect_right(sizes, common_s, key=one.at)
         found.append(num_microbatches * sizes[max(place - 1, 0)])
     return tuple(found)

@@ -32,7 +32,7 @@ def with_batch_of(run: RunFile, begun: RunFile) -> RunFile:
 def grown(run: RunFile, batch_size: int) -> RunFile:
     """The run with a batch of another size and the learning rate in proportion, after a warm-up."""
     training = run.training
-    changed = {
+    changed: dict[str, object] = {
         "batch_size": batch_size,
         "learning_rate": training.learning_rate * batch_size / training.batch_size,
     }

@@ -322,8 +322,10 @@ class Loop:
         self.stops.saved()
         begin_s = perf_counter()
         snapshot = self.pipeline.snapshot()
-        extra = {} if snapshot.shares is None else {SHARES: dict(snapshot.shares)}
-        meta = replace(self.meta, next_batch=snapshot.num_trained, extra=self.meta.extra | extra)
+        extra = dict(self.meta.extra)
+        if snapshot.shares is not None:
+            extra[SHARES] = dict(snapshot.shares)
+        meta = replace(self.meta, next_batch=snapshot.num_trained, extra=extra)
         self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
         if not self.run.checkpoint.background:
             self.writer.wait()
