@@ -31,6 +31,8 @@ from bireme.bench.unequal import Trained, Trial, possible_s, train_unequal
 from bireme.simulate.balance import Fixed, Following, Informed, ReplicaCost, balanced_run
 
 LEAST_OF_SUM, LEAST_OF_POSSIBLE = 0.9, 0.9
+FAST_S = 0.003
+"""Of a sample on a fast device. A batch takes a quarter of a second, so the engine's own time is little."""
 SOON = 10
 """Batches after a change of speed within which shares must have followed."""
 LEAST_BETWEEN = 20
@@ -45,13 +47,13 @@ LEAST_TIMES, WANTED_TIMES = 2.7, 2.9
 
 
 def one_to_ten(quick: bool) -> list[dict[str, Any]]:
-    fast = 0.0005
-    costs = (ReplicaCost(10 * fast), ReplicaCost(fast))
-    trial = Trial("1 : 10, equal shares", costs, 88, 20 if quick else 60, depth=2, schedule="2bw")
+    costs = (ReplicaCost(10 * FAST_S), ReplicaCost(FAST_S))
     rows = []
-    for name, policy in (("equal", None), ("following", Policy())):
-        trained = train_unequal(replace(trial, name=f"1 : 10, {name} shares", policy=policy))
-        begin, end = trial.num_batches // 2, trial.num_batches - 3
+    for name, policy, num_batches in (("equal", None, 12), ("following", Policy(), 30 if quick else 60)):
+        about = f"1 : 10, {name} shares"
+        trial = Trial(about, costs, 88, num_batches, depth=2, schedule="2bw", policy=policy)
+        trained = train_unequal(trial)
+        begin, end = num_batches // 2, num_batches - 3
         rate, ideal = trained.samples_per_s(begin, end), sum(1 / one.sample_s for one in costs)
         rows.append(
             {
@@ -66,7 +68,7 @@ def one_to_ten(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def dropping(jitter: float, sample_s: float = 0.0006) -> tuple[ReplicaCost, ...]:
+def dropping(jitter: float, sample_s: float = FAST_S) -> tuple[ReplicaCost, ...]:
     usual = ReplicaCost(sample_s, jitter=jitter)
     return (replace(usual, speeds=((DROP, 1 / 3), (BACK, 1.0))), usual, usual, usual)
 

@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bireme.balance import slow_stage
 from bireme.balance.slow_stage import SlowStage
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
@@ -15,12 +17,17 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
+from bireme.runtime.launch import launch as launching_launch
+from bireme.runtime.world import World
 from bireme.train.chosen_batch import grown, with_batch_of
 from bireme.train.data.samples import PackedSamples, packed
 from bireme.train.data.tokens import Tokens
+from bireme.train.outcome import Outcome
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.shares import mode_of, sharing_of
 from bireme.train.slow_stages import slowed, stage_watch_of
+from bireme.train.worker import Start, train_rank
+from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, settings, write_run
 
@@ -124,24 +131,38 @@ def test_a_grown_batch_takes_the_learning_rate_along_and_is_kept_from_then_on() 
     assert with_batch_of(run, after) == after
 
 
+REPLICAS = {"cuts": [], "num_microbatches": 2, "schedule": "1f1b", "width": 2}
+
+
+def write_replicas(folder: Path) -> list[str]:
+    """The settings of a run with two replicas of one stage."""
+    plan = folder / "replicas.json"
+    plan.write_text(json.dumps({"format": 1, "plan": REPLICAS}))
+    return settings(plan__file=plan, cluster__workers=2)
+
+
+def manifest(run: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text()
+    )
+    return found
+
+
 @pytest.mark.slow
-def test_a_run_whose_shares_follow_learns_what_one_with_fixed_shares_does_and_resumes(
+def test_a_run_whose_shares_follow_learns_what_one_process_does_and_resumes_with_its_shares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = tmp_path / "replicas.json"
-    table = {"cuts": [], "num_microbatches": 2, "schedule": "1f1b", "width": 2}
-    plan.write_text(json.dumps({"format": 1, "plan": table}))
-    documents = {}
-    for mode in ("off", "measured"):
-        path = write_run(tmp_path / mode)
-        words = settings(plan__file=plan, cluster__workers=2, balance__mode=mode)
-        # A margin that any scatter passes, so that shares do change.
-        words += settings(balance__margin=0.0, balance__every_steps=1)
-        result = bireme(capsys, "train", str(path), *words, "--steps", "8", "--json")
-        assert result.status == 0, result.err
-        documents[mode] = result.document
-    assert documents["off"]["shares"] == [{"step": 0, "shares": [4, 4]}]
-    run = tmp_path / "measured" / "runs" / "run"
+    single, run = (tmp_path / name / "runs" / "run" for name in ("single", "following"))
+    with alone():
+        words = ["train", str(write_run(tmp_path / "single", "1f1b", 1)), "--json"]
+        result = bireme(capsys, *words, *settings(balance__mode="off"))
+    assert result.status == 0, result.err
+    assert result.document["shares"] == []
+    path = write_run(tmp_path / "following")
+    # A margin that any scatter passes, so that shares do change.
+    words = [*write_replicas(tmp_path), *settings(balance__mode="measured", balance__margin=0.0)]
+    words += settings(balance__every_steps=1, training__steps=8)
+    assert bireme(capsys, "train", str(path), *words).status == 0
     result = bireme(capsys, "resume", str(run), "--set", "training.steps=12", "--json")
     assert result.status == 0, result.err
     shares = result.document["shares"]
@@ -149,28 +170,45 @@ def test_a_run_whose_shares_follow_learns_what_one_with_fixed_shares_does_and_re
     assert all(sum(one["shares"]) == 8 and min(one["shares"]) >= 2 for one in shares)
     assert [one["step"] for one in shares] == sorted({one["step"] for one in shares})
     assert metrics(run, "shares")[0]["shares"] == [4, 4]
-    off = losses(tmp_path / "off" / "runs" / "run")
-    found = losses(run)
-    assert [found[step] for step in off] == pytest.approx(list(off.values()), rel=1e-4)
-    manifests = {
-        mode: json.loads(
-            (tmp_path / mode / "runs" / "run" / "checkpoints" / "step-00000008" / "manifest.json").read_text()
-        )
-        for mode in ("off", "measured")
-    }
-    assert "shares" not in manifests["off"]["extra"]
-    assert sum(manifests["measured"]["extra"]["shares"]["shares"]) == 8
+    expected, found = losses(single), losses(run)
+    assert [found[step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-4)
+    assert "shares" not in manifest(single, 8)["extra"]
+    assert sum(manifest(run, 8)["extra"]["shares"]["shares"]) == 8
+
+
+def with_impatient_watch(world: World, start: Start) -> Outcome:
+    """A rank of a run that takes the slower of two stages for one that has become slow, and soon."""
+    slow_stage.LONG, slow_stage.SLOW = 3, 1.0
+    return train_rank(world, start)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_slow_stage_goes_on_with_a_new_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(_function: object, *words: Any, **more: Any) -> list[Outcome]:
+        return launching_launch(with_impatient_watch, *words, **more)
+
+    monkeypatch.setattr("bireme.train.launching.launch", launch)
+    plan = settings(plan__file="", plan__schedule="1f1b", plan__depth=2, plan__micro_batch=4)
+    asked = settings(balance__mode="measured", balance__replan="true")
+    result = bireme(capsys, "train", str(write_run(tmp_path)), *plan, *asked, "--json")
+    assert result.status == 0, result.err
+    assert result.document["steps"] == 12
+    run = tmp_path / "runs" / "run"
+    assert metrics(run, "start")[0]["step"] == 0
+    assert len(metrics(run, "start")) == 2
+    assert [line["reason"] for line in metrics(run, "stop")] == ["new plan", "finished"]
+    assert any("a new plan could save up to" in line["text"] for line in metrics(run, "warning"))
+    assert sorted(losses(run)) == list(range(1, 13))
 
 
 @pytest.mark.slow
 def test_a_batch_grows_to_what_the_replicas_were_measured_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = tmp_path / "replicas.json"
-    table = {"cuts": [], "num_microbatches": 2, "schedule": "1f1b", "width": 2}
-    plan.write_text(json.dumps({"format": 1, "plan": table}))
     path = write_run(tmp_path)
-    words = settings(plan__file=plan, cluster__workers=2, balance__mode="start", balance__batch="grow")
+    words = [*write_replicas(tmp_path), *settings(balance__mode="start", balance__batch="grow")]
     result = bireme(capsys, "train", str(path), *words, "--steps", "3", "--json")
     assert result.status == 0, result.err
     (first,) = result.document["shares"]
