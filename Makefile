@@ -61,6 +61,7 @@ bench: setup
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/batch_end.py
 	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
 

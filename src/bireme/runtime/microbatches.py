@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from bireme.balance.shares import split
 from bireme.errors import BiremeError
 from bireme.model.counting import Count
 from bireme.model.graph import Value
@@ -40,13 +41,14 @@ class Portion:
     """What one replica has of a batch. `weight` is that of the whole batch; 0 where nothing in it counts for
     the loss, and then all shares are 0 too.
 
-    `stamp` is equal where batches are (see `LazyBatch`).
+    `stamp` is equal where batches are (see `LazyBatch`). `shares` are the samples of each replica.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     weight: float
     num_samples: int
     stamp: int
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class _Cut:
         """Of the whole batch."""
         return self.bounds[-1]
 
+    def shares(self, width: int) -> tuple[int, ...]:
+        """The samples of each of so many replicas, which have equally many micro-batches."""
+        ends = self.bounds[:: (len(self.bounds) - 1) // width]
+        return tuple(end - begin for begin, end in pairwise(ends))
+
     @property
     def pieces(self) -> Iterator[tuple[int, int]]:
         """The bounds of each micro-batch."""
@@ -75,8 +82,9 @@ class Cutter:
     """Cuts batches for one replica of some.
 
     `required` are all inputs of the model, `needed` those that this rank's stages take. The first
-    `num_sliced` micro-batches are cut in halves. `shares` says for each batch in what proportion the
-    replicas' micro-batches are large; they are equal if it is empty.
+    `num_sliced` micro-batches are cut in halves. `sizes` says in what proportion the replicas' micro-batches
+    are large; they are equal if it is empty. With `shares`, which gives the samples of each replica in the
+    batch of a number, batches of just so many samples are cut by these instead.
     """
 
     width: int
@@ -88,7 +96,8 @@ class Cutter:
     needed: tuple[str, ...]
     device: torch.device
     seed: int
-    shares: Callable[[int], Sequence[int]] = lambda _batch: ()
+    sizes: tuple[int, ...] = ()
+    shares: Callable[[int], Sequence[int]] | None = None
 
     def wanted(self, number: int, num_samples: int) -> tuple[Rows, ...]:
         """What this rank reads of the batch of that number, to train on it."""
@@ -98,7 +107,8 @@ class Cutter:
         """This replica's portion of a batch, which is the one of that number."""
         batch = lazy(given, number, self.required)
         cut = self._to_train(number, batch.num_samples)
-        return self._portion(batch, number, cut, self.num_sliced, batch.stamp)
+        portion = self._portion(batch, number, cut, self.num_sliced, batch.stamp)
+        return replace(portion, shares=cut.shares(self.width))
 
     def wanted_to_evaluate(self, number: int, num_samples: int) -> tuple[Rows, ...]:
         """What this rank reads of a batch to evaluate with."""
@@ -117,8 +127,14 @@ class Cutter:
                 f"micro-batches ({self.num_microbatches} for each of {self.width} replicas). Skip such a "
                 "batch, or plan for fewer micro-batches."
             )
-        shares = self.shares(number) or (1,) * self.width
-        sizes = apportioned(num_samples, [share for share in shares for _ in range(self.num_microbatches)])
+        shares = () if self.shares is None else self.shares(number)
+        if shares and sum(shares) == num_samples:
+            sizes = [size for share in shares for size in split(share, self.num_microbatches)]
+        else:
+            of_replicas = shares or self.sizes or (1,) * self.width
+            sizes = apportioned(
+                num_samples, [one for one in of_replicas for _ in range(self.num_microbatches)]
+            )
         first = self.replica * self.num_microbatches
         return _Cut(tuple(accumulate(sizes, initial=0)), range(first, first + self.num_microbatches))
 

@@ -25,12 +25,13 @@ class Snapshot:
     """Copies on the CPU of one rank's share of the state, after `num_trained` batches.
 
     Every name is in the snapshot of one rank. `clip_scale` is the last known factor of clipping, which trial
-    steps take.
+    steps take. `shares` is all that decides about the shares of batches to come, where they follow speeds.
     """
 
     num_trained: int
     clip_scale: float
     tensors: Mapping[str, Tensor]
+    shares: Mapping[str, Any] | None = None
 
 
 def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bireme.balance.slow_stage import SlowStage
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_text import cluster_text
 from bireme.cluster.machine import host_name, num_cores
@@ -288,8 +289,9 @@ def _digest(folder: RunFolder) -> str:
 
 
 def _outcome(told: dict[str, Any]) -> Outcome:
-    own = RankOutcome(**told["own"])
-    return replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
+    own, slow = RankOutcome(**told["own"]), told["slow"]
+    found = replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
+    return found if slow is None else replace(found, slow=SlowStage(**slow))
 
 
 def _tell(sentence: str) -> None:

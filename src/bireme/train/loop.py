@@ -17,15 +17,16 @@ from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
-from bireme.train.checkpoint.manifest import CheckpointMeta
+from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.mixture import shares_of
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.evaluation_set import Figures, combined, sets_of_run
 from bireme.train.memory_used import MemoryUsed
-from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.outcome import REPLAN, Outcome, RankOutcome
 from bireme.train.run_file import RunFile
+from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
 
 __all__ = ["RECORDED", "Loop", "ScheduleSwitch", "Tell"]
@@ -74,6 +75,7 @@ class Loop:
         later: ScheduleSwitch | None = None,
         first_delayed_step: int = 0,
         notes: Sequence[str] = (),
+        replicas: ReplicaNotes | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
@@ -94,6 +96,7 @@ class Loop:
         self._newest: int | None = None
         self._warnings: list[str] = []
         self._notes = notes
+        self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = True
@@ -118,7 +121,7 @@ class Loop:
                     self._evaluate_if_due()
         if self.step >= steps:
             self._reason = Reason.NONE  # who asked to stop has come too late
-        is_done = self._reason in (Reason.NONE, Reason.TIME)
+        is_done = self._reason in (Reason.NONE, Reason.TIME) and not self._is_to_replan
         if is_done and self._evaluated_at != self.step:
             self._evaluate()
         if self.run.checkpoint.at_end if is_done else not self._depends_on_drains:
@@ -229,6 +232,8 @@ class Loop:
                 wanted=self.pipeline.cutter.wanted,
             )
             self._read = iter(self._reading.enter_context(loader))
+            if self.pipeline.balancer is not None:
+                self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
         for number, batch in zip(range(first, end), self._read, strict=False):
             if self._ends is not None and number >= self._ends:
                 return
@@ -245,6 +250,9 @@ class Loop:
             self._batch_s.append(result.seconds)
             if self._control is not None:
                 self._control.time_if_due()
+        warning = self._replicas.note(result, self.pipeline.plan.source)
+        if warning is not None:
+            self._warn(warning, step)
         self._note_skipped(result)
         if not result.is_skipped:
             self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
@@ -258,6 +266,14 @@ class Loop:
                 self._save()  # now, for nobody knows how long there is
         elif self._is_due(step) or reason is Reason.SAVE:
             self._save()
+            if self._replicas.slow is not None and self._ends is None:
+                self._ends = step + self.pipeline.read_ahead
+
+    @property
+    def _is_to_replan(self) -> bool:
+        """Whether the run has ended early so that another plan takes over."""
+        is_early = self._reason is Reason.NONE and self.step < self.run.training.steps
+        return self._replicas.slow is not None and is_early
 
     def _note_skipped(self, result: Result) -> None:
         self._num_skipped += result.is_skipped
@@ -306,7 +322,10 @@ class Loop:
         self.stops.saved()
         begin_s = perf_counter()
         snapshot = self.pipeline.snapshot()
-        meta = replace(self.meta, next_batch=snapshot.num_trained)
+        extra = dict(self.meta.extra)
+        if snapshot.shares is not None:
+            extra[SHARES] = dict(snapshot.shares)
+        meta = replace(self.meta, next_batch=snapshot.num_trained, extra=extra)
         self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
         if not self.run.checkpoint.background:
             self.writer.wait()
@@ -351,7 +370,7 @@ class Loop:
             busy = self.timeline.ranks[rank].busy_s / self.timeline.makespan_s
         return Outcome(
             steps=self.step,
-            reason=str(self._reason),
+            reason=REPLAN if self._is_to_replan else str(self._reason),
             train_loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
             eval_loss=None if evaluated is None else evaluated.loss,
             eval_perplexity=None if evaluated is None else evaluated.perplexity,
@@ -368,4 +387,5 @@ class Loop:
                 None if self._control is None or not self._control.seconds else self._control.mean_s,
             ),
             warnings=tuple(self._warnings),
+            slow=self._replicas.slow,
         )

@@ -32,6 +32,7 @@ from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
 from bireme.train.data.checks import check_sizes
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
@@ -43,13 +44,14 @@ from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
+from bireme.train.shares import sharing_of
 from bireme.train.tracker import check_trackers
 
 __all__ = [
     "Prepared",
-    "data_of",
     "is_short",
     "plan_request_of",
+    "planned",
     "prepare",
     "prepared_again",
     "prepared_document",
@@ -85,6 +87,9 @@ class Prepared:
     identity: DataIdentity
     planning_s: float | None = None
 
+    def __post_init__(self) -> None:  # refuses shares that cannot be
+        sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
+
 
 def prepare(run: RunFile, progress: Progress) -> Prepared:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`."""
@@ -111,21 +116,14 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
         sizes = sizes[::-2]
     measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
     begin_s = perf_counter()
-    answer = _planned(run, measured, machines, progress, is_brief=is_brief)
+    answer = planned(run, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
     plan = saved_plan(answer, planned_units(measured))
     if run.plan.largest_batch is not None:
-        run = _with_batch(run, summarize(answer.best).batch_size)
+        run = with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
     identity = data_identity(run, data)
     return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, identity, planning_s)
-
-
-def _with_batch(run: RunFile, batch_size: int) -> RunFile:
-    """The run with the batch that the planner has chosen, which it keeps from then on."""
-    plan = run.plan.model_copy(update={"largest_batch": None})
-    training = run.training.model_copy(update={"batch_size": batch_size})
-    return run.model_copy(update={"plan": plan, "training": training})
 
 
 def prepared_again(
@@ -139,8 +137,8 @@ def prepared_again(
     was changed. `tell` is for sentences to people.
     """
     check_trackers(run.log.trackers)
-    if run.plan.largest_batch is not None:  # a launcher that starts a run again gives the file it began with
-        run = _with_batch(run, folder.load_run().training.batch_size)
+    if chooses_batch(run):  # a launcher that starts a run again gives the file it began with
+        run = with_batch_of(run, folder.load_run())
     progress(0.0, "reading the run")
     if _keeps_plan(run, folder):
         machines = _machines(run)
@@ -373,9 +371,10 @@ def _start(run: RunFile) -> float | None:
     return delay_warmup_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
-def _planned(
+def planned(
     run: RunFile, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
 ) -> Answer:
+    """The plans that a search finds for a run on some machines; a `BiremeError` where none fits."""
     asked, names = run.plan, [unit.name for unit in measured.units]
     wishes = replace(
         plan_request_of(run),

@@ -36,6 +36,8 @@ class Screen:
                 self._say(
                     f"step {self._of(step)}  switches to {values['schedule']}; updates are delayed from here"
                 )
+            case "shares" if step:
+                self._say(f"step {self._of(step)}  shares {' + '.join(map(str, values['shares']))}")
             case "warning":
                 self._say(f"step {self._of(step)}  {values['text']}")
 

@@ -7,14 +7,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.report.page.metrics import read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
 from bireme.train.worker import first_of
 
-__all__ = ["ControlSummary", "RankSummary", "StageSummary", "Summary", "summary_of"]
+__all__ = ["ControlSummary", "RankSummary", "ShareSummary", "StageSummary", "Summary", "summary_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,18 @@ class ControlSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareSummary:
+    """The samples of a batch that each replica trained, from a step on."""
+
+    step: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
-    updates are delayed, if the schedule delays them, after step `first_delayed_step`.
+    updates are delayed, if the schedule delays them, after step `first_delayed_step`. There are `shares`
+    where there are replicas.
     """
 
     steps: int
@@ -84,6 +95,7 @@ class Summary:
     checkpoint: int | None
     sample: str
     warnings: tuple[str, ...]
+    shares: tuple[ShareSummary, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
@@ -125,7 +137,17 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         checkpoint=own.checkpoint,
         sample=sample,
         warnings=(*own.warnings, *_diverged(own)),
+        shares=_shares(folder),
     )
+
+
+def _shares(folder: RunFolder) -> tuple[ShareSummary, ...]:
+    """From the log, which knows the run's earlier starts too; nothing where it could not be written."""
+    try:
+        known = read_metrics(folder.metrics).shares
+    except (BiremeError, OSError):
+        return ()
+    return tuple(ShareSummary(one.step, one.shares) for one in known)
 
 
 def _bubble(outcomes: list[Outcome]) -> float | None:

@@ -13,6 +13,7 @@ from bireme.report.page.charts import (
     gradient_figure,
     loss_figure,
     rate_figure,
+    shares_figure,
     throughput_figure,
 )
 from bireme.report.page.cluster_map import cluster_figure
@@ -150,6 +151,7 @@ def _curves(runs: Sequence[Run]) -> str:
         loss,
         "" if is_evaluated else _missing(NO_EVALUATION),
         throughput_figure(runs),
+        *map(shares_figure, runs[:1] if len(runs) == 1 else ()),
         tag("div", *small, class_="pair"),
     )
 

@@ -20,6 +20,7 @@ from bireme.train.checkpoint import disk
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "SHARES",
     "CheckpointMeta",
     "FileEntry",
     "Manifest",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 FORMAT = 1
+SHARES = "shares"
+"""Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""
+
 MANIFEST = "manifest.json"
 LARGEST_EXTRA_BYTES = 1 << 20
 
