@@ -85,8 +85,8 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
     if own.reason in DONE and newest is not None:
         if prepared.run.export.at_end:
             export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
-        weights = NewestWeights(prepared.graph, newest)
-        sample = written(prepared.run, weights, prepared.data.tokenizer)
+        with NewestWeights(prepared.run, prepared.graph, newest) as weights:
+            sample = written(prepared.run, weights, prepared.data.tokenizer)
     summary = summary_of(prepared, folder, outcomes, sample)
     summary.write(folder.summary)
     return Finished(summary, own.reason)

@@ -54,8 +54,8 @@ class ScheduleSwitch:
 class Loop:
     """The steps of a run, from where its pipeline is; `later` takes over after the first schedule.
 
-    The final schedule begins after step `first_delayed_step`, which may be long past. `notes` are warnings
-    about the data.
+    The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
+    the weights in `not_saved`. `notes` are warnings about the data.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Loop:
         control: Control | None = None,
         later: ScheduleSwitch | None = None,
         first_delayed_step: int = 0,
+        not_saved: frozenset[str] = frozenset(),
         notes: Sequence[str] = (),
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
@@ -93,7 +94,7 @@ class Loop:
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
-        self._notes = notes
+        self._notes, self._not_saved = notes, not_saved
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = True
@@ -148,7 +149,7 @@ class Loop:
 
     def _switch_schedule(self, later: ScheduleSwitch) -> None:
         """Go on with the other pipeline from where this one is, which is drained."""
-        snapshot = self.pipeline.snapshot(all_held=True)
+        snapshot = self.pipeline.snapshot(all_held=True, but=self._not_saved)
         self._reading.close()
         self._read = None
         self.pipeline.close()
@@ -305,7 +306,7 @@ class Loop:
     def _save(self) -> None:
         self.stops.saved()
         begin_s = perf_counter()
-        snapshot = self.pipeline.snapshot()
+        snapshot = self.pipeline.snapshot(but=self._not_saved)
         meta = replace(self.meta, next_batch=snapshot.num_trained)
         self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
         if not self.run.checkpoint.background:

@@ -31,6 +31,7 @@ from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
+from bireme.train.base_weights import keep_base
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.data.checks import check_sizes
 from bireme.train.data.mixture import sources_of
@@ -47,7 +48,6 @@ from bireme.train.tracker import check_trackers
 
 __all__ = [
     "Prepared",
-    "data_of",
     "is_short",
     "plan_request_of",
     "prepare",
@@ -155,7 +155,7 @@ def prepared_again(
         found = prepare(run, progress)
     if checkpoint is not None:
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
-    write_prepared(found, folder)
+    write_prepared(found, folder, checkpoint)
     return found
 
 
@@ -212,8 +212,9 @@ def _machines(run: RunFile) -> Machines:
     return machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
 
 
-def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
+def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
     """Write what the processes of a run read, and what people may want to look up."""
+    keep_base(folder.base, prepared.run, None if checkpoint is None else checkpoint.manifest)
     folder.write_run(prepared.run)
     write_plan(folder.plan, prepared.plan)
     save_graph(prepared.graph, folder.graph)

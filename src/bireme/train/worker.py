@@ -17,6 +17,7 @@ from bireme.report.page.recorded import write_recorded
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
+from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -31,9 +32,9 @@ from bireme.train.metrics import Metrics
 from bireme.train.mlflow_tracker import MLflow
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
-from bireme.train.prepare import data_of
 from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import run_conditions
+from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.screen import Screen
@@ -136,6 +137,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             first_delayed_step=begin,
+            not_saved=_not_saved(part, pipeline),
             notes=() if log is None else data_notes(part.data),
         )
         del pipeline  # the loop may have another one later, and no room for two
@@ -217,8 +219,13 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),
-        extra=run_conditions(part.run, _identity(part)),
+        extra=run_conditions(part.run, _identity(part), load_base(part.folder.base)),
     )
+
+
+def _not_saved(part: _Part, pipeline: Pipeline) -> frozenset[str]:
+    """The weights that checkpoints leave out, because they are in the run's base."""
+    return frozenset() if load_base(part.folder.base) is None else names_in_base(pipeline.graph)
 
 
 def _identity(part: _Part) -> DataIdentity:
