@@ -53,4 +53,9 @@ def _is_first(profile: Profile, first: int, index: int) -> bool:
 
 def plain_profile(profile: Profile) -> dict[str, Any]:
     """The profile in the words of JSON."""
-    return {"format": FORMAT, **asdict(profile)}
+    plain = asdict(profile)
+    for unit in plain["units"]:
+        for cost in unit["costs"]:
+            if cost["returned_bytes"] is None:
+                del cost["returned_bytes"]
+    return {"format": FORMAT, **plain}
