@@ -1,7 +1,7 @@
 """The noun of this room: a `Profile`, what every unit of a graph costs at some micro-batch sizes.
 
 It is data and imports no torch. Units that do the same work are measured once and share their costs; what
-differs between them, the names of the tensors they keep, stands with each.
+differs between them, the names of the tensors they keep, is with each.
 """
 
 from dataclasses import dataclass

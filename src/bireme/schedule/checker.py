@@ -55,8 +55,8 @@ def check(program: Program) -> Report:
         # What stands in a wrong place makes nonsense of every other proof.
         return Report(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
     problems = list(islice(chain(stage_problems(program), message_problems(program)), MOST_PROBLEMS))
-    stuck = run_to_end(program, rendezvous=True)
-    buffered = None if stuck is None else run_to_end(program, rendezvous=False)
+    stuck = run_to_end(program, synchronous_sends=True)
+    buffered = None if stuck is None else run_to_end(program, synchronous_sends=False)
     deadlock = None
     if stuck is not None and stuck.cycle:
         deadlock = tuple(stuck.waits[rank] for rank in stuck.cycle)

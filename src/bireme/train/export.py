@@ -95,7 +95,7 @@ def has_ended(run: RunFile, folder: RunFolder, step: int) -> bool:
 def export_checkpoint(
     run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path, *, merged: bool | None = None
 ) -> None:
-    """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all.
+    """Write a checkpoint's model into a folder, where it replaces what was there: whole, or not at all.
 
     Of a run with an adapter that is the adapter alone, or with `merged` the whole model with the adapter
     added to its weights; None leaves it to the run file.

@@ -93,7 +93,7 @@ def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Callable[[str],
     asks = new.schedule_steps is not None
     if step < old.steps or asks:
         tell(
-            f"With training.steps = {new.steps} in the place of {old.steps}, the learning rate of the next "
+            f"With training.steps = {new.steps} instead of {old.steps}, the learning rate of the next "
             f"step is {has} and not {had}."
         )
         return

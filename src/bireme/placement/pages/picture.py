@@ -180,7 +180,7 @@ def _label(view: _View, part: Part) -> str:
         return f"{len(part.places)} nodes"
     node = view.workload.nodes[part.places[0]]
     parts = _printable(node.name.strip() or str(node.id)).split("/")
-    # What tells neighbours apart stands at the end.
+    # What tells neighbours apart is at the end.
     tails = ["/".join(parts[first:]) for first in range(len(parts))]
     tail = next((tail for tail in tails if fitted(tail, 9, WIDTH - 4) == tail), parts[-1])
     return fitted(tail, 9, WIDTH - 4)

@@ -2,7 +2,7 @@
 
 All replicas are cut alike, so a stage is as slow as its slowest replica and must fit the tightest. Where a
 rank has several stages, `plan/partition` has no account of its bytes: there stages are cut to equal seconds,
-each within its part of the memory, and the judge counts what they really take.
+each within its part of the memory, and the plan evaluator counts what they really take.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from bireme.schedule.rule import Rule
 __all__ = ["all_drafts", "loads_on", "num_cuts_and_sets", "promising_drafts"]
 
 RECKONED_AS = {"1f1b-sliced": "1f1b"}
-"""Whose bytes and times stand for a schedule until it is judged."""
+"""Whose bytes and times are taken for a schedule until it is evaluated."""
 
 
 def all_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:

@@ -32,14 +32,14 @@ class Standstill:
     """Ranks that each wait for the next and the last for the first; empty where there is no circle."""
 
 
-def run_to_end(program: Program, *, rendezvous: bool) -> Standstill | None:
+def run_to_end(program: Program, *, synchronous_sends: bool) -> Standstill | None:
     """None where the program ends, else what stands still."""
     sums: dict[int, _Sum] = {}
     ranks = [_Rank(program, rank, sums) for rank in range(program.num_ranks)]
     channels: dict[tuple[int, int], _Channel] = {}
     runnable = list(range(program.num_ranks))
     while runnable:
-        runnable.extend(ranks[runnable.pop()].run(channels, rendezvous=rendezvous))
+        runnable.extend(ranks[runnable.pop()].run(channels, synchronous_sends=synchronous_sends))
     stuck = {rank.number: rank for rank in ranks if rank.waits_for is not None}
     if not stuck:
         return None
@@ -79,7 +79,7 @@ class _Rank:
         self.waits_for: int | None = None
         """The rank that must do something before this one can go on."""
 
-    def run(self, channels: dict[tuple[int, int], _Channel], *, rendezvous: bool) -> list[int]:
+    def run(self, channels: dict[tuple[int, int], _Channel], *, synchronous_sends: bool) -> list[int]:
         """Go as far as possible; return the ranks that may go on now."""
         freed: list[int] = []
         self.waits_for = None
@@ -88,7 +88,7 @@ class _Rank:
             if step.kind in COMPUTE:
                 self._compute(step, channels)
             elif step.kind in SENDS or step.kind in RECEIVES:
-                self._communicate(step, channels, freed, rendezvous=rendezvous)
+                self._communicate(step, channels, freed, synchronous_sends=synchronous_sends)
             elif (batch := sum_of(step)) is not None:
                 self._sum(step, self.sums.setdefault(batch, _Sum()), freed)
             if self.waits_for is None:
@@ -112,7 +112,7 @@ class _Rank:
         channels: dict[tuple[int, int], _Channel],
         freed: list[int],
         *,
-        rendezvous: bool,
+        synchronous_sends: bool,
     ) -> None:
         ends = channel_of(self.program, step)
         if ends is None or ends[0] == ends[1]:
@@ -122,7 +122,7 @@ class _Rank:
             self.expected[step.carries()] = ends, channel.num_posted
             channel.num_posted += 1
             freed.append(ends[0])
-        elif rendezvous and channel.num_posted <= channel.num_sent:
+        elif synchronous_sends and channel.num_posted <= channel.num_sent:
             self.waits_for = ends[1]
         else:
             channel.num_sent += 1
