@@ -24,7 +24,7 @@ MOST_PROBLEMS = 20
 class Report:
     """What the checker found.
 
-    `deadlock` is the circle of waiting instructions under rendezvous semantics, or None;
+    `deadlock` is the circle of waiting instructions where sends are synchronous, or None;
     `deadlock_if_buffered` says whether it remains where sends complete at once. `ranks` is empty where
     instructions are out of place.
     """

@@ -1,14 +1,14 @@
 """Proof that a program ends, or the circle of ranks that wait for each other.
 
-Two semantics. *Rendezvous*: a send completes only when its receive has been posted, so the sending rank
-stands still until then; what is free of deadlock so is free of it everywhere. *Buffered*: a send completes
+Two semantics. *Synchronous sends*: a send completes only when its receive has been posted, so the sending
+rank waits until then; a program without deadlock under them has none anywhere. *Buffered*: a send completes
 at once. In both a receive only posts, and the instruction that uses the message waits for it.
 
 In both, the UPDATE of a batch waits until every stage of every rank has come to the batch's REDUCE, for all
 ranks agree on a batch before any of them steps.
 
 Waiting never helps: a rank that can go on still can later. So it is enough to let each rank run as far as
-it gets, in any order, and to look at what stands still in the end.
+it gets, in any order, and to look at what waits in the end.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ class Standstill:
     """Ranks that wait for ever: in a circle, or for what nobody does."""
 
     waits: dict[int, str]
-    """For each rank that stands still, where and for what."""
+    """For each rank that waits, where and for what."""
     cycle: tuple[int, ...]
     """Ranks that each wait for the next and the last for the first; empty where there is no circle."""
 
 
 def run_to_end(program: Program, *, synchronous_sends: bool) -> Standstill | None:
-    """None where the program ends, else what stands still."""
+    """None where the program ends, else the ranks that wait for ever."""
     sums: dict[int, _Sum] = {}
     ranks = [_Rank(program, rank, sums) for rank in range(program.num_ranks)]
     channels: dict[tuple[int, int], _Channel] = {}
