@@ -52,7 +52,7 @@ def check(program: Program) -> Report:
     """Everything that is wrong with a program, and what each rank keeps."""
     problems = list(islice(misplaced(program), MOST_PROBLEMS))
     if problems:
-        # What stands in a wrong place makes nonsense of every other proof.
+        # An instruction in a wrong place makes nonsense of every other proof.
         return Report(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
     problems = list(islice(chain(stage_problems(program), message_problems(program)), MOST_PROBLEMS))
     stuck = run_to_end(program, synchronous_sends=True)
