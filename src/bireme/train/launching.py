@@ -128,9 +128,9 @@ def _gpus_as_planned(prepared: Prepared) -> Iterator[None]:
 
 @contextmanager
 def _signals_passed_on() -> Iterator[None]:
-    """Pass signals to the ranks as a wish to stop. The second interrupt ends everything.
+    """Pass signals to the ranks as a request to stop. The second interrupt ends everything.
 
-    Processes that are started inside hold such wishes back until they can take them, for this thread holds
+    Processes that are started inside hold such requests back until they can take them, for this thread holds
     them back and they inherit that; another one is there to take them here.
     """
     interrupts = 0

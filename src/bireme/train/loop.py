@@ -236,7 +236,7 @@ class Loop:
             yield batch
 
     def _note(self, result: Result, *, is_first: bool) -> None:
-        """What follows from a batch: the log, a checkpoint, the wish to stop."""
+        """What follows from a batch: the log, a checkpoint, the request to stop."""
         step = result.batch + 1
         tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
