@@ -115,7 +115,7 @@ def test_a_run_of_an_adapter_resumes_to_the_last_bit_beside_its_base_and_no_othe
     log = (stopped / "metrics.jsonl").read_bytes()
     refused = bireme(capsys, *words, f"model.source=hf:{other}")
     assert refused.status == 2
-    assert f"hf:{other} holds other weights now" in refused.err
+    assert f"hf:{other} holds others now" in refused.err
     (other / "model.safetensors").unlink()
     refused = bireme(capsys, *words, f"model.source=hf:{other}")
     assert refused.status == 2

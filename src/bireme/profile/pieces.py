@@ -46,7 +46,7 @@ class Pieces:
         return tuple(replace(one, names=tuple(name_here[name] for name in one.names)) for one in kept)
 
     def returned_bytes(self, index: int, size: int) -> int | None:
-        """The bytes of the gradients that come back over the border after a unit; None if of all that goes."""
+        """The bytes of the gradients that come back to a unit; None if all that it sends has one."""
         sent = set(self.units[index].sends)
         if sent <= self.learned:
             return None

@@ -49,9 +49,9 @@ class UnitCost:
 
     `saved_bytes` is what the unit alone keeps for its backward, its parameters and buffers not counted. What
     `shared` names are pieces that its neighbours may know and keep as well, and that are then there once.
-    `boundary_bytes` goes to the next unit; `returned_bytes` comes back from it as gradients, None where that is
-    as much. `workspace_bytes` is what else is alive at the worst moment,
-    besides what is saved, what came in and what goes out.
+    `boundary_bytes` goes to the next unit; `returned_bytes` comes back from it as gradients, None where that
+    is as much. `workspace_bytes` is what else is alive at the worst moment, besides what is saved, what came
+    in and what goes out.
     """
 
     micro_batch: Count

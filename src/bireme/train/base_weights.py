@@ -4,18 +4,18 @@ Checkpoints of such a run leave out what the base holds and nothing changes, and
 instead. Weights that are made from a seed lie in no folder: they are in the checkpoints of their run.
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
 
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import JsonValue
 from torch import Tensor
 
-from bireme.documents import read_json_object
+from bireme.bounds import Bytes
+from bireme.documents import as_dataclass, read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
@@ -41,10 +41,12 @@ __all__ = [
 BASE = "base"
 """Where the manifest of a checkpoint says which base it belongs to."""
 
+FORMAT = 1
+
 MOST_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, slots=True)
 class BaseIdentity:
     """What tells a base from others: the bytes of its files, and a digest of all of them.
 
@@ -52,16 +54,12 @@ class BaseIdentity:
     """
 
     source: str
-    num_bytes: int
+    num_bytes: Bytes
     sha256: str
-    format: Literal[1] = Field(default=1)
 
     def plain(self) -> dict[str, JsonValue]:
         """As JSON has it."""
-        return asdict(self)
-
-
-READER = TypeAdapter(BaseIdentity)
+        return {"format": FORMAT, **asdict(self)}
 
 
 def base_identity(run: RunFile) -> BaseIdentity | None:
@@ -105,33 +103,24 @@ def keep_base(path: Path, run: RunFile, resumed_from: Manifest | None) -> None:
     if identity is None:
         path.unlink(missing_ok=True)
         return
-    write_text_atomically(path, READER.dump_json(identity, indent=1).decode() + "\n")
+    write_text_atomically(path, json.dumps(identity.plain(), indent=1) + "\n")
 
 
 def load_base(path: Path) -> BaseIdentity | None:
     """What a run's folder keeps; None where checkpoints hold all weights."""
-    return _identity_from(read_json_object(path), str(path)) if path.is_file() else None
+    return read_dataclass(path, BaseIdentity, number=FORMAT) if path.is_file() else None
 
 
 def base_of_checkpoint(manifest: Manifest) -> BaseIdentity | None:
     """The base that a checkpoint needs; None if it holds all weights."""
     kept = manifest.extra.get(BASE)
-    return None if kept is None else _identity_from(kept, "The checkpoint")
-
-
-def _identity_from(kept: object, origin: str) -> BaseIdentity:
-    try:
-        return READER.validate_python(kept)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise BiremeError(
-            f"{origin} does not say which frozen weights it belongs to: {place}: {first['msg']}."
-        ) from None
+    if not isinstance(kept, dict):
+        return None
+    return as_dataclass(kept, BaseIdentity, number=FORMAT, source=f"{BASE} of the checkpoint")
 
 
 def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:
-    """Refuse a run whose frozen weights are not those `before`; `where` is what leaves them out."""
+    """Refuse a run whose frozen weights are not those `before`; `where` is what needs them."""
     now = base_identity(run)
     remedy = (
         "Put the folder back, or set model.source to where it is now; to train on other weights, begin a new "
@@ -139,14 +128,13 @@ def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:
     )
     if now is None:
         raise BiremeError(
-            f"{where} holds only what was trained. Its frozen weights were read from {before.source}, but "
-            f"model.source = {run.model.source} has no safetensors to read them from. {remedy}"
+            f"{where} needs the frozen weights of {before.source}, but model.source = {run.model.source} has "
+            f"no safetensors to read them from. {remedy}"
         )
     if now.sha256 != before.sha256:
         raise BiremeError(
-            f"{where} holds only what was trained beside the frozen weights of {before.source}. "
-            f"{run.model.source} holds other weights now: the SHA-256 of its files begins with "
-            f"{now.sha256[:12]}, and was {before.sha256[:12]}. {remedy}"
+            f"{where} needs the frozen weights of {before.source}, but {run.model.source} holds others now: "
+            f"the SHA-256 of its files begins with {now.sha256[:12]}, and was {before.sha256[:12]}. {remedy}"
         )
 
 

@@ -108,10 +108,7 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
         trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
         returned_bytes=np.array(
-            [
-                cost.boundary_bytes if cost.returned_bytes is None else cost.returned_bytes
-                for cost in costs
-            ],
+            [cost.boundary_bytes if cost.returned_bytes is None else cost.returned_bytes for cost in costs],
             np.int64,
         ),
         bytes=range_bytes(profile, micro_batch),

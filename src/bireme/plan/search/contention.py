@@ -64,9 +64,9 @@ class Traffic:
             own: defaultdict[Lane, float] = defaultdict(float)
             for stage in range(len(rank_of_stage) - 1):
                 here, there = (grid[rank_of_stage[place]][replica] for place in (stage, stage + 1))
-                for num_bytes, ends in zip(borders, ((here, there), (there, here)), strict=True):
+                for of_stages, ends in zip(borders, ((here, there), (there, here)), strict=True):
                     for lane in ground.path(*ends):
-                        own[lane] += num_bytes[stage]
+                        own[lane] += of_stages[stage]
             messages.append(own)
         rings: defaultdict[Lane, float] = defaultdict(float)
         for rank, num_bytes in enumerate(reduce_bytes):
