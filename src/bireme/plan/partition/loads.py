@@ -35,6 +35,7 @@ class Setting:
     schedule: str
     num_microbatches: int
     recompute: Recompute = Recompute.NEVER
+    updates_early: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +157,11 @@ class _Work:
     def peak_bytes(self, stage: int, *, recompute: bool) -> npt.NDArray[np.float64]:
         setting = self._setting
         moments = holdings(
-            setting.schedule, self._line.num_stages, setting.num_microbatches, recompute=recompute
+            setting.schedule,
+            self._line.num_stages,
+            setting.num_microbatches,
+            recompute=recompute,
+            updates_early=setting.updates_early,
         )[stage]
         begins, ends = self._ends(stage)
         tables = self._chain.bytes

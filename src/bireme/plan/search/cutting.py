@@ -119,7 +119,7 @@ def loads_on(ground: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
             DeviceSlot(f"rank {rank}", speed, limit)
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
-        setting = Setting(schedule, num_microbatches, ground.wishes.recompute)
+        setting = Setting(schedule, num_microbatches, ground.wishes.recompute, outline.updates_early)
         of_group.append(loads_of(ground.merged(group.size), DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(
