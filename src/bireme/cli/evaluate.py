@@ -39,7 +39,7 @@ def evaluate(
     batches: Annotated[
         int | None,
         typer.Option(
-            help="Most batches to evaluate, 0 for all; by default as many as the run evaluates of its own data.",
+            help="Most batches, 0 for all; by default as many as the run evaluates of its own data.",
             show_default="all",
             min=0,
         ),

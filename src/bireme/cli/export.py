@@ -23,7 +23,7 @@ def export(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Export the most recent model of a run: a transformers folder, or safetensors with the model's names.
+    """Export the latest model of a run: a transformers folder, or safetensors with the model's names.
 
     Of a run with model.lora it is the adapter, as the peft library loads it.
 

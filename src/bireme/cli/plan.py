@@ -67,7 +67,9 @@ def plan(
     ] = None,
     schedule: Annotated[
         str,
-        constraint_option("--schedule", "-s", metavar="NAME|auto", help="Schedule to use, or auto for the best."),
+        constraint_option(
+            "--schedule", "-s", metavar="NAME|auto", help="Schedule to use, or auto for the best."
+        ),
     ] = "auto",
     synchronous: Annotated[bool, constraint_option("--synchronous", help="Forbid delayed updates.")] = False,
     objective: Annotated[
@@ -101,7 +103,9 @@ def plan(
     memory_fraction: Annotated[
         float, constraint_option(help="Share of each device's memory that the plan may use.")
     ] = 1.0,
-    devices: Annotated[str | None, constraint_option(metavar="NAME,…", help="Use only these devices.")] = None,
+    devices: Annotated[
+        str | None, constraint_option(metavar="NAME,…", help="Use only these devices.")
+    ] = None,
     recompute: Annotated[
         str,
         constraint_option(
@@ -111,7 +115,9 @@ def plan(
     ] = "where-needed",
     lookahead: Annotated[
         bool,
-        constraint_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
+        constraint_option(
+            help="Allow stages to run further ahead to hide slow links; other frameworks cannot."
+        ),
     ] = True,
     pin: Annotated[
         list[str] | None, constraint_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")

@@ -30,7 +30,7 @@ class Verdict:
     """What was found: a sentence for every broken rule, and the numbers of a placement that can be counted.
 
     `contiguous` is the published rule: no path leaves a device and enters it again (for latency: a piece of
-    an accelerator). `ordered` says more: the devices can be put in a line that all forward edges follow. Where
+    an accelerator). `ordered` says more: the devices can be in a line that all forward edges follow. Where
     nodes have no device there is, or nothing can run, `value` is infinite.
     """
 

@@ -47,7 +47,7 @@ def _complete(plain: dict[str, Any]) -> None:
 
 
 def _is_first(profile: Profile, first: int, index: int) -> bool:
-    """Whether the unit at `index` can be the same as that one, which comes before and is the same as no other."""
+    """Whether the unit at `index` can be the same as that one, which comes before and is a first one."""
     return 0 <= first < index and profile.units[first].same_as is None
 
 

@@ -32,7 +32,7 @@ class Op(NamedTuple):
 
 
 class _Like(NamedTuple):
-    """What operations of one kind, stage and half have in common; `key` is that of micro-batch 0 of batch 0."""
+    """What operations of one kind, stage and half share; `key` is that of micro-batch 0 of batch 0."""
 
     code: int
     seconds: float
