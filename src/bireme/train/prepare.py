@@ -32,6 +32,7 @@ from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
 from bireme.train.base_weights import keep_base
+from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.data.checks import check_sizes
 from bireme.train.data.mixture import sources_of
@@ -93,13 +94,14 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     machines = _machines(run)
     _check_devices(run, machines)
     sizes = _micro_batches(run)
-    model = RunModel.of(run, max(sizes))
-    data = data_of(run, model, progress)
-    progress(0.0, "capturing the model")
-    graph = model.training.graph(sizes[0])
-    model.check_loss(graph)
-    _check_samples(data, graph)
-    evaluation = model.evaluation.graph(sizes[0])
+    with evaluation_beside(run, max(sizes), sizes[0]) as captured:
+        model = RunModel.of(run, max(sizes))
+        data = data_of(run, model, progress)
+        progress(0.0, "capturing the model")
+        graph = model.training.graph(sizes[0])
+        model.check_loss(graph)
+        _check_samples(data, graph)
+        evaluation = captured(model)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
     if run.plan.file is not None:
@@ -378,19 +380,19 @@ def _planned(
     run: RunFile, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
 ) -> Answer:
     asked, names = run.plan, [unit.name for unit in measured.units]
-    wishes = replace(
+    request = replace(
         plan_request_of(run),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
     if asked.depth is None and asked.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
-        num_devices = len(wishes.devices) or machines.cluster.num_devices
-        wishes = replace(wishes, depth=min(num_devices, len(names)))
+        num_devices = len(request.devices) or machines.cluster.num_devices
+        request = replace(request, depth=min(num_devices, len(names)))
     found = find_plan(
         measured,
         machines.cluster,
-        wishes,
+        request,
         progress=lambda done: progress(done, "planning"),
         is_brief=is_brief,
     )
