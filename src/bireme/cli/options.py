@@ -73,7 +73,7 @@ From = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file; Repeatable."),
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file. Repeatable."),
 ]
 
 
@@ -166,7 +166,7 @@ def bytes_of(text: str, option: str) -> int:
 
 
 def settings_of(values: Mapping[str, object]) -> list[str]:
-    """What options say in the place of keys of the run file, as `--set` would; those left out say nothing."""
+    """Settings of the run file's keys, as `--set` gives them; options that are left out set nothing."""
     return [
         f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None
     ]

@@ -90,7 +90,7 @@ def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> No
 
 
 def begin() -> None:
-    """Import what all processes of a run need, so that they need not, and it is done once."""
+    """Import what all processes of a run need once, here, so that none of them has to."""
     from bireme.runtime.processes import serve_from_here
 
     # An optimiser imports torch's compiler when it is made, and what captures a model needs it too.

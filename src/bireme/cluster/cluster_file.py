@@ -223,7 +223,9 @@ def _device(table: DeviceTable) -> Device:
     given = table.model_dump(exclude_none=True, exclude={"count", "like"})
     if table.like is not None:
         if table.like not in KNOWN:
-            raise BiremeError(f"like is {table.like!r}, no ready device. {closest(table.like, KNOWN)}")
+            raise BiremeError(
+                f"like is {table.like!r}, which is no ready device. {closest(table.like, KNOWN)}"
+            )
         return replace(KNOWN[table.like], **given)
     for key in ("kind", "memory_bytes"):
         if key not in given:

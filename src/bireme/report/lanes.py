@@ -208,7 +208,7 @@ class Lanes:
             yield Rect(left, y, width, self.lane, colour, role="step")
         lasts = plain_seconds(interval.end_s - interval.start_s)
         title = f"{'update' if is_update else 'trial step'} · batch {interval.instruction.batch} · {lasts}"
-        # Both often stand at the same moment, so their flags wave to different sides.
+        # Both often mark the same moment, so their flags wave to different sides.
         yield Flag(left, y - FLAG, self.lane + FLAG, colour, is_left=is_update, title=title)
 
     def _strip(self, computed: Sequence[Interval], y: float) -> Iterator[Shape]:

@@ -91,7 +91,7 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
 
 
 def explanation_document(answer: Answer, helps: Sequence[Help]) -> dict[str, Any]:
-    """What limits the candidates stands with them; this is what would help, with `gain` in samples' worth."""
+    """What limits the candidates is with them; this is what would help, with `gain` in samples' worth."""
     return {
         "helps": [
             {"with": one.words, "gain": one.gain, **_candidate(summarize(one.candidate))} for one in helps

@@ -5,7 +5,7 @@ each batch, is the same on every rank.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -230,18 +230,19 @@ class Pipeline:
         }
         return self.parameters() | buffers
 
-    def snapshot(self, *, all_held: bool = False) -> Snapshot:
+    def snapshot(self, *, all_held: bool = False, but: Collection[str] = ()) -> Snapshot:
         """Copies of this rank's share of the state after the last batch whose result it has taken.
 
         To be called while `train` goes on, right when it gives a result, or when nothing is under way: then
         all ranks' snapshots after the same batch belong together. One rank answers for each tensor; with
-        `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline.
+        `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline. What
+        `but` names is left out: who restores the snapshot has it already, as frozen weights.
         """
         owners, layout = self.layout.owners, self.layout
         is_owner = layout.replica == 0
         own = {
             name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
-        }
+        }.difference(but)
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
@@ -249,7 +250,8 @@ class Pipeline:
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
     def restore(self, saved: Snapshot) -> None:
-        """Go on from a snapshot, which must have all tensors of this rank's stages, before the first batch.
+        """Go on from a snapshot, which must have all tensors of this rank's stages that training changes,
+        before the first batch. Of the others, what it lacks stays as it is.
 
         The next batch's number is that of the batches trained. With the same plan it goes on to the last bit
         as if it had never stopped.

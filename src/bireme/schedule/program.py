@@ -33,7 +33,7 @@ class Track(Sequence[Instruction]):
     """One rank's instruction list, compressed: `head`, then `body` `repeats` times, then `tail`.
 
     Repetition i of the body is the body shifted by i batches, and by i · `versions_per_batch` versions;
-    head and tail stand as they are.
+    head and tail are read as they are.
     """
 
     head: tuple[Instruction, ...]

@@ -2,10 +2,10 @@
 
 A rank goes through its track in order. A compute instruction starts when the rank is free and its message
 has arrived. A message sets out when it has been sent, its receive posted, and the one before it on its
-channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank stands still while a
+channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank waits while a
 message crosses, as blocking runtimes do; messages of one pair of ranks then cross in the order they are
 used. A gradient sync runs beside the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
-batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all of them.
+batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks.
 
 Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
 can; else all ranks go forward together in the order of time, so that messages and work meet when they would.

@@ -141,6 +141,11 @@ class RunFolder:
         return self.path / "data.json"
 
     @property
+    def base(self) -> Path:
+        """Which frozen weights it trains a part beside; only where checkpoints leave these out."""
+        return self.path / "base.json"
+
+    @property
     def metrics(self) -> Path:
         """What happened, a line each."""
         return self.path / "metrics.jsonl"

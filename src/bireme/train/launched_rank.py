@@ -34,7 +34,7 @@ from bireme.train.prepare import Prepared
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import Environment, Talk, rendezvous, until
 from bireme.train.restart_limit import RestartLimitError
-from bireme.train.resume_checks import check_data_here
+from bireme.train.resume_checks import check_files_here
 from bireme.train.worker import Start, train_rank
 
 __all__ = ["join"]
@@ -222,7 +222,7 @@ class _Joined:
         firsts = [members[0].rank for members in nodes.values()]
         if self._environment.rank in firsts[1:]:
             # Rank 0 has made the data ready on its own machine; here the first one does.
-            check_data_here(folder)
+            check_files_here(folder)
 
     def _train(self, orders: _Orders, num_local: int) -> None:
         """Train in the place that this process has, or wait until the others have."""

@@ -105,8 +105,8 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
     if own.reason in DONE and newest is not None:
         if prepared.run.export.at_end:
             export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
-        weights = NewestWeights(prepared.graph, newest)
-        sample = written(prepared.run, weights, prepared.data.tokenizer)
+        with NewestWeights(prepared.run, prepared.graph, newest) as weights:
+            sample = written(prepared.run, weights, prepared.data.tokenizer)
     summary = summary_of(prepared, folder, outcomes, sample)
     summary.write(folder.summary)
     return Finished(summary, own.reason)
@@ -148,9 +148,9 @@ def _gpus_as_planned(prepared: Prepared) -> Iterator[None]:
 
 @contextmanager
 def _signals_passed_on() -> Iterator[None]:
-    """Pass signals to the ranks as a wish to stop. The second interrupt ends everything.
+    """Pass signals to the ranks as a request to stop. The second interrupt ends everything.
 
-    Processes that are started inside hold such wishes back until they can take them, for this thread holds
+    Processes that are started inside hold such requests back until they can take them, for this thread holds
     them back and they inherit that; another one is there to take them here.
     """
     interrupts = 0

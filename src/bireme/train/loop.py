@@ -55,8 +55,8 @@ class ScheduleSwitch:
 class Loop:
     """The steps of a run, from where its pipeline is; `later` takes over after the first schedule.
 
-    The final schedule begins after step `first_delayed_step`, which may be long past. `notes` are warnings
-    about the data.
+    The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
+    the weights in `not_saved`. `notes` are warnings about the data.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Loop:
         control: Control | None = None,
         later: ScheduleSwitch | None = None,
         first_delayed_step: int = 0,
+        not_saved: frozenset[str] = frozenset(),
         notes: Sequence[str] = (),
         replicas: ReplicaNotes | None = None,
     ) -> None:
@@ -95,7 +96,7 @@ class Loop:
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
-        self._notes = notes
+        self._notes, self._not_saved = notes, not_saved
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
@@ -151,7 +152,7 @@ class Loop:
 
     def _switch_schedule(self, later: ScheduleSwitch) -> None:
         """Go on with the other pipeline from where this one is, which is drained."""
-        snapshot = self.pipeline.snapshot(all_held=True)
+        snapshot = self.pipeline.snapshot(all_held=True, but=self._not_saved)
         self._reading.close()
         self._read = None
         self.pipeline.close()
@@ -240,7 +241,7 @@ class Loop:
             yield batch
 
     def _note(self, result: Result, *, is_first: bool) -> None:
-        """What follows from a batch: the log, a checkpoint, the wish to stop."""
+        """What follows from a batch: the log, a checkpoint, the request to stop."""
         step = result.batch + 1
         tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
@@ -321,7 +322,7 @@ class Loop:
     def _save(self) -> None:
         self.stops.saved()
         begin_s = perf_counter()
-        snapshot = self.pipeline.snapshot()
+        snapshot = self.pipeline.snapshot(but=self._not_saved)
         extra = dict(self.meta.extra)
         if snapshot.shares is not None:
             extra[SHARES] = dict(snapshot.shares)

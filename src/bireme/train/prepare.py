@@ -31,6 +31,8 @@ from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
+from bireme.train.base_weights import keep_base
+from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
 from bireme.train.data.checks import check_sizes
@@ -98,13 +100,14 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     machines = _machines(run)
     _check_devices(run, machines)
     sizes = _micro_batches(run)
-    model = RunModel.of(run, max(sizes))
-    data = data_of(run, model, progress)
-    progress(0.0, "capturing the model")
-    graph = model.training.graph(sizes[0])
-    model.check_loss(graph)
-    _check_samples(data, graph)
-    evaluation = model.evaluation.graph(sizes[0])
+    with evaluation_beside(run, max(sizes), sizes[0]) as captured:
+        model = RunModel.of(run, max(sizes))
+        data = data_of(run, model, progress)
+        progress(0.0, "capturing the model")
+        graph = model.training.graph(sizes[0])
+        model.check_loss(graph)
+        _check_samples(data, graph)
+        evaluation = captured(model)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
     if run.plan.file is not None:
@@ -153,7 +156,7 @@ def prepared_again(
         found = prepare(run, progress)
     if checkpoint is not None:
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
-    write_prepared(found, folder)
+    write_prepared(found, folder, checkpoint)
     return found
 
 
@@ -210,8 +213,9 @@ def _machines(run: RunFile) -> Machines:
     return machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
 
 
-def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
+def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
     """Write what the processes of a run read, and what people may want to look up."""
+    keep_base(folder.base, prepared.run, None if checkpoint is None else checkpoint.manifest)
     folder.write_run(prepared.run)
     write_plan(folder.plan, prepared.plan)
     save_graph(prepared.graph, folder.graph)
@@ -376,19 +380,19 @@ def planned(
 ) -> Answer:
     """The plans that a search finds for a run on some machines; a `BiremeError` where none fits."""
     asked, names = run.plan, [unit.name for unit in measured.units]
-    wishes = replace(
+    request = replace(
         plan_request_of(run),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
     if asked.depth is None and asked.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
-        num_devices = len(wishes.devices) or machines.cluster.num_devices
-        wishes = replace(wishes, depth=min(num_devices, len(names)))
+        num_devices = len(request.devices) or machines.cluster.num_devices
+        request = replace(request, depth=min(num_devices, len(names)))
     found = find_plan(
         measured,
         machines.cluster,
-        wishes,
+        request,
         progress=lambda done: progress(done, "planning"),
         is_brief=is_brief,
     )

@@ -206,7 +206,7 @@ def _prepared_anew(
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
     chosen = run.model_copy(update={"training": prepared.run.training, "plan": prepared.run.plan})
     prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster))
-    write_prepared(prepared, folder)
+    write_prepared(prepared, folder, checkpoint)
     return prepared, folder
 
 

@@ -19,6 +19,7 @@ from bireme.report.page.recorded import write_recorded
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
+from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -158,6 +159,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             first_delayed_step=begin,
+            not_saved=_not_saved(part, pipeline),
             notes=() if log is None else data_notes(part.data),
             replicas=ReplicaNotes(
                 stage_watch_of(saved, part.cluster),
@@ -253,8 +255,13 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),
-        extra=run_conditions(part.run, _identity(part)),
+        extra=run_conditions(part.run, _identity(part), load_base(part.folder.base)),
     )
+
+
+def _not_saved(part: _Part, pipeline: Pipeline) -> frozenset[str]:
+    """The weights that checkpoints leave out, because they are in the run's base."""
+    return frozenset() if load_base(part.folder.base) is None else names_in_base(pipeline.graph)
 
 
 def _identity(part: _Part) -> DataIdentity:

@@ -35,6 +35,7 @@ def costs_between(chain: Chain, cuts: Cuts, *, half_forward_s: Seconds | None = 
         trial_s=sums(chain.trial_s),
         reduce_busy_s=sums(chain.reduce_s),
         message_bytes=[*(float(chain.boundary_bytes[end - 1]) for end in ends[:-1]), 0.0],
+        gradient_message_bytes=[*(float(chain.returned_bytes[end - 1]) for end in ends[:-1]), 0.0],
         weight_bytes=tables.parameter[begins, ends].tolist(),
         gradient_bytes=tables.gradient[begins, ends].tolist(),
         optimizer_bytes=always.tolist(),

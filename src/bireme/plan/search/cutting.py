@@ -2,7 +2,7 @@
 
 All replicas are cut alike, so a stage is as slow as its slowest replica and must fit the tightest. Where a
 rank has several stages, `plan/partition` has no account of its bytes: there stages are cut to equal seconds,
-each within its part of the memory, and the judge counts what they really take.
+each within its part of the memory, and the plan evaluator counts what they really take.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from bireme.schedule.rule import Rule
 __all__ = ["all_drafts", "loads_on", "num_cuts_and_sets", "promising_drafts"]
 
 RECKONED_AS = {"1f1b-sliced": "1f1b"}
-"""Whose bytes and times stand for a schedule until it is judged."""
+"""Whose bytes and times are taken for a schedule until it is evaluated."""
 
 
 def all_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
@@ -119,7 +119,7 @@ def loads_on(ground: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
             DeviceSlot(f"rank {rank}", speed, limit)
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
-        setting = Setting(schedule, num_microbatches, ground.wishes.recompute)
+        setting = Setting(schedule, num_microbatches, ground.wishes.recompute, outline.updates_early)
         of_group.append(loads_of(ground.merged(group.size), DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(

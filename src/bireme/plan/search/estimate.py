@@ -43,6 +43,7 @@ class _Totals:
     rest_bytes: float
     kept_bytes: float
     boundary_bytes: float
+    returned_bytes: float
     workspace_bytes: float
 
 
@@ -123,7 +124,8 @@ class Estimator:
         fast, slow = self._rates
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
-        message, ring = 2 * totals.boundary_bytes, ring_share(w) * totals.gradient_bytes / p
+        message = totals.boundary_bytes + totals.returned_bytes
+        ring = ring_share(w) * totals.gradient_bytes / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (
@@ -170,6 +172,7 @@ class Estimator:
                 rest_bytes=float(tables.optimizer[0, -1] + tables.buffer[0, -1]),
                 kept_bytes=float(tables.kept[0, -1]),
                 boundary_bytes=float(np.median(chain.boundary_bytes[:-1])) if chain.num_units > 1 else 0.0,
+                returned_bytes=float(np.median(chain.returned_bytes[:-1])) if chain.num_units > 1 else 0.0,
                 workspace_bytes=float(np.median(np.diag(tables.workspace, 1))),
             )
         return self._totals[size]

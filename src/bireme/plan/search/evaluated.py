@@ -75,7 +75,7 @@ class EvaluatedDrafts:
         return penalty * least_batch_s / outline.batch_size < best.cost_s * (1 - SLACK)
 
     def judged(self, draft: Draft) -> EvaluatedDraft:
-        """What the judge says; the best are remembered."""
+        """What the plan evaluator says; the best are remembered."""
         known = self._seen.get(draft)
         if known is not None:
             return known

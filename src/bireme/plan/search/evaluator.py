@@ -332,7 +332,8 @@ class PlanEvaluator:
         return tuple(ring_share(width) * one for one in gradients)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
-        messages = {size: self._work(draft, size).costs.message_bytes for size in set(draft.outline.sizes)}
+        costs = {size: self._work(draft, size).costs for size in set(draft.outline.sizes)}
+        count = draft.outline.num_microbatches
         reduced = self._reduce_bytes(draft)
         per_rank = [0.0] * draft.outline.num_ranks
         for stage, rank in enumerate(rank_of_stage):
@@ -341,9 +342,7 @@ class PlanEvaluator:
             self._ground,
             draft.grid,
             rank_of_stage,
-            [
-                [draft.outline.num_microbatches * one for one in messages[size]]
-                for size in draft.outline.sizes
-            ],
+            [[count * one for one in costs[size].message_bytes] for size in draft.outline.sizes],
             per_rank,
+            [[count * one for one in costs[size].gradient_message_bytes] for size in draft.outline.sizes],
         )

@@ -3,7 +3,7 @@
 Units that must stay together are one unit of the merged chain, so that no partitioner has to know of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from bireme.cluster.cluster import Cluster
@@ -19,6 +19,9 @@ from bireme.schedule.rule import Rule
 
 __all__ = ["PlanningProblem", "check_numbers"]
 
+
+UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
+"""Schedules whose updates can come early."""
 
 LEAST_BYTES = 1.0
 """What a device has for tensors that a process alone fills."""
@@ -75,6 +78,28 @@ class PlanningProblem:
     def symmetry(self) -> Symmetry:
         """Which devices can stand for each other."""
         return Symmetry(self.cluster)
+
+    def updates_early(self, schedule: str, depth: int, sizes: Sequence[int]) -> bool:
+        """Whether plans of a schedule and depth update early, with these micro-batches in their replicas.
+
+        That saves memory, and costs no time where what ranks sum at a batch's end takes no longer than a
+        forward: a few numbers, and no gradients over replicas or of parameters that units share.
+        """
+        if schedule not in UPDATING_EARLY or len(sizes) > 1 or self._shares_parameters:
+            return False
+        fastest = max(self.speeds[device] for device in self.devices)
+        forward_s = float(self.whole(sizes[0]).forward_s.sum()) / depth / fastest
+        return 2 * (depth - 1) * self._longest_latency_s <= forward_s
+
+    @cached_property
+    def _shares_parameters(self) -> bool:
+        return any(held.gradient_bytes for unit in self.profile.units for held in unit.tied)
+
+    @cached_property
+    def _longest_latency_s(self) -> float:
+        """No less than the latency between any two devices, by way of the first."""
+        first, *others = self.devices
+        return 2 * max((self.cluster.latency(first, other) for other in others), default=0.0)
 
     @property
     def is_symmetric(self) -> bool:

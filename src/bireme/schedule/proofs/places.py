@@ -17,7 +17,7 @@ SLICED = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD})
 
 
 def misplaced(program: Program) -> Iterator[str]:
-    """Every instruction that stands where it cannot, and why."""
+    """Every instruction that is where it cannot be, and why."""
     for rank, track in enumerate(program.tracks):
         for instruction in track:
             problem = _problem(program, rank, instruction)

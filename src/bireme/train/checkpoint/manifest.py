@@ -1,6 +1,6 @@
 """`manifest.json`: what one checkpoint is, its files, and how to know that they are what they were.
 
-Its last line is the SHA-256 of the file itself, with zeros where that stands; so a changed byte in it is
+Its last line is the SHA-256 of the file itself, with zeros in its own place; so a changed byte in it is
 found like one in any other file.
 """
 

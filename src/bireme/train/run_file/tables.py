@@ -183,7 +183,7 @@ class Training(Table):
     )
     schedule_steps: Steps | None = Field(
         default=None,
-        description="Steps that the schedule of the learning rate goes over; all of them if not set",
+        description="Steps that the schedule of the learning rate goes over; all steps if not set",
         examples=[300],
     )
     after_schedule: Literal["hold", "restart"] = Field(
