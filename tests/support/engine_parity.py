@@ -71,6 +71,7 @@ class Setting:
     bank_dtype: torch.dtype | None = None
     windows: tuple[int, ...] = ()
     lr_factor: Callable[[int], float] = lr
+    reads_apart: bool = False
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -114,6 +115,7 @@ def pipeline_of(
         bank_dtype=setting.bank_dtype,
         on_instruction=on_instruction,
         device=device,
+        reads_apart=setting.reads_apart,
     )
 
 

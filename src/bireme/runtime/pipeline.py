@@ -5,7 +5,7 @@ each batch, is the same on every rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -75,7 +75,8 @@ class Pipeline:
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
-    it is shorter than what the weights come in, keeps float32 master weights.
+    it is shorter than what the weights come in, keeps float32 master weights. With `reads_apart` no rank
+    reads rows of another replica to train on them: what they count goes around as numbers.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Pipeline:
         bank_dtype: torch.dtype | None = None,
         compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
+        reads_apart: bool = False,
     ) -> None:
         asked = runnable(plan)
         self._device = torch.device(device)
@@ -138,6 +140,9 @@ class Pipeline:
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device)
         self._spare = fabric.everyone()
+        if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
+            weighs = self.plan.num_stages - 1 in self.stages
+            self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)

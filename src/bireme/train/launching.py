@@ -63,6 +63,7 @@ def start(
         is_shown,
         words,
         () if checkpoint is None else checkpoint.passed_over,
+        prepared.census,
     )
     with _signals_passed_on(), _gpus_as_planned(prepared):
         outcomes = launch(

@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -84,11 +85,17 @@ class Summary:
     checkpoint: int | None
     sample: str
     warnings: tuple[str, ...]
+    private_samples: Mapping[str, int] = field(default_factory=dict)
+    """How many private samples each server holds."""
+    placement: Mapping[str, Any] | None = None
+    """What an epoch takes of them and of public ones; both are in the document where there are any."""
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
         names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte")
-        return asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        private = {name: found.pop(name) for name in ("private_samples", "placement")}
+        return found | private if self.private_samples else found
 
     def write(self, path: Path) -> None:
         """Into a file: whole, or not at all."""
@@ -125,6 +132,8 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         checkpoint=own.checkpoint,
         sample=sample,
         warnings=(*own.warnings, *_diverged(own)),
+        private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
+        placement=own.placement,
     )
 
 

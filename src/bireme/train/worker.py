@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
 from bireme.train.delay_warmup import first_delayed_step, flush_twin
 from bireme.train.folder import RunFolder
+from bireme.train.home_data import HomeData, home_data
 from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.metrics import Metrics
@@ -32,6 +33,7 @@ from bireme.train.mlflow_tracker import MLflow
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import data_of
+from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import run_conditions
 from bireme.train.run_file import RunFile
@@ -55,7 +57,7 @@ class Start:
     """Which run, from which checkpoint if any, and what the processes are told beside what its folder says.
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
-    damaged checkpoints after the one to resume from.
+    damaged checkpoints after the one to resume from. `census` counts the private samples of all servers.
     """
 
     folder: Path
@@ -64,6 +66,7 @@ class Start:
     is_shown: bool
     words: dict[str, Any]
     passed_over: tuple[Path, ...] = ()
+    census: Census = field(default_factory=dict)
 
 
 def train_rank(world: World, start: Start) -> Outcome:
@@ -112,6 +115,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     log = _Log(world, folder, run, part.start) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
+    home = _home(part, saved)
     loop: Loop | None = None
     writer = CheckpointWriter(
         folder.checkpoints(run),
@@ -137,6 +141,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             later=later,
             first_delayed_step=begin,
             notes=() if log is None else data_notes(part.data),
+            home=home,
         )
         del pipeline  # the loop may have another one later, and no room for two
         if log is not None:
@@ -149,6 +154,23 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         log.end(outcome)
     loop.pipeline.close()
     return outcome
+
+
+def _home(part: _Part, saved: SavedPlan) -> HomeData | None:
+    """What this rank reads where some samples are private."""
+    if not part.start.census:
+        return None
+    graph, cluster = load_graph(part.folder.graph), read_cluster(part.folder.cluster)
+    return home_data(
+        part.run,
+        part.model,
+        graph,
+        part.data.training,
+        part.start.census,
+        saved.plan,
+        cluster,
+        part.world.rank,
+    )
 
 
 def _control(part: _Part) -> Control | None:
@@ -193,6 +215,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         device=world.device,
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
         compile=run.model.compile,
+        reads_apart=bool(part.start.census),
     )
 
 
