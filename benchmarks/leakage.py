@@ -119,7 +119,7 @@ def crossing(
     with torch.no_grad():
         sent = first(weights, buffers, batch)
     learned = {name: sent[name].requires_grad_(sent[name].is_floating_point()) for name in first.sends}
-    rest(weights, buffers, {**batch, **learned})["loss"].backward()
+    torch.autograd.backward(rest(weights, buffers, {**batch, **learned})["loss"])
     (activations,) = (one for one in learned.values() if one.is_floating_point())
     assert activations.grad is not None
     return {"activations": activations.detach(), "gradients": activations.grad}
@@ -136,7 +136,7 @@ def recovered(known: Tensor, known_ids: Tensor, unknown: Tensor, unknown_ids: Te
     for _ in range(steps):
         rows = torch.randint(len(known), (PROBE_BATCH,), generator=draws)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(probe(known[rows]), known_ids[rows]).backward()
+        torch.autograd.backward(nn.functional.cross_entropy(probe(known[rows]), known_ids[rows]))
         optimizer.step()
     with torch.no_grad():
         return float((probe(unknown).argmax(1) == unknown_ids).double().mean())

@@ -62,9 +62,9 @@ def test_a_run_with_private_data_resumes_with_the_same_data_and_no_other(
         assert document["private_samples"] == {"there": 50}
         assert document["placement"]["private_left_out"] == {"there": 0}
         assert document["placement"]["public_repeated"] == 0
-        assert "50 of 50 private samples of there" in found.err
     parts, whole = tmp_path / "runs" / "parts", tmp_path / "runs" / "whole"
-    assert len(metrics(whole, "private")) == 1
+    (told,) = metrics(whole, "private")
+    assert "50 of 50 private samples of there" in told["text"]
 
     (tmp_path / "own.txt").write_text(TEXT[1:1601])
     found = bireme(capsys, "resume", str(parts), *settings(training__steps=8))
@@ -85,7 +85,7 @@ def test_a_run_with_private_data_resumes_with_the_same_data_and_no_other(
         ({"data__private": '{there = "gone.txt"}'}, "data.private.there = 'gone.txt': There is no file"),
         ({"data__private": '{there = "empty.txt"}'}, "has no text in it"),
         ({}, "does not keep the private samples of there there"),
-        ({"data__private": "{}"}, "data.private must be a source for each server"),
+        ({"data__private": "{}"}, "it must be a source for each server"),
     ],
 )
 def test_a_mistake_with_private_data_ends_before_training(
