@@ -56,7 +56,7 @@ STOCK = Stock(len(PUBLIC), (20, 30), SIZE)
 
 def order_of(own: int | None, pipeline: Pipeline) -> HomeOrder:
     rows = pipeline.cutter.rows_of_replicas
-    return HomeOrder(STOCK, SEED, OWNERS, lambda step: rows(step, SIZE), own=own)
+    return HomeOrder(STOCK, SEED, OWNERS, (8, 8), lambda step: rows(step, SIZE), own=own)
 
 
 def whole_batches(pipeline: Pipeline) -> list[dict[str, Tensor]]:

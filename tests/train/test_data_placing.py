@@ -25,19 +25,11 @@ class Case:
     seed: int
 
     def order(self, own: int | None) -> HomeOrder:
-        return HomeOrder(self.stock, self.seed, self.owners, lambda _step: self.rows, own=own)
-
-    @property
-    def room(self) -> tuple[int, ...]:
-        """The rows of each owner."""
-        return tuple(
-            sum(rows for rows, owner in zip(self.rows, self.owners, strict=True) if owner == one)
-            for one in range(len(self.stock.num_private))
-        )
+        return HomeOrder(self.stock, self.seed, self.owners, self.rows, lambda _step: self.rows, own=own)
 
     @property
     def epoch(self) -> Epoch:
-        return self.stock.epoch(self.room)
+        return self.order(None).placing.epoch
 
     def replica_of(self, row: int) -> int:
         return int(np.searchsorted(list(accumulate(self.rows)), row, side="right"))
@@ -133,8 +125,8 @@ def test_an_owner_with_more_samples_than_places_goes_through_all_of_them(case: C
 
 
 @given(cases(), st.integers(0, 1000))
-def test_shares_that_change_lose_no_step_and_repeat_no_sample(case: Case, draw: int) -> None:
-    """Rows go from one replica to another while the batch stays what it is."""
+def test_shares_that_change_leave_batches_full_and_private_samples_at_home(case: Case, draw: int) -> None:
+    """Rows go from one replica to another while the batch stays what it is, and a step knows no other one."""
     pieces = len(case.rows)
 
     def rows(step: int) -> Sequence[int]:
@@ -143,15 +135,16 @@ def test_shares_that_change_lose_no_step_and_repeat_no_sample(case: Case, draw: 
         )
         return [int(one) + 1 for one in moved]
 
-    steps = case.stock.steps_per_epoch
-    orders = [HomeOrder(case.stock, case.seed, case.owners, rows, own=own) for own in (None, 0)]
-    nobody, view = (
-        [order.batch(s, case.stock.batch_size).tolist() for s in range(steps)] for order in orders
-    )
-    public = [one for batch in nobody for one in batch if one != ELSEWHERE]
-    assert len(set(public)) == min(len(public), case.stock.num_public)
+    steps, size = case.stock.steps_per_epoch, case.stock.batch_size
+    order = HomeOrder(case.stock, case.seed, case.owners, case.rows, rows, own=0)
+    view = [order.batch(step, size).tolist() for step in range(steps)]
+    for step, batch in enumerate(view):
+        whose = np.repeat([-1 if one is None else one for one in case.owners], rows(step))
+        assert all(whose[row] == 0 for row, number in enumerate(batch) if number < ELSEWHERE)
+        assert all(number < case.stock.num_public for number in batch)
     private = [one for batch in view for one in batch if one < ELSEWHERE]
-    assert len(private) == len(set(private)) <= case.stock.num_private[0]
+    assert len(private) == len(set(private)) <= case.epoch.own[0]
+    assert order.batch(steps - 1, size).tolist() == view[-1]
 
 
 def test_epochs_are_shuffled_anew_and_private_samples_come_all_through_them() -> None:

@@ -9,6 +9,7 @@ from bireme.model.graph import Graph
 from bireme.model.units import units_of
 from bireme.plan.homes import homes_of, servers_of_places
 from bireme.plan.plan import Plan
+from bireme.runtime.microbatches import apportioned
 from bireme.train.data.home import HomeOrder, HomeSamples
 from bireme.train.data.placing import Epoch, Stock
 from bireme.train.data.samples import Samples
@@ -30,7 +31,8 @@ class HomeData:
     """The samples that this process may read, and where all samples are placed.
 
     `owners` are the servers with private samples, `homes` the place in it of each replica's home, and `own`
-    that of this process's server; None where nothing private is there.
+    that of this process's server; None where nothing private is there. `planned` are the rows of a batch that
+    the plan gives each replica.
     """
 
     samples: Samples
@@ -39,14 +41,16 @@ class HomeData:
     owners: tuple[str, ...]
     homes: tuple[int | None, ...]
     own: int | None
+    planned: tuple[int, ...]
 
     def order(self, rows: Callable[[int], Sequence[int]]) -> HomeOrder:
         """The order of the run, where `rows(step)` are those that each replica has of a batch."""
-        return HomeOrder(self.stock, self.seed, self.homes, rows, own=self.own)
+        return HomeOrder(self.stock, self.seed, self.homes, self.planned, rows, own=self.own)
 
-    def placement(self, rows: Sequence[int]) -> dict[str, Any]:
-        """What an epoch takes and leaves, where each replica has so many rows of a batch, for JSON."""
-        epoch = self._epoch(rows)
+    @property
+    def placement(self) -> dict[str, Any]:
+        """What an epoch takes and leaves, as planned, for JSON."""
+        epoch = self._epoch
         return {
             "steps_per_epoch": self.stock.steps_per_epoch,
             "private_taken": dict(zip(self.owners, epoch.own, strict=True)),
@@ -56,9 +60,10 @@ class HomeData:
             "public_repeated": epoch.public_repeated,
         }
 
-    def sentence(self, rows: Sequence[int]) -> str:
+    @property
+    def sentence(self) -> str:
         """The same for people."""
-        epoch, stock = self._epoch(rows), self.stock
+        epoch, stock = self._epoch, self.stock
         own = ", ".join(
             f"{taken} of {there} private samples of {server}"
             for server, taken, there in zip(self.owners, epoch.own, stock.num_private, strict=True)
@@ -67,12 +72,9 @@ class HomeData:
         public = f"{min(epoch.public, stock.num_public)} of {stock.num_public} public ones{repeated}"
         return f"An epoch has {stock.steps_per_epoch} steps and takes {own}, and {public}."
 
-    def _epoch(self, rows: Sequence[int]) -> Epoch:
-        room = [0] * len(self.owners)
-        for count, home in zip(rows, self.homes, strict=True):
-            if home is not None:
-                room[home] += count
-        return self.stock.epoch(room)
+    @property
+    def _epoch(self) -> Epoch:
+        return self.order(lambda _step: self.planned).placing.epoch
 
 
 def home_data(
@@ -91,11 +93,15 @@ def home_data(
     server = servers_of_places(plan, cluster)[place]
     own = private_samples_of(run, model, server) if server in census else None
     homes = homes_of(plan, cluster, readers_of(graph))
+    m, size = plan.num_microbatches, run.training.batch_size
+    shares = plan.micro_batch_sizes or (1,) * plan.width
+    rows = apportioned(size, [share for share in shares for _ in range(m)])
     return HomeData(
         HomeSamples(public, own, server),
-        Stock(len(public), tuple(census[name].num_samples for name in owners), run.training.batch_size),
+        Stock(len(public), tuple(census[name].num_samples for name in owners), size),
         run.data.seed,
         owners,
         tuple(None if home is None else numbers.get(home) for home in homes),
         numbers.get(server),
+        tuple(sum(rows[first : first + m]) for first in range(0, len(rows), m)),
     )

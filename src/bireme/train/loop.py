@@ -112,8 +112,7 @@ class Loop:
         for text in self._notes:
             self._warn(text)
         if self._home is not None:
-            rows = self._rows_of_replicas(self.step)
-            self.tell("private", self.step, text=self._home.sentence(rows), **self._home.placement(rows))
+            self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
         with ExitStack() as self._reading:
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
@@ -380,5 +379,5 @@ class Loop:
                 None if self._control is None or not self._control.seconds else self._control.mean_s,
             ),
             warnings=tuple(self._warnings),
-            placement=None if self._home is None else self._home.placement(self._rows_of_replicas(self.step)),
+            placement=None if self._home is None else self._home.placement,
         )

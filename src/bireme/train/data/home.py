@@ -89,8 +89,8 @@ class HomeOrder:
     """The order of a run's samples as the ranks of one server know it; a `SampleOrder`.
 
     `owners` has the owner of each replica by its place in the stock, None where a replica takes public
-    samples alone; `own` is the owner that this rank is of. `rows(step)` are the rows that each replica has of
-    a batch, one replica after the other.
+    samples alone; `own` is the owner that this rank is of. `planned` are the rows of a batch that the plan
+    gives each replica, one after the other, and `rows(step)` those that they have.
     """
 
     def __init__(
@@ -98,16 +98,18 @@ class HomeOrder:
         stock: Stock,
         seed: int,
         owners: Sequence[int | None],
+        planned: Sequence[int],
         rows: Callable[[int], Sequence[int]],
         *,
         own: int | None,
     ) -> None:
-        self._stock, self.seed, self._owners, self._rows, self._own = stock, seed, tuple(owners), rows, own
-        self._placing = Placing(stock, seed, self._rows_of_owners)
+        self.seed = seed
+        self._stock, self._owners, self._rows, self._own = stock, tuple(owners), rows, own
+        self.placing = Placing(stock, seed, self._of_owners(planned))
 
     def __str__(self) -> str:
         """The same on all ranks of a run."""
-        return f"{self._stock} {self._owners} {self.seed}"
+        return f"{self.placing} {self._owners}"
 
     @property
     def num_samples(self) -> int:
@@ -123,16 +125,16 @@ class HomeOrder:
         """The numbers of the samples in a batch of the run."""
         if batch_size != self._stock.batch_size:
             raise RuntimeError(f"samples were placed for batches of {self._stock.batch_size}")
-        taken = self._placing.taken(number)
+        rows = self._rows(number)
         found = np.full(batch_size, ELSEWHERE, np.int64)
         is_public = np.ones(batch_size, np.bool_)
-        whose = np.repeat([-1 if one is None else one for one in self._owners], self._rows(number))
-        for owner, count in enumerate(self._placing.draws(taken)):
+        whose = np.repeat([-1 if one is None else one for one in self._owners], rows)
+        for owner, count in enumerate(self.placing.draws(number, self._of_owners(rows))):
             places = np.flatnonzero(whose == owner)[:count]
             is_public[places] = False
             if owner == self._own:
-                found[places] = ELSEWHERE - 1 - self._placing.private(taken, owner, count)
-        found[is_public] = self._placing.public(taken, int(is_public.sum()))
+                found[places] = ELSEWHERE - 1 - self.placing.private(number, owner, count)
+        found[is_public] = self.placing.public(number, int(is_public.sum()))
         return found
 
     def numbers(self, first: int, count: int) -> Numbers:
@@ -144,8 +146,8 @@ class HomeOrder:
         begin = first - batches.start * size
         return np.concatenate([self.batch(one, size) for one in batches])[begin : begin + count]
 
-    def _rows_of_owners(self, step: int) -> tuple[int, ...]:
-        rows = self._rows(step)
+    def _of_owners(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """The rows of each owner, of all replicas whose home it is."""
         return tuple(
             sum(one for one, owner in zip(rows, self._owners, strict=True) if owner == place)
             for place in range(len(self._stock.num_private))

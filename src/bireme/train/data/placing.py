@@ -6,11 +6,13 @@ places that are left. A public sample is taken by one replica at most in an epoc
 out; then they are taken again. Of an owner with more samples than its places an epoch takes a part, and the
 next epoch goes on after it.
 
-All follows from the seed, the step, how many samples there are and how many rows each owner has of a batch.
-Nobody needs to know another owner's samples, and no list of samples is made.
+A step takes the same samples whatever came before it: all follows from the seed, the step, how many samples
+there are, and the rows that each owner has of a batch. Nobody needs another owner's samples, and no list of
+samples is made. Rows may change within an epoch; an owner that then has too few for a step leaves the rest of
+its samples of that step out, and public ones that come next are taken twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,7 @@ import numpy as np
 from bireme.errors import BiremeError
 from bireme.train.data.order import Numbers, Order
 
-__all__ = ["Epoch", "Placing", "Stock", "Taken"]
+__all__ = ["Epoch", "Placing", "Stock"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,10 @@ class Stock:
         """K: the steps that everybody makes in an epoch."""
         return (self.num_public + sum(self.num_private)) // self.batch_size
 
-    def epoch(self, rows: Sequence[int]) -> "Epoch":
-        """What an epoch takes where each owner has so many rows of every batch."""
-        steps = self.steps_per_epoch
-        own = tuple(min(one, steps * room) for one, room in zip(self.num_private, rows, strict=True))
-        return Epoch(self, own, steps * self.batch_size - sum(own))
-
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """How many samples an epoch takes: of each owner's, and places for public ones."""
+    """What an epoch takes: so many samples of each owner, and public ones in so many places."""
 
     stock: Stock
     own: tuple[int, ...]
@@ -74,93 +70,57 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What has been taken before a step: of each owner's samples and of the public ones in its epoch, and of
-    each owner's in the epochs before. `window` is how many of its samples each owner mixes in the epoch.
-    """
-
-    step: int
-    own: tuple[int, ...]
-    public: int
-    before: tuple[int, ...]
-    window: tuple[int, ...]
-
-
 class Placing:
-    """Which samples a step takes. `rows(step)` says how many rows of that batch are each owner's.
+    """Which samples a step takes, where each owner has so many `rows` of a batch at the beginning."""
 
-    It goes on from the step that it was last asked for. To a step before that, or after a resume, it comes by
-    counting from the first step on.
-    """
+    stock: Stock
+    seed: int
+    rows: tuple[int, ...]
 
-    def __init__(self, stock: Stock, seed: int, rows: Callable[[int], Sequence[int]]) -> None:
-        self.stock = stock
-        self._seed = seed
-        self._rows = rows
-        self._last = self._first()
+    @property
+    def epoch(self) -> Epoch:
+        """What an epoch takes with these rows."""
+        places = self.stock.steps_per_epoch * self.stock.batch_size
+        return Epoch(self.stock, self._windows, places - sum(self._windows))
 
-    def taken(self, step: int) -> Taken:
-        """What has been taken before a step."""
-        if step < self._last.step:
-            self._last = self._first()
-        while self._last.step < step:
-            self._last = self._next(self._last)
-        return self._last
-
-    def draws(self, taken: Taken) -> tuple[int, ...]:
-        """How many rows of a step get private samples, for each owner."""
-        steps = self.stock.steps_per_epoch
-        done = taken.step % steps + 1
+    def draws(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
+        """How many rows of a step get private samples, for each owner, of the rows that it has now."""
+        _, place = divmod(step, self.stock.steps_per_epoch)
         return tuple(
-            min(max(there * done // steps - own, 0), room)
-            for there, own, room in zip(
-                self.stock.num_private, taken.own, self._rows(taken.step), strict=True
-            )
+            min(self._before(window, place + 1) - self._before(window, place), room)
+            for window, room in zip(self._windows, rows, strict=True)
         )
 
-    def private(self, taken: Taken, owner: int, count: int) -> Numbers:
-        """The numbers of an owner's next private samples, among its own."""
-        places = np.arange(taken.own[owner], taken.own[owner] + count)
-        window = taken.window[owner]
-        mixed = int((places < window).sum())
-        if mixed:
-            epoch = taken.step // self.stock.steps_per_epoch
-            order = Order(window, self._seed + 1 + owner)
-            places[:mixed] = order.numbers(epoch * window + taken.own[owner], mixed)
-        found: Numbers = (taken.before[owner] + places) % self.stock.num_private[owner]
-        return found
+    def private(self, step: int, owner: int, count: int) -> Numbers:
+        """The numbers of an owner's samples for a step, among its own."""
+        epoch, place = divmod(step, self.stock.steps_per_epoch)
+        window = self._windows[owner]
+        if not count:
+            return np.empty(0, np.int64)
+        order = Order(window, self.seed + 1 + owner)
+        mixed = order.numbers(epoch * window + self._before(window, place), count)
+        return (epoch * window + mixed) % self.stock.num_private[owner]
 
-    def public(self, taken: Taken, count: int) -> Numbers:
-        """The numbers of the next public samples."""
+    def public(self, step: int, count: int) -> Numbers:
+        """The numbers of the public samples for a step."""
+        epoch, place = divmod(step, self.stock.steps_per_epoch)
+        first = place * self.stock.batch_size - sum(self._before(one, place) for one in self._windows)
         there = self.stock.num_public
-        epoch = taken.step // self.stock.steps_per_epoch
-        places = np.arange(taken.public, taken.public + count) % there
-        order = Order(there, self._seed)
-        return np.concatenate(
-            [
-                order.numbers(epoch * there + int(run[0]), len(run))
-                for run in np.split(places, np.flatnonzero(places[1:] == 0) + 1)
-                if len(run)
-            ]
-            or [places]
+        if not count:
+            return np.empty(0, np.int64)
+        places = np.arange(first, first + count) % there
+        order = Order(there, self.seed)
+        runs = np.split(places, np.flatnonzero(places[1:] == 0) + 1)  # one, unless they begin anew in it
+        return np.concatenate([order.numbers(epoch * there + int(run[0]), len(run)) for run in runs])
+
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        """How many of its samples each owner has places for in an epoch."""
+        steps = self.stock.steps_per_epoch
+        return tuple(
+            min(one, steps * room) for one, room in zip(self.stock.num_private, self.rows, strict=True)
         )
 
-    def _first(self) -> Taken:
-        nothing = (0,) * len(self.stock.num_private)
-        return Taken(0, nothing, 0, nothing, self._window(0))
-
-    def _window(self, step: int) -> tuple[int, ...]:
-        return self.stock.epoch(self._rows(step)).own
-
-    def _next(self, taken: Taken) -> Taken:
-        draws = self.draws(taken)
-        own = tuple(before + drawn for before, drawn in zip(taken.own, draws, strict=True))
-        step = taken.step + 1
-        if step % self.stock.steps_per_epoch:
-            public = taken.public + self.stock.batch_size - sum(draws)
-            return Taken(step, own, public, taken.before, taken.window)
-        before = tuple(
-            (one + more) % there
-            for one, more, there in zip(taken.before, own, self.stock.num_private, strict=True)
-        )
-        return Taken(step, (0,) * len(own), 0, before, self._window(step))
+    def _before(self, window: int, place: int) -> int:
+        """How many of them come in the steps of an epoch before this one."""
+        return window * place // self.stock.steps_per_epoch
