@@ -45,13 +45,13 @@ from bireme.train.private_census import Census, census_of, check_same_census, lo
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_length import is_short
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.tracker import check_trackers
 
 __all__ = [
     "Prepared",
     "data_of",
-    "is_short",
     "plan_request_of",
     "prepare",
     "prepared_again",
@@ -61,12 +61,6 @@ __all__ = [
 
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
-
-SHORT_S = 10.0
-"""A run that is over sooner is measured and planned briefly."""
-
-FLOPS_PER_S, CALL_S, MICRO_BATCHES = 2e10, 2e-5, 4
-"""What a slow core computes, what it takes to call an operator, and how often one is called in a step."""
 
 Progress = Callable[[float, str], None]
 
@@ -313,16 +307,6 @@ def _micro_batches(run: RunFile) -> list[int]:
 def _divides(width: int, run: RunFile) -> bool:
     assert run.plan.microbatches is not None
     return run.training.batch_size % (width * run.plan.microbatches) == 0
-
-
-def is_short(run: RunFile, graph: Graph) -> bool:
-    """Whether a run will be over so soon that to measure and to plan well would take longer than it saves.
-
-    That is a guess from what its operators compute, and how many they are.
-    """
-    computed = 3 * run.training.batch_size * sum(one.flops for one in graph.operators) / graph.batch
-    called = 3 * MICRO_BATCHES * len(graph.operators)  # a backward is worth two forwards
-    return run.training.steps * (computed / FLOPS_PER_S + called * CALL_S) < SHORT_S
 
 
 def _measured(

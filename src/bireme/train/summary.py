@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from bireme.files import write_text_atomically
+from bireme.plan.energy import joules_per_sample
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
@@ -89,13 +90,18 @@ class Summary:
     """How many private samples each server holds."""
     placement: Mapping[str, Any] | None = None
     """What an epoch takes of them and of public ones; both are in the document where there are any."""
+    joules_per_sample: float | None = None
+    """By the watts of the devices, in the document where they are known."""
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
         names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte")
         found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
-        private = {name: found.pop(name) for name in ("private_samples", "placement")}
-        return found | private if self.private_samples else found
+        if not self.private_samples:
+            del found["private_samples"], found["placement"]
+        if self.joules_per_sample is None:
+            del found["joules_per_sample"]
+        return found
 
     def write(self, path: Path) -> None:
         """Into a file: whole, or not at all."""
@@ -134,7 +140,15 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         warnings=(*own.warnings, *_diverged(own)),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
+        joules_per_sample=_joules(prepared, own),
     )
+
+
+def _joules(prepared: Prepared, own: Outcome) -> float | None:
+    forecast = prepared.plan.forecast
+    if forecast is None or not own.samples_per_s:
+        return None
+    return joules_per_sample(forecast.watts, own.samples_per_s)
 
 
 def _bubble(outcomes: list[Outcome]) -> float | None:
