@@ -118,7 +118,7 @@ def load_census(path: Path) -> Census:
 
 def check_same_census(before: Census, now: Census, where: str, tell: Callable[[str], None]) -> None:
     """Refuse other private data than those before; `tell` gets a sentence where that cannot be known."""
-    for server in sorted({*before, *now}) if before else ():
+    for server in sorted({*before, *now}):
         old, new = before.get(server), now.get(server)
         had, has = (0 if one is None else one.num_samples for one in (old, new))
         is_known = old is not None and new is not None and old.key == new.key
