@@ -78,9 +78,7 @@ class Case:
     must_fit: bool = True
 
 
-V100 = Machine(
-    "8 × V100", 8, replace(KNOWN["v100"], memory_bytes=32 * GIB), 30 * GB, 0, 16e9, 1e9, 25e9
-)
+V100 = Machine("8 × V100", 8, replace(KNOWN["v100"], memory_bytes=32 * GIB), 30 * GB, 0, 16e9, 1e9, 25e9)
 """A server: NVLink between devices, PCIe 3.0 × 16 to the host, whose memory the ranks share alike."""
 CARD = KNOWN["rtx4090"]
 HOST, DISK = 64 * GB, 2000 * GB

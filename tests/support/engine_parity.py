@@ -72,6 +72,7 @@ class Setting:
     bank_dtype: torch.dtype | None = None
     windows: tuple[int, ...] = ()
     lr_factor: Callable[[int], float] = lr
+    reads_apart: bool = False
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -117,6 +118,7 @@ def pipeline_of(
         on_instruction=on_instruction,
         device=device,
         sharing=sharing,
+        reads_apart=setting.reads_apart,
     )
 
 

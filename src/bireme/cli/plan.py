@@ -75,8 +75,9 @@ def plan(
     objective: Annotated[
         str,
         constraint_option(
-            **word("objective", "time-to-loss", "throughput"),
-            help="What to optimise; throughput ignores the extra steps that delayed updates cost.",
+            **word("objective", "time-to-loss", "throughput", "energy"),
+            help="What to optimise; throughput ignores the extra steps that delayed updates cost, energy "
+            "needs the watts of all devices.",
         ),
     ] = "time-to-loss",
     penalty: Annotated[

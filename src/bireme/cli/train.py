@@ -131,7 +131,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
 
     from bireme.report.train_table import print_prepared
     from bireme.train.delay_warmup import first_delayed_step
-    from bireme.train.prepare import is_short
+    from bireme.train.run_length import is_short
 
     print_prepared(
         prepared.run.model.source,

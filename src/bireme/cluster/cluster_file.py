@@ -72,6 +72,9 @@ class DeviceTable(_Table):
     bytes_per_s: Rate | None = Field(None, description="bandwidth of its memory")
     float32_flops_per_s: Flops | None = Field(None, description="speed in float32")
     bfloat16_flops_per_s: Flops | None = Field(None, description="speed in bfloat16 and float16")
+    watts: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="what it draws at work"
+    )
 
 
 class _GroupTable(_Table):

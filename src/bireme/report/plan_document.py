@@ -110,6 +110,7 @@ FIELDS = (
     "cost_s_per_sample",
     "busy_share",
     "bottleneck",
+    "joules_per_sample",
 )
 """What only a forecast says of a plan."""
 

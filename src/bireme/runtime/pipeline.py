@@ -6,6 +6,7 @@ each batch, is the same on every rank.
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -62,6 +63,8 @@ class Pipeline:
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
     it is shorter than what the weights come in, keeps float32 master weights. `sharing` lets the replicas'
     shares of each batch follow their speed.
+    it is shorter than what the weights come in, keeps float32 master weights. With `reads_apart` no rank
+    reads rows of another replica to train on them: what they count goes around as numbers.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Pipeline:
         compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
         sharing: Sharing | None = None,
+        reads_apart: bool = False,
     ) -> None:
         asked = runnable(plan)
         self._device = torch.device(device)
@@ -130,6 +134,9 @@ class Pipeline:
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device)
         self._spare = fabric.everyone()
+        if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
+            weighs = self.plan.num_stages - 1 in self.stages
+            self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)

@@ -151,6 +151,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def private(self) -> Path:
+        """How many private samples each server holds, where some do."""
+        return self.path / "private.json"
+
+    @property
     def starts(self) -> Path:
         """How often it was started again from the same checkpoint."""
         return self.path / "starts.json"

@@ -84,6 +84,7 @@ def _run(
         words,
         () if checkpoint is None else checkpoint.passed_over,
         may_replan,
+        prepared.census,
     )
     with _signals_passed_on(), _gpus_as_planned(prepared):
         return launch(

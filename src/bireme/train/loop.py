@@ -23,6 +23,7 @@ from bireme.train.data.mixture import shares_of
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.evaluation_set import Figures, combined, sets_of_run
+from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, Outcome, RankOutcome
 from bireme.train.run_file import RunFile
@@ -56,7 +57,8 @@ class Loop:
     """The steps of a run, from where its pipeline is; `later` takes over after the first schedule.
 
     The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
-    the weights in `not_saved`. `notes` are warnings about the data.
+    the weights in `not_saved`. `notes` are warnings about the data; `home` is what this rank reads in the
+    place of `data.training` where some is private.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Loop:
         not_saved: frozenset[str] = frozenset(),
         notes: Sequence[str] = (),
         replicas: ReplicaNotes | None = None,
+        home: HomeData | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
@@ -96,7 +99,7 @@ class Loop:
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
-        self._notes, self._not_saved = notes, not_saved
+        self._notes, self._not_saved, self._home = notes, not_saved, home
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
@@ -113,6 +116,8 @@ class Loop:
         steps = self.run.training.steps
         for text in self._notes:
             self._warn(text)
+        if self._home is not None:
+            self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
         with ExitStack() as self._reading:
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
@@ -221,10 +226,13 @@ class Loop:
         ready when an evaluation is over.
         """
         asked, first = self.run.data, self.step
+        samples, order = self.data.training, self.data.order(asked.seed)
+        if self._home is not None:
+            samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
         if self._read is None:
             loader = RankBatches(
-                self.data.training,
-                self.data.order(asked.seed),
+                samples,
+                order,
                 self.run.training.batch_size,
                 first,
                 self.run.training.steps - first,
@@ -239,6 +247,10 @@ class Loop:
             if self._ends is not None and number >= self._ends:
                 return
             yield batch
+
+    def _rows_of_replicas(self, step: int) -> tuple[int, ...]:
+        """The rows of a batch that each replica has."""
+        return self.pipeline.cutter.rows_of_replicas(step, self.run.training.batch_size)
 
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the request to stop."""
@@ -389,4 +401,5 @@ class Loop:
             ),
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
+            placement=None if self._home is None else self._home.placement,
         )

@@ -1,6 +1,7 @@
 """The results of a run as plain data: each rank's part, and the whole beside its prediction."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from bireme.balance.slow_stage import SlowStage
 
@@ -28,7 +29,8 @@ class Outcome:
 
     `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
     step of the newest one. The figures of the last evaluation are None where they mean nothing. A run that
-    ended to be planned anew says which stage is slow.
+    ended to be planned anew says which stage is slow. `placement` is what an epoch takes of private and
+    public samples, None where all are public.
     """
 
     steps: int
@@ -45,3 +47,4 @@ class Outcome:
     eval_bits_per_byte: float | None = None
     warnings: tuple[str, ...] = field(default=())
     slow: SlowStage | None = None
+    placement: dict[str, Any] | None = None

@@ -38,7 +38,7 @@ class Screen:
                 )
             case "shares" if step:
                 self._say(f"step {self._of(step)}  shares {' + '.join(map(str, values['shares']))}")
-            case "warning":
+            case "warning" | "private":
                 self._say(f"step {self._of(step)}  {values['text']}")
 
     def _line(self, step: int, values: dict[str, Any]) -> str:

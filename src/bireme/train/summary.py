@@ -2,13 +2,15 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
@@ -96,11 +98,22 @@ class Summary:
     sample: str
     warnings: tuple[str, ...]
     shares: tuple[ShareSummary, ...] = ()
+    private_samples: Mapping[str, int] = field(default_factory=dict)
+    """How many private samples each server holds."""
+    placement: Mapping[str, Any] | None = None
+    """What an epoch takes of them and of public ones; both are in the document where there are any."""
+    joules_per_sample: float | None = None
+    """By the watts of the devices, in the document where they are known."""
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
         names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte")
-        return asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        if not self.private_samples:
+            del found["private_samples"], found["placement"]
+        if self.joules_per_sample is None:
+            del found["joules_per_sample"]
+        return found
 
     def write(self, path: Path) -> None:
         """Into a file: whole, or not at all."""
@@ -138,6 +151,9 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         sample=sample,
         warnings=(*own.warnings, *_diverged(own)),
         shares=_shares(folder),
+        private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
+        placement=own.placement,
+        joules_per_sample=_joules(prepared, own),
     )
 
 
@@ -148,6 +164,13 @@ def _shares(folder: RunFolder) -> tuple[ShareSummary, ...]:
     except (BiremeError, OSError):
         return ()
     return tuple(ShareSummary(one.step, one.shares) for one in known)
+
+
+def _joules(prepared: Prepared, own: Outcome) -> float | None:
+    forecast = prepared.plan.forecast
+    if forecast is None or not own.samples_per_s:
+        return None
+    return joules_per_sample(forecast.watts, own.samples_per_s)
 
 
 def _bubble(outcomes: list[Outcome]) -> float | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from bireme.train.chosen_batch import grown
 from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
+from bireme.train.data.samples import Samples
 from bireme.train.delay_warmup import first_delayed_step, flush_twin
 from bireme.train.folder import RunFolder
+from bireme.train.home_data import HomeData, home_data
 from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
@@ -36,6 +38,7 @@ from bireme.train.metrics import Metrics
 from bireme.train.mlflow_tracker import MLflow
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
+from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import run_conditions
 from bireme.train.run_data import data_of
@@ -63,7 +66,7 @@ class Start:
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
     damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new
-    plan for it if it ends to that end.
+    plan for it if it ends to that end. `census` counts the private samples of all servers.
     """
 
     folder: Path
@@ -73,6 +76,7 @@ class Start:
     words: dict[str, Any]
     passed_over: tuple[Path, ...] = ()
     may_replan: bool = False
+    census: Census = field(default_factory=dict)
 
 
 def train_rank(world: World, start: Start) -> Outcome:
@@ -94,7 +98,7 @@ def train_rank(world: World, start: Start) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank has before it has a pipeline."""
+    """What a rank has before it has a pipeline; `home` is what it reads where some samples are private."""
 
     world: World
     start: Start
@@ -102,6 +106,12 @@ class _Part:
     run: RunFile
     model: RunModel
     data: RunData
+    home: HomeData | None = None
+
+    @property
+    def samples(self) -> Samples:
+        """What it reads to train on."""
+        return self.data.training if self.home is None else self.home.samples
 
     @property
     def cluster(self) -> Cluster:
@@ -117,6 +127,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     world, folder, run = part.world, part.folder, part.run
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
+    part = replace(part, home=_home(part, saved))
     begin, step = first_delayed_step(run, saved), 0
     if checkpoint is not None:
         step = checkpoint.manifest.step
@@ -128,7 +139,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         if run.balance.batch == "grow":
             pipeline.close()
             del pipeline
-            part = _grown(part, sum(shares))
+            part = _grown(part, saved, sum(shares))
             run = part.run
             pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
         pipeline.begin_with(shares)
@@ -166,6 +177,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
                 _silent if log is None else log.tell,
                 may_replan=run.balance.replan and part.start.may_replan,
             ),
+            home=part.home,
         )
         del pipeline  # the loop may have another one later, and no room for two
         if log is not None:
@@ -180,12 +192,30 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     return outcome
 
 
-def _grown(part: _Part, batch_size: int) -> _Part:
+def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:
     """The run with the batch that its replicas are fast enough for, which its folder remembers."""
     run = grown(part.run, batch_size)
     if part.world.rank == 0:
         part.folder.write_run(run)
-    return replace(part, run=run)
+    part = replace(part, run=run)
+    return replace(part, home=_home(part, saved))
+
+
+def _home(part: _Part, saved: SavedPlan) -> HomeData | None:
+    """What this rank reads where some samples are private."""
+    if not part.start.census:
+        return None
+    graph, cluster = load_graph(part.folder.graph), read_cluster(part.folder.cluster)
+    return home_data(
+        part.run,
+        part.model,
+        graph,
+        part.data.training,
+        part.start.census,
+        saved.plan,
+        cluster,
+        part.world.rank,
+    )
 
 
 def _control(part: _Part) -> Control | None:
@@ -230,7 +260,8 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         device=world.device,
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
         compile=run.model.compile,
-        sharing=sharing_of(run, plan, part.cluster, profile, part.data.training),
+        sharing=sharing_of(run, plan, part.cluster, profile, part.samples),
+        reads_apart=bool(part.start.census),
     )
 
 

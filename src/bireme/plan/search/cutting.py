@@ -19,6 +19,7 @@ from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
+from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 from bireme.schedule.catalogue import schedule_named
@@ -33,7 +34,7 @@ RECKONED_AS = {"1f1b-sliced": "1f1b"}
 def all_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """All ways to cut, and all sets of stages that could run again."""
     for cuts in combinations(ground.bounds[1:-1], outline.num_stages - 1):
-        if _keeps_pins(ground, outline, grid, cuts):
+        if _keeps_pins(ground, outline, grid, cuts) and keeps_home(ground, outline, grid, cuts):
             for recompute in _sets(ground, outline.num_stages):
                 yield Draft(outline, grid, cuts, recompute)
 
@@ -75,6 +76,11 @@ ENOUGH_ROUNDS = 16
 
 def promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     """The cuts that the partitioners would make, best first; none if they see no way to fit."""
+    found = _promising_drafts(ground, outline, grid)
+    return [draft for draft in found if keeps_home(ground, outline, grid, draft.cuts)]
+
+
+def _promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     if outline.stages_per_rank > 1:
         return list(_folded(ground, outline, grid))
     loads = loads_on(ground, outline, grid)

@@ -56,8 +56,8 @@ class Estimator:
         self._totals: dict[int, _Totals] = {}
         self._limits = np.sort([ground.limits[device] for device in ground.devices])[::-1]
 
-    def cost_s(self, outline: Outline) -> float:
-        """Seconds of training per sample."""
+    def cost(self, outline: Outline) -> float:
+        """Seconds of training per sample, or joules if energy is the goal."""
         rule = schedule_named(outline.schedule).rule
         m, p = outline.num_microbatches, outline.num_ranks
         totals = self._of(max(outline.sizes))
@@ -74,9 +74,9 @@ class Estimator:
         if rule is Rule.SYNCHRONOUS:
             batch_s += ring_s
         penalty = self._ground.penalty(outline.schedule, outline.num_stages, m)
-        return penalty * batch_s / outline.batch_size
+        return penalty * batch_s / outline.batch_size * self._ground.least_power(outline.num_devices)
 
-    def rough_cost_s(self, draft: Draft, floor_s: float) -> float:
+    def rough_cost(self, draft: Draft, floor_s: float) -> float:
         """The same for a plan whose busiest device or lane is known."""
         outline = draft.outline
         batch_s = floor_s * (1 + self._bubble(outline))
@@ -85,7 +85,8 @@ class Estimator:
         penalty = self._ground.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
-        return penalty * batch_s / outline.batch_size
+        power = self._ground.power(device for row in draft.grid for device in row)
+        return penalty * batch_s / outline.batch_size * power
 
     def _bubble(self, outline: Outline) -> float:
         m, fill = outline.num_microbatches, outline.num_ranks - 1

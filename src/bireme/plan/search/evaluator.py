@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from bireme.plan.energy import total_watts
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.ring import ring_share
@@ -169,6 +170,7 @@ class PlanEvaluator:
             bottleneck=floor.bottleneck,
             stages=tuple(self._stages(draft, program, of_replica)),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.delay_warmup_share,
+            watts=total_watts(ground.watts[device] for row in draft.grid for device in row),
         )
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:

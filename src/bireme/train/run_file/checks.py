@@ -41,6 +41,12 @@ def _check_model_and_data(tables: Tables) -> None:
         )
     if data.source is None and data.mixture is None:
         raise BiremeError("data.source is None, and so is data.mixture. Give one of them.")
+    if data.private is not None and data.mixture is not None:
+        raise BiremeError(
+            f"data.private names {len(data.private)} servers, and data.mixture {len(data.mixture)} sources: "
+            "private samples go with the samples of one public source. Leave out one of the two, or make the "
+            "mixture one source."
+        )
     if data.evaluation_fraction is not None and data.evaluation_source is not None:
         raise BiremeError(
             f"data.evaluation_fraction is {data.evaluation_fraction:g} and data.evaluation_source is "
