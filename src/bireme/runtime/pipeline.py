@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -28,6 +29,7 @@ from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of
+from bireme.runtime.feedback_sections import feedback_sections, load_feedback
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
@@ -41,6 +43,7 @@ from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.updates import Finished, Settings, Updates
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
+from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "Result", "Weights", "teller"]
@@ -75,7 +78,8 @@ class Pipeline:
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
-    it is shorter than what the weights come in, keeps float32 master weights.
+    it is shorter than what the weights come in, keeps float32 master weights. `sum_codec` is what sums of
+    gradients over replicas go through, such as "int8".
     """
 
     def __init__(
@@ -96,9 +100,11 @@ class Pipeline:
         device: torch.device | str = "cpu",
         bank_dtype: torch.dtype | None = None,
         compile: bool = False,  # noqa: A002 (torch's word for it)
+        sum_codec: str = "none",
         on_instruction: OnInstruction | None = None,
     ) -> None:
         asked = runnable(plan)
+        codec = parse_sum_codec(sum_codec)
         self._device = torch.device(device)
         check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -136,7 +142,7 @@ class Pipeline:
         # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._fabric = fabric
-        self._reducer = reducer_of(fabric, self.layout, transport, self._device)
+        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec)
         self._spare = fabric.everyone()
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
@@ -250,6 +256,7 @@ class Pipeline:
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
+        tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         return Snapshot(self.num_trained, self._updates.scale, tensors)
 
     def restore(self, saved: Snapshot) -> None:
@@ -261,6 +268,7 @@ class Pipeline:
         self._check_drained()
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
+        load_feedback(self._reducer.feedback, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
 
@@ -308,6 +316,11 @@ class Pipeline:
     def send_bytes(self) -> int:
         """The bytes of messages on their way, and of the room that is kept for more."""
         return self._courier.send_bytes
+
+    @property
+    def sum_bytes(self) -> SentBytes:
+        """What this rank has sent so far for sums of gradients."""
+        return self._reducer.sent
 
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""
