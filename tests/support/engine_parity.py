@@ -26,6 +26,7 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
+from tests.support.coded_oracle import CodedOracle
 from tests.support.oracles import Microbatch, Update, run_oracle, seen_by
 from tests.support.small_models import Batch, Model
 from tests.support.thread_transport import ThreadFabric
@@ -71,6 +72,7 @@ class Setting:
     bank_dtype: torch.dtype | None = None
     windows: tuple[int, ...] = ()
     lr_factor: Callable[[int], float] = lr
+    sum_codec: str = "none"
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -114,6 +116,7 @@ def pipeline_of(
         bank_dtype=setting.bank_dtype,
         on_instruction=on_instruction,
         device=device,
+        sum_codec=setting.sum_codec,
     )
 
 
@@ -226,6 +229,7 @@ def oracle(
         seen=seen if rule is Rule.FRESH else None,
         compute_dtype=setting.bank_dtype,
         around=around,
+        coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec),
     )
 
 

@@ -30,6 +30,15 @@ from bireme.cli.plan_options import (
 )
 from bireme.cli.plan_run import PlanRun
 from bireme.cli.words import word
+from bireme.codec.sum_words import (
+    DENSE,
+    DENSE_SUMS,
+    SumCodec,
+    SumCost,
+    SumKind,
+    parse_sum_codec,
+    sum_cost,
+)
 from bireme.errors import BiremeError, closest
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 
@@ -113,6 +122,10 @@ def plan(
         bool,
         wishes_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
     ] = True,
+    sync_codec: Annotated[
+        str,
+        wishes_option(metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."),
+    ] = "none",
     pin: Annotated[
         list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
@@ -204,6 +217,7 @@ def plan(
         recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
     )
+    codec = parse_sum_codec(sync_codec)
     found_cluster = cluster_of(cluster)
     _check_numbers(wishes, found_cluster)
     for name in wishes.devices:
@@ -216,11 +230,28 @@ def plan(
         wishes,
         pinned=pins_of(pin or (), names, "--pin"),
         together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
+        sums=_sums(codec, found_profile, asked),
     )
     for name in wishes.pinned.values():
         found_cluster.number_of(name)
     run = PlanRun(found_profile, found_cluster, wishes, asked, is_given=profile is not None)
     run.show(output, exports, explained=explain, as_json=as_json)
+
+
+def _sums(codec: SumCodec, profile: "Profile", asked: Measuring | None) -> SumCost:
+    """What a codec makes of sums; without the model, gradients are taken as one vector a unit."""
+    if codec == DENSE:
+        return DENSE_SUMS
+    if asked is not None:
+        from bireme.cli.measuring import captures_of
+
+        return sum_cost(codec, captures_of(asked).graph(profile.micro_batches[0]).gradient_shapes)
+    if codec.kind is SumKind.LOWRANK:
+        raise BiremeError(
+            f"--sync-codec {codec} depends on the shapes of the model's matrices, which a profile does not "
+            "have. Give the model with --model too."
+        )
+    return sum_cost(codec, [(unit.gradient_bytes // 4,) for unit in profile.units])
 
 
 def _sizes(

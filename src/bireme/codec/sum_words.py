@@ -5,14 +5,24 @@ A description only, without tensors, so planners can read it. `sync/coded.py` do
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from bireme.codec.description import FEWEST_ENTRIES, blocks_bytes
 from bireme.errors import BiremeError, closest
 
-__all__ = ["DENSE", "DENSITY_SLACK", "SUM_CODEC_WORDS", "SumCodec", "SumKind", "parse_sum_codec"]
+__all__ = [
+    "DENSE",
+    "DENSE_SUMS",
+    "DENSITY_SLACK",
+    "SUM_CODEC_WORDS",
+    "SumCodec",
+    "SumCost",
+    "SumKind",
+    "parse_sum_codec",
+    "sum_cost",
+]
 
 LEAST_BITS_ALONE = 4
 """With fewer bits, what rounding loses is kept and added to the next gradient."""
@@ -22,6 +32,12 @@ DENSITY_SLACK = 4
 
 INDEX_BYTES, MASK_BYTES = 2, 1 / 8
 """What the place of an entry takes: by itself, or as one bit for each entry of the tensor."""
+
+ENTRY_BYTES = 4
+"""Of a gradient in float32."""
+
+KEPT_COPIES = 2
+"""Residuals: as of the last batch that counted, and as the batch under way leaves them."""
 
 SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS or lowrank:RANK"
 
@@ -76,25 +92,52 @@ class SumCodec:
             return len(shape) > 1 and 2 * self.rank * (rows + columns) < num_entries
         return True
 
-    def sent_bytes(self, shape: Sequence[int], width: int, itemsize: int = 4) -> float:
-        """About how many bytes each of `width` replicas sends for a gradient of this shape."""
-        around = 2 * (width - 1) / width
+    def message_bytes(self, shape: Sequence[int]) -> float:
+        """About how many bytes a replica's message or factors take, for a float32 gradient of this shape."""
         num_entries = math.prod(shape)
         if not self.codes(shape):
-            return around * num_entries * itemsize
+            return num_entries * ENTRY_BYTES
         if self.kind is SumKind.LOWRANK:
-            return around * self.rank * sum(matrix_shape(shape)) * itemsize
-        return (width - 1) * self.message_bytes(num_entries, itemsize)
-
-    def message_bytes(self, num_entries: int, itemsize: int = 4) -> float:
-        """About how many bytes a replica's message for so many entries has, where messages are gathered."""
+            return self.rank * sum(matrix_shape(shape)) * ENTRY_BYTES
         if self.kind is SumKind.BITS:
             return blocks_bytes(num_entries, self.bits)
         sent = max(1.0, self.share * num_entries)
-        return sent * itemsize + min(sent * INDEX_BYTES, num_entries * MASK_BYTES)
+        return sent * ENTRY_BYTES + min(sent * INDEX_BYTES, num_entries * MASK_BYTES)
 
 
 DENSE = SumCodec(SumKind.DENSE)
+
+
+@dataclass(frozen=True, slots=True)
+class SumCost:
+    """What a codec makes of a model's sums: bytes for each byte of its gradients, in the mean over them.
+
+    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch.
+    """
+
+    codec: SumCodec = DENSE
+    message_share: float = 1.0
+    kept_share: float = 0.0
+
+    def hop_share(self, width: int) -> float:
+        """What each of so many replicas sends on, in a ring."""
+        if self.codec.kind in (SumKind.DENSE, SumKind.LOWRANK):
+            return 2 * (width - 1) / width * self.message_share
+        return (width - 1) * self.message_share
+
+
+DENSE_SUMS = SumCost()
+
+
+def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:
+    """The cost of sums of gradients in these shapes."""
+    sizes = list(shapes)
+    total = sum(math.prod(shape) for shape in sizes)
+    if codec == DENSE or not total:
+        return DENSE_SUMS
+    coded = sum(math.prod(shape) for shape in sizes if codec.codes(shape))
+    message = sum(codec.message_bytes(shape) for shape in sizes) / (ENTRY_BYTES * total)
+    return SumCost(codec, message, KEPT_COPIES * coded / total if codec.has_feedback else 0.0)
 
 
 def parse_sum_codec(text: str) -> SumCodec:

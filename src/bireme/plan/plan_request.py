@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from bireme.codec.sum_words import DENSE_SUMS, SumCost
 from bireme.errors import BiremeError
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
@@ -32,6 +33,7 @@ class PlanRequest:
     `pinned` maps units to devices, `together` names first and last units of ranges that must not be cut,
     `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
     Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks.
+    `sums` is what a codec makes of sums of gradients over replicas.
     """
 
     batch_size: int
@@ -50,6 +52,7 @@ class PlanRequest:
     devices: tuple[str, ...] = ()
     recompute: Recompute = Recompute.WHERE_NEEDED
     lookahead: bool = True
+    sums: SumCost = DENSE_SUMS
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):

@@ -8,10 +8,11 @@ from bireme.cluster.cluster import Cluster
 from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate
 from bireme.plan.plan_file import SavedPlan
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.summary import Summary, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 
-__all__ = ["explanation_document", "plan_document", "plan_notes", "saved_plan_document"]
+__all__ = ["explanation_document", "plan_document", "plan_notes", "saved_plan_document", "sync_document"]
 
 
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:
@@ -63,6 +64,18 @@ def saved_plan_document(
         "headroom_bytes": headroom,
         "candidates": [],
         "origin": None if saved.origin is None else asdict(saved.origin),
+    }
+
+
+def sync_document(wishes: PlanRequest) -> dict[str, Any]:
+    """The codec of sums over replicas: bytes of a replica's message, and what it keeps, for each of its
+    gradients' bytes.
+    """
+    sums = wishes.sums
+    return {
+        "codec": str(sums.codec),
+        "message_share": sums.message_share,
+        "kept_share": sums.kept_share,
     }
 
 

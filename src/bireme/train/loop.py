@@ -15,6 +15,7 @@ from bireme.errors import BiremeError
 from bireme.profile.control import Control
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
+from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
@@ -93,6 +94,8 @@ class Loop:
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
+        self._sum_bytes = SentBytes()
+        """What sums sent before the schedule switch."""
         self._notes = notes
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
@@ -148,7 +151,7 @@ class Loop:
 
     def _switch_schedule(self, later: ScheduleSwitch) -> None:
         """Go on with the other pipeline from where this one is, which is drained."""
-        snapshot = self.pipeline.snapshot(all_held=True)
+        snapshot, self._sum_bytes = self.pipeline.snapshot(all_held=True), self.pipeline.sum_bytes
         self._reading.close()
         self._read = None
         self.pipeline.close()
@@ -366,6 +369,8 @@ class Loop:
                 self.memory.peak_bytes(),
                 busy,
                 None if self._control is None or not self._control.seconds else self._control.mean_s,
+                self._sum_bytes.raw + self.pipeline.sum_bytes.raw,
+                self._sum_bytes.sent + self.pipeline.sum_bytes.sent,
             ),
             warnings=tuple(self._warnings),
         )

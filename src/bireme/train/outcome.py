@@ -8,13 +8,16 @@ __all__ = ["Outcome", "RankOutcome"]
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
     """What one rank measured. `busy_share` is None where no batches were recorded; `control_s` is what the
-    control took in the mean, None where it never ran.
+    control took in the mean, None where it never ran. `raw_sum_bytes` is what the sums of its gradients would
+    have sent without a codec, `sent_sum_bytes` what they did send.
     """
 
     rank: int
     peak_bytes: int | None
     busy_share: float | None
     control_s: float | None = None
+    raw_sum_bytes: int = 0
+    sent_sum_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

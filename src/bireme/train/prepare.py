@@ -29,7 +29,7 @@ from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
-from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
+from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
 from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.data.checks import check_sizes
@@ -43,6 +43,7 @@ from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
+from bireme.train.sums import sums_of
 from bireme.train.tracker import check_trackers
 
 __all__ = [
@@ -111,7 +112,7 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
         sizes = sizes[::-2]
     measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
     begin_s = perf_counter()
-    answer = _planned(run, measured, machines, progress, is_brief=is_brief)
+    answer = _planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
     plan = saved_plan(answer, planned_units(measured))
     if run.plan.largest_batch is not None:
@@ -232,6 +233,7 @@ def prepared_document(prepared: Prepared) -> dict[str, Any]:
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
         return found | {"notes": [], "exports": {}}
     found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
+    found |= {"sync": sync_document(plan_request_of(prepared.run, prepared.graph))}
     return found | {"notes": plan_notes(prepared.profile, prepared.machines.cluster), "exports": {}}
 
 
@@ -342,8 +344,8 @@ def _measured(
         torch.set_num_threads(before)
 
 
-def plan_request_of(run: RunFile) -> PlanRequest:
-    """What a run file asks of a plan."""
+def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
+    """What a run file asks of a plan for a model."""
     asked = run.plan
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return PlanRequest(
@@ -361,6 +363,7 @@ def plan_request_of(run: RunFile) -> PlanRequest:
         devices=asked.devices or (),
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
+        sums=sums_of(run, graph),
     )
 
 
@@ -374,11 +377,11 @@ def _start(run: RunFile) -> float | None:
 
 
 def _planned(
-    run: RunFile, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
+    run: RunFile, graph: Graph, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
 ) -> Answer:
     asked, names = run.plan, [unit.name for unit in measured.units]
     wishes = replace(
-        plan_request_of(run),
+        plan_request_of(run, graph),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )

@@ -12,9 +12,10 @@ from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
+from bireme.train.sums import idle_codec
 from bireme.train.worker import first_of
 
-__all__ = ["ControlSummary", "RankSummary", "StageSummary", "Summary", "summary_of"]
+__all__ = ["ControlSummary", "RankSummary", "StageSummary", "Summary", "SyncSummary", "summary_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,14 @@ class ControlSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncSummary:
+    """What all ranks sent for sums of gradients, and what they would have sent without a codec."""
+
+    raw_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
     updates are delayed, if the schedule delays them, after step `first_delayed_step`.
@@ -75,6 +84,7 @@ class Summary:
     stages: tuple[StageSummary, ...]
     ranks: tuple[RankSummary, ...]
     control: ControlSummary | None
+    sync: SyncSummary
     run_dir: str
     schedule: str
     first_delayed_step: int
@@ -116,6 +126,9 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         stages=_stages(prepared, outcomes),
         ranks=_ranks(prepared, outcomes),
         control=_control(prepared, outcomes),
+        sync=SyncSummary(
+            sum(one.own.raw_sum_bytes for one in outcomes), sum(one.own.sent_sum_bytes for one in outcomes)
+        ),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
         first_delayed_step=first_delayed_step(prepared.run, saved),
@@ -124,7 +137,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         num_skipped=own.num_skipped,
         checkpoint=own.checkpoint,
         sample=sample,
-        warnings=(*own.warnings, *_diverged(own)),
+        warnings=(*own.warnings, *idle_codec(prepared.run, saved.plan), *_diverged(own)),
     )
 
 

@@ -193,6 +193,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         device=world.device,
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
         compile=run.model.compile,
+        sum_codec=run.sync.codec,
     )
 
 

@@ -17,7 +17,6 @@ from itertools import pairwise
 
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.stage_costs import costs_between
-from bireme.plan.ring import ring_share
 from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.problem import PlanningProblem
@@ -272,12 +271,16 @@ class PlanEvaluator:
 
     def _work(self, draft: Draft, size: int) -> _Work:
         ground = self._ground
-        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced)
+        kept_share = ground.wishes.sums.kept_share if draft.outline.width > 1 else 0.0
+        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), kept_share
         if key not in self._works:
             half = None
             if draft.num_sliced and size % 2 == 0 and size // 2 in ground.profile.micro_batches:
                 half = ground.whole(size // 2).forward_s
             costs = costs_between(ground.whole(size), draft.cuts, half_forward_s=half)
+            if kept_share:
+                kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
+                costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
@@ -318,18 +321,18 @@ class PlanEvaluator:
         num_stages = draft.outline.num_stages
         tied_s = [0.0] * num_stages
         reduced = list(self._reduce_bytes(draft))
-        width = draft.outline.width
+        share = self._ground.wishes.sums.hop_share(draft.outline.width)
         for holders, ring in rings:
             for stage in holders:
                 tied_s[stage] += ring.seconds
-                reduced[stage] = max(reduced[stage] - ring_share(width) * ring.num_bytes, 0.0)
+                reduced[stage] = max(reduced[stage] - share * ring.num_bytes, 0.0)
         return tuple(tied_s), tuple(reduced)
 
     def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        width = draft.outline.width
+        share = self._ground.wishes.sums.hop_share(draft.outline.width)
         gradients = self._work(draft, draft.outline.sizes[0]).costs.gradient_bytes
-        return tuple(ring_share(width) * one for one in gradients)
+        return tuple(share * one for one in gradients)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
         messages = {size: self._work(draft, size).costs.message_bytes for size in set(draft.outline.sizes)}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.model.part import ALL_LINEAR, Part
 from bireme.model.part import Lora as LoraPart
 from bireme.train.run_file.data import Data, Mixed
@@ -36,6 +37,7 @@ __all__ = [
     "Model",
     "Penalties",
     "Planning",
+    "Sync",
     "Tables",
     "Training",
 ]
@@ -61,6 +63,10 @@ def _loss(value: str) -> str:
     if value not in LOSSES and not (module and colon and function):
         raise ValueError(f"{', '.join(LOSSES)}, or a function of your own as module:function")
     return value
+
+
+def _sum_codec(value: str) -> str:
+    return str(parse_sum_codec(value))
 
 
 PlainName = Annotated[Text, AfterValidator(_plain_name)]
@@ -274,6 +280,17 @@ class Machines(Table):
     )
 
 
+class Sync(Table):
+    """`[sync]`."""
+
+    codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
+        default="none",
+        description="What sums of gradients over replicas go through: none, int8 (blocks with a scale), int4 "
+        "to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found every so many "
+        "steps) or lowrank:RANK",
+    )
+
+
 class Checkpoints(Table):
     """`[checkpoint]`."""
 
@@ -358,6 +375,7 @@ class Tables(Table):
     training: Training = Field(default_factory=Training, description="Optimiser, learning rate, steps.")
     plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
+    sync: Sync = Field(default_factory=Sync, description="How replicas sum their gradients.")
     checkpoint: Checkpoints = Field(
         default_factory=Checkpoints, description="Checkpoints, from which a run resumes."
     )
