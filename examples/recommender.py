@@ -1,0 +1,158 @@
+"""A recommender in two stages and two replicas, with fewer bytes on its links.
+
+    python examples/recommender.py [--steps 300] [--json]
+
+The model is of DLRM's kind: embedding tables for what is known by a number, a small network for what is
+measured, products of all pairs of their vectors, and a second network that says how likely a click is. The
+first stage has the tables, the second one the rest; four processes train on made-up clicks that follow hidden
+tastes. What goes over the border between the stages, and what the replicas sum, is dense at first, then goes
+through a codec. AUC is the chance that a clicked sample is ranked above one that was not.
+"""
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import bireme
+from bireme.model.capture import capture
+from bireme.model.units import units_of
+from bireme.plan.plan import Plan
+from bireme.runtime.fabric import Fabric
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.world import World
+
+NUM_TABLES, NUM_ROWS, NUM_MEASURED, WIDTH = 6, 2000, 8, 16
+NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 2, 512
+RATE = 0.05
+SUM_CODEC = "threshold:0.02:25"
+
+
+class Recommender(nn.Module):
+    """Clicks from numbers in tables and measurements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(NUM_ROWS, WIDTH) for _ in range(NUM_TABLES))
+        self.bottom = nn.Sequential(nn.Linear(NUM_MEASURED, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+        num_pairs = (NUM_TABLES + 1) * NUM_TABLES // 2
+        self.top = nn.Sequential(
+            nn.Linear(WIDTH + num_pairs, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1)
+        )
+        self.register_buffer("pairs", torch.triu_indices(NUM_TABLES + 1, NUM_TABLES + 1, 1), persistent=False)
+
+    def vectors(self, measured: Tensor, numbers: Tensor) -> Tensor:
+        """A vector for the measurements and one for each number; (samples, tables + 1, width)."""
+        found = [table(numbers[:, place]) for place, table in enumerate(self.tables)]
+        return torch.stack([self.bottom(measured), *found], 1)
+
+    def scores(self, vectors: Tensor) -> Tensor:
+        """How likely a click is, before the sigmoid."""
+        products = vectors @ vectors.transpose(1, 2)
+        pairs = self.get_buffer("pairs")
+        made: Tensor = self.top(torch.cat([vectors[:, 0], products[:, pairs[0], pairs[1]]], 1))
+        return made.squeeze(1)
+
+    def forward(self, measured: Tensor, numbers: Tensor, clicked: Tensor) -> dict[str, Tensor]:
+        scores = self.scores(self.vectors(measured, numbers))
+        return {"loss": functional.binary_cross_entropy_with_logits(scores, clicked)}
+
+
+class Clicks:
+    """Made-up clicks: every number has a hidden taste, and tastes that agree make a click likely."""
+
+    def __init__(self, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self._tastes = torch.randn(NUM_TABLES, NUM_ROWS, 4, generator=draw)
+        self._weights = torch.randn(NUM_MEASURED, generator=draw) * 0.5
+
+    def batch(self, number: int, num_samples: int = BATCH) -> dict[str, Tensor]:
+        """A batch, the same for the same number. Some numbers come often, most hardly ever."""
+        draw = torch.Generator().manual_seed(1_000_003 + number)
+        share = torch.rand(num_samples, NUM_TABLES, generator=draw)
+        numbers = (NUM_ROWS * share**3).long().clamp(max=NUM_ROWS - 1)
+        measured = torch.randn(num_samples, NUM_MEASURED, generator=draw)
+        tastes = torch.stack([self._tastes[place, numbers[:, place]] for place in range(NUM_TABLES)], 1)
+        agree = (tastes.sum(1).square().sum(1) - tastes.square().sum((1, 2))) / (2 * NUM_TABLES)
+        chance = torch.sigmoid(2 * agree + measured @ self._weights - 0.5)
+        clicked = (torch.rand(num_samples, generator=draw) < chance).float()
+        return {"measured": measured, "numbers": numbers, "clicked": clicked}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a run, on rank 0: bytes of the sums over replicas, and of messages over the border."""
+
+    sums: str
+    auc: float
+    sum_bytes: int
+    raw_sum_bytes: int
+
+
+def train(world: World | Fabric, sums: str, steps: int) -> Trained | None:
+    """Train as one of four ranks. Rank 0, which has the tables, says what came of it."""
+    torch.manual_seed(0)
+    clicks, model = Clicks(), Recommender()
+    size = BATCH // NUM_REPLICAS // NUM_MICROBATCHES
+    graph = capture(model, clicks.batch(0, size))
+    units = units_of(graph)
+    with_tables = [unit.index for unit in units if any(name.startswith("tables") for name in unit.parameters)]
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    pipeline = Pipeline(
+        graph,
+        Plan((1 + max(with_tables),), NUM_MICROBATCHES, "1f1b", width=NUM_REPLICAS),
+        world,
+        weights=lambda names: {name: held[name].detach().clone() for name in names},
+        optimizer=lambda named: torch.optim.Adagrad([one for _, one in named], lr=RATE),
+        sum_codec=sums,
+    )
+    try:
+        for _ in pipeline.train(_batches(clicks, steps)):
+            pass
+        weights = pipeline.full_state_dict()
+        found = pipeline.sum_bytes
+    finally:
+        pipeline.close()
+    if world.rank:
+        return None
+    model.load_state_dict(weights, strict=False)
+    return Trained(sums, auc_of(model, clicks.batch(-1, 20_000)), found.sent, found.raw)
+
+
+def _batches(clicks: Clicks, steps: int) -> Iterator[dict[str, Tensor]]:
+    return (clicks.batch(number) for number in range(steps))
+
+
+@torch.no_grad()
+def auc_of(model: Recommender, samples: dict[str, Tensor]) -> float:
+    """The chance that a clicked sample has a higher score than one that was not."""
+    scores = model.scores(model.vectors(samples["measured"], samples["numbers"]))
+    ranks = scores.argsort().argsort().double() + 1
+    clicked = samples["clicked"] > 0
+    num_clicked, num_others = int(clicked.sum()), int((~clicked).sum())
+    above = float(ranks[clicked].sum()) - num_clicked * (num_clicked + 1) / 2
+    return above / (num_clicked * num_others)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    asked = parser.parse_args()
+    found = []
+    for sums in ("none", SUM_CODEC):
+        results = bireme.launch(train, 2 * NUM_REPLICAS, sums, asked.steps, threads_per_process=1)
+        found.append(next(one for one in results if one is not None))
+    if asked.json:
+        print(json.dumps({"rows": [asdict(one) for one in found]}))
+        return
+    for one in found:
+        print(f"sums {one.sums:18} AUC {one.auc:.4f}  {one.sum_bytes:,} bytes of sums, rank 0")
+
+
+if __name__ == "__main__":
+    main()
