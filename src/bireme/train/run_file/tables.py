@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from bireme.model.part import ALL_LINEAR, Part
 from bireme.model.part import Lora as LoraPart
 from bireme.train.run_file.data import Data, Mixed
+from bireme.train.run_file.links import Links
 from bireme.train.run_file.planning import Penalties, Planning
 from bireme.train.run_file.table import (
     Samples,
@@ -29,6 +30,7 @@ __all__ = [
     "Checkpoints",
     "Data",
     "Export",
+    "Links",
     "Log",
     "Lora",
     "Machines",
@@ -357,6 +359,9 @@ class Tables(Table):
     data: Data = Field(default_factory=Data, description="The training data.")
     training: Training = Field(default_factory=Training, description="Optimiser, learning rate, steps.")
     plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
+    links: Links = Field(
+        default_factory=Links, description="Fewer bytes between stages, by codecs on the borders."
+    )
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
     checkpoint: Checkpoints = Field(
         default_factory=Checkpoints, description="Checkpoints, from which a run resumes."
