@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bireme.codec import NO_CODECS, LinkCodecs
+from bireme.model.learned import learned_values
 from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
@@ -26,6 +28,7 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
+from tests.support.coded_cuts import through
 from tests.support.coded_oracle import CodedOracle
 from tests.support.oracles import Microbatch, Update, run_oracle, seen_by
 from tests.support.small_models import Batch, Model
@@ -73,6 +76,7 @@ class Setting:
     windows: tuple[int, ...] = ()
     lr_factor: Callable[[int], float] = lr
     sum_codec: str = "none"
+    codecs: LinkCodecs = NO_CODECS
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -117,6 +121,7 @@ def pipeline_of(
         on_instruction=on_instruction,
         device=device,
         sum_codec=setting.sum_codec,
+        codecs=setting.codecs,
     )
 
 
@@ -184,18 +189,34 @@ def train_on_threads(
     return run_threads(setting.plan.num_ranks, work)
 
 
-class _Seeded:
-    """A stage as the oracle runs it: what it draws depends on the micro-batch, as in the engine."""
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """The micro-batch that the oracle runs."""
 
-    def __init__(self, function: StageFunction, seeds: list[int]) -> None:
-        self.parameters = function.parameters
-        self._function = function
-        self._seeds = seeds
+    batch: int
+    seed: int
+
+
+class _Staged:
+    """A stage as the oracle runs it: what it draws depends on the micro-batch, as in the engine, and what it
+    receives from another rank has gone through the codecs of the border before it.
+    """
+
+    def __init__(self, model: Model, setting: Setting, stage: int, runs: list[_Now]) -> None:
+        self._function = model.stage(setting.plan, stage)
+        self.parameters = self._function.parameters
+        self._runs = runs
+        self._border = stage - 1
+        self._codecs = setting.codecs.between(setting.plan.source.rank_of_stage)
+        self._coded = [name for name in self._function.receives if name in learned_values(model.graph)]
 
     def __call__(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        return self._function(parameters, buffers, inputs, seed=self._seeds[-1])
+        now = self._runs[-1]
+        codecs = self._codecs.of(self._border, now.batch)
+        received = {name: through(codecs, inputs[name]) for name in self._coded}
+        return self._function(parameters, buffers, {**inputs, **received}, seed=now.seed)
 
 
 def oracle(
@@ -203,11 +224,11 @@ def oracle(
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does."""
     plan, graph = setting.plan, model.graph
-    seeds: list[int] = []
+    runs: list[_Now] = []
 
     @contextmanager
     def around(batch: int, index: int) -> Iterator[None]:
-        seeds.append(micro_batch_seed(SEED, batch, index))
+        runs.append(_Now(batch, micro_batch_seed(SEED, batch, index)))
         yield
 
     seen: dict[tuple[int, int], int] = {}
@@ -218,7 +239,7 @@ def oracle(
     rule = plan.source.rule
     return run_oracle(
         rule,
-        [_Seeded(model.stage(plan, stage), seeds) for stage in range(plan.num_stages)],
+        [_Staged(model, setting, stage, runs) for stage in range(plan.num_stages)],
         {state.name: model.weights[state.name] for state in graph.parameters},
         [_cut(batch, model, plan) for batch in data],
         setting.factory,

@@ -14,6 +14,7 @@ torch: `description` says in plain numbers which codecs there are, for planners 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from bireme.codec.border import NO_CODECS, BorderCodecs, CodecPhase, LinkCodecs
 from bireme.codec.description import NONE, CodecChoice, parse_codec
 
 if TYPE_CHECKING:
@@ -25,12 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NONE",
+    "NO_CODECS",
     "Blocks",
+    "BorderCodecs",
     "Cast",
     "Codec",
     "CodecChoice",
+    "CodecPhase",
     "Keep",
     "Kept",
+    "LinkCodecs",
     "Masking",
     "codec_of",
     "parse_codec",

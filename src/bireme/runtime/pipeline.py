@@ -4,13 +4,14 @@ Every rank makes one, with the same arguments, and gives it the same batches. Wh
 each batch, is the same on every rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
+from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
@@ -26,7 +27,7 @@ from bireme.runtime.assembly import Assembly
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
-from bireme.runtime.courier import Courier
+from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of
 from bireme.runtime.feedback_sections import feedback_sections, load_feedback
@@ -78,8 +79,8 @@ class Pipeline:
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
-    it is shorter than what the weights come in, keeps float32 master weights. `sum_codec` is what sums of
-    gradients over replicas go through, such as "int8".
+    it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
+    borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Pipeline:
         compile: bool = False,  # noqa: A002 (torch's word for it)
         sum_codec: str = "none",
         on_instruction: OnInstruction | None = None,
+        codecs: LinkCodecs | None = None,
     ) -> None:
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
@@ -145,7 +147,9 @@ class Pipeline:
         self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec)
         self._spare = fabric.everyone()
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
-        self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
+        ranks = self.layout.rank_of_stage
+        self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
+        self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
         self._evaluator: Evaluator | None = None
         if forwards is not None:
@@ -205,10 +209,10 @@ class Pipeline:
         if recorder is not None:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Batch], *, through_codecs: bool = False) -> Evaluation:
         """The loss over some batches, on the newest weights; the same on every rank.
 
-        A batch may be of any size, down to one sample.
+        A batch may be of any size, down to one sample. Borders have no codec, or that of the last batch.
         """
         if self._evaluator is None:
             raise BiremeError(
@@ -216,7 +220,8 @@ class Pipeline:
                 "training=False and give it as evaluation=."
             )
         self._check_drained()
-        return self._evaluator.evaluate(batches)
+        codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
+        return self._evaluator.evaluate(batches, codecs)
 
     def parameters(self) -> dict[str, Tensor]:
         """The newest weights of this rank's stages, by the model's own names. They are the engine's: only
@@ -321,6 +326,11 @@ class Pipeline:
     def sum_bytes(self) -> SentBytes:
         """What this rank has sent so far for sums of gradients."""
         return self._reducer.sent
+
+    @property
+    def traffic(self) -> Mapping[tuple[bool, int], Traffic]:
+        """What this rank has sent of training so far, by direction (forward or not) and border."""
+        return self._courier.traffic
 
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""

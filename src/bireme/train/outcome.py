@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["Outcome", "RankOutcome"]
+__all__ = ["LinkBytes", "Outcome", "RankOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBytes:
+    """What a rank has sent over a border in one direction: without a codec, and with it."""
+
+    border: int
+    forward: bool
+    raw_bytes: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +26,7 @@ class RankOutcome:
     peak_bytes: int | None
     busy_share: float | None
     control_s: float | None = None
+    links: tuple[LinkBytes, ...] = ()
     raw_sum_bytes: int = 0
     sent_sum_bytes: int = 0
 
@@ -25,7 +36,8 @@ class Outcome:
     """What one rank can tell at the end. What is not of the rank itself is the same on all.
 
     `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
-    step of the newest one. The figures of the last evaluation are None where they mean nothing.
+    step of the newest one. The figures of the last evaluation are None where they mean nothing;
+    `eval_loss_through_codecs` also where borders have no codecs.
     """
 
     steps: int
@@ -40,4 +52,5 @@ class Outcome:
     own: RankOutcome
     eval_perplexity: float | None = None
     eval_bits_per_byte: float | None = None
+    eval_loss_through_codecs: float | None = None
     warnings: tuple[str, ...] = field(default=())

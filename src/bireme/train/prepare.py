@@ -36,12 +36,14 @@ from bireme.train.data.checks import check_sizes
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
+from bireme.train.link_codecs import check_borders, tell_changed_codecs
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_file.links import AUTO
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.sums import sums_of
 from bireme.train.tracker import check_trackers
@@ -105,6 +107,7 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     model.check_weights(graph)
     if run.plan.file is not None:
         plan = _of_file(Path(run.plan.file), graph, machines)
+        check_borders(run, plan.plan)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity)
     is_brief = is_short(run, graph)
@@ -115,6 +118,7 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     answer = _planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
     plan = saved_plan(answer, planned_units(measured))
+    check_borders(run, plan.plan)
     if run.plan.largest_batch is not None:
         run = _with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
@@ -154,7 +158,9 @@ def prepared_again(
     else:
         tell("What the plan rests on was changed, so a new one is made.")
         found = prepare(run, progress)
+    check_borders(run, found.plan.plan)
     if checkpoint is not None:
+        tell_changed_codecs(run, found.plan.plan, folder, tell)
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder)
     return found
@@ -181,6 +187,7 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         run.data.length,
         run.training.batch_size,
         run.training.optimizer,
+        run.links.codec == AUTO,
     )
 
 

@@ -25,6 +25,7 @@ from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
 from bireme.train.delay_warmup import first_delayed_step, flush_twin
 from bireme.train.folder import RunFolder
+from bireme.train.link_codecs import link_codecs
 from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.metrics import Metrics
@@ -194,6 +195,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
         compile=run.model.compile,
         sum_codec=run.sync.codec,
+        codecs=link_codecs(run, plan.plan),
     )
 
 

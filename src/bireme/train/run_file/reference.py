@@ -77,6 +77,7 @@ def _more(table: str) -> Iterator[str]:
     further = {
         "data": "[data.md](data.md) explains sources, mixtures, conversations and packing.",
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
+        "links": "[codecs.md](codecs.md) explains codecs.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
     }
     if table in further:

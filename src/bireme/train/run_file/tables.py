@@ -12,6 +12,7 @@ from bireme.codec.sum_words import parse_sum_codec
 from bireme.model.part import ALL_LINEAR, Part
 from bireme.model.part import Lora as LoraPart
 from bireme.train.run_file.data import Data, Mixed
+from bireme.train.run_file.links import Links
 from bireme.train.run_file.planning import Penalties, Planning
 from bireme.train.run_file.table import (
     Samples,
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoints",
     "Data",
     "Export",
+    "Links",
     "Log",
     "Lora",
     "Machines",
@@ -374,6 +376,9 @@ class Tables(Table):
     data: Data = Field(default_factory=Data, description="The training data.")
     training: Training = Field(default_factory=Training, description="Optimiser, learning rate, steps.")
     plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
+    links: Links = Field(
+        default_factory=Links, description="Fewer bytes between stages, by codecs on the borders."
+    )
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
     sync: Sync = Field(default_factory=Sync, description="How replicas sum their gradients.")
     checkpoint: Checkpoints = Field(
