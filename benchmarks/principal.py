@@ -2,9 +2,9 @@
 
     python benchmarks/principal.py [--quick] [--json]
 
-First the gradient of a made-up layer (40 × 60, of rank 6 or so, and noise; 512 pairs): the error of rank k over
-the least that any matrix of rank k has, after one pass over the pairs and after six. Below a pass of warm-up
-the components still turn; that is why they are kept from batch to batch.
+First the gradient of a made-up layer (40 × 60, of rank 6 or so, and noise; 512 pairs): the error of rank k
+over the least that any matrix of rank k has, after one pass over the pairs and after six. Within the first
+pass the components still turn; that is why they are kept from batch to batch.
 
 Then scikit-learn's digits (1,797 images of 8 × 8 pixels): a fully connected and a convolutional network, each
 trained with plain steps of mini-batch gradients, and with rank-k updates from the stream, whose weights never
@@ -109,7 +109,13 @@ def _error(rank: int, piece: int) -> dict[str, Any]:
         stream.close()
         if number in PASSES:
             after[f"after_{number}"] = float((whole - left @ right.T).norm() / least)
-    return {"rank": rank, "piece": piece, **after, "kept_bytes": stream.num_bytes, "gradient_bytes": whole.nbytes}
+    return {
+        "rank": rank,
+        "piece": piece,
+        **after,
+        "kept_bytes": stream.num_bytes,
+        "gradient_bytes": whole.nbytes,
+    }
 
 
 def _first_component() -> dict[str, Any]:
@@ -138,7 +144,9 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def _connected() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
 
 
 def _convolutional() -> nn.Sequential:
@@ -167,7 +175,8 @@ def _trained(
     draw = torch.Generator().manual_seed(1)
     loss = torch.tensor(math.nan)
     for _ in range(epochs):
-        for some in (torch.randperm(len(images) - HELD_OUT, generator=draw) + HELD_OUT).split(BATCH):
+        order = torch.randperm(len(images) - HELD_OUT, generator=draw) + HELD_OUT
+        for some in torch.split(order, BATCH):
             loss = functional.cross_entropy(model(images[some]), wanted[some])
             loss.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():

@@ -86,8 +86,8 @@ def _run(mbit: float, seeds: range, steps: int) -> list[dict[str, Any]]:
     missing = [name for name in ("unshare", "ip", "tc") if shutil.which(name) is None]
     if missing or os.geteuid():
         raise BiremeError(
-            "This benchmark shapes a network of its own, which needs Linux, root, and the programs unshare, ip "
-            f"and tc. Here {'is no ' + ', '.join(missing) if missing else 'you are not root'}."
+            "This benchmark shapes a network of its own, which needs Linux, root, and the programs unshare, "
+            f"ip and tc. Here {'is no ' + ', '.join(missing) if missing else 'you are not root'}."
         )
     log("each contender trains in turn")
     words = [f"{mbit:g}", ",".join(map(str, seeds)), str(steps), *CODECS]

@@ -10,15 +10,17 @@ through a codec. AUC is the chance that a clicked sample is ranked above one tha
 """
 
 import json
+import math
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import bireme
+from bireme.codec.border import BorderCodecs
 from bireme.model.capture import capture
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
@@ -29,7 +31,9 @@ from bireme.runtime.world import World
 NUM_TABLES, NUM_ROWS, NUM_MEASURED, WIDTH = 6, 2000, 8, 16
 NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 2, 512
 RATE = 0.05
-SUM_CODEC = "threshold:0.02:25"
+KEEP, THRESHOLD = "keep:0.25:8", "threshold:0.02:25"
+WAYS = (("none", "none"), (KEEP, "none"), ("none", THRESHOLD), (KEEP, THRESHOLD))
+"""The codecs of the border and of the sums."""
 
 
 class Recommender(nn.Module):
@@ -85,16 +89,19 @@ class Clicks:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a run, on rank 0: bytes of the sums over replicas, and of messages over the border."""
+    """What came of a run, of all ranks together: bytes on the border there and back, and in the sums."""
 
+    border: str
     sums: str
     auc: float
+    border_bytes: int
+    raw_border_bytes: int
     sum_bytes: int
     raw_sum_bytes: int
 
 
-def train(world: World | Fabric, sums: str, steps: int) -> Trained | None:
-    """Train as one of four ranks. Rank 0, which has the tables, says what came of it."""
+def train(world: World | Fabric, border: str, sums: str, steps: int) -> Trained:
+    """Train as one of four ranks; each says what it has sent, and rank 0 how good the model is."""
     torch.manual_seed(0)
     clicks, model = Clicks(), Recommender()
     size = BATCH // NUM_REPLICAS // NUM_MICROBATCHES
@@ -104,7 +111,13 @@ def train(world: World | Fabric, sums: str, steps: int) -> Trained | None:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     pipeline = Pipeline(
         graph,
-        Plan((1 + max(with_tables),), NUM_MICROBATCHES, "1f1b", width=NUM_REPLICAS),
+        Plan(
+            (1 + max(with_tables),),
+            NUM_MICROBATCHES,
+            "1f1b",
+            width=NUM_REPLICAS,
+            codecs=(BorderCodecs(border, border),),
+        ),
         world,
         weights=lambda names: {name: held[name].detach().clone() for name in names},
         optimizer=lambda named: torch.optim.Adagrad([one for _, one in named], lr=RATE),
@@ -114,13 +127,33 @@ def train(world: World | Fabric, sums: str, steps: int) -> Trained | None:
         for _ in pipeline.train(_batches(clicks, steps)):
             pass
         weights = pipeline.full_state_dict()
-        found = pipeline.sum_bytes
+        found, messages = pipeline.sum_bytes, pipeline.traffic.values()
     finally:
         pipeline.close()
-    if world.rank:
-        return None
-    model.load_state_dict(weights, strict=False)
-    return Trained(sums, auc_of(model, clicks.batch(-1, 20_000)), found.sent, found.raw)
+    auc = math.nan
+    if world.rank == 0:
+        model.load_state_dict(weights, strict=False)
+        auc = auc_of(model, clicks.batch(-1, 20_000))
+    return Trained(
+        border,
+        sums,
+        auc,
+        sum(one.sent_bytes for one in messages),
+        sum(one.raw_bytes for one in messages),
+        found.sent,
+        found.raw,
+    )
+
+
+def together(ranks: list[Trained]) -> Trained:
+    """What all ranks have sent."""
+    return replace(
+        ranks[0],
+        border_bytes=sum(one.border_bytes for one in ranks),
+        raw_border_bytes=sum(one.raw_border_bytes for one in ranks),
+        sum_bytes=sum(one.sum_bytes for one in ranks),
+        raw_sum_bytes=sum(one.raw_sum_bytes for one in ranks),
+    )
 
 
 def _batches(clicks: Clicks, steps: int) -> Iterator[dict[str, Tensor]]:
@@ -144,14 +177,18 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     asked = parser.parse_args()
     found = []
-    for sums in ("none", SUM_CODEC):
-        results = bireme.launch(train, 2 * NUM_REPLICAS, sums, asked.steps, threads_per_process=1)
-        found.append(next(one for one in results if one is not None))
+    for border, sums in WAYS:
+        ranks = bireme.launch(train, 2 * NUM_REPLICAS, border, sums, asked.steps, threads_per_process=1)
+        found.append(together(ranks))
     if asked.json:
         print(json.dumps({"rows": [asdict(one) for one in found]}))
         return
     for one in found:
-        print(f"sums {one.sums:18} AUC {one.auc:.4f}  {one.sum_bytes:,} bytes of sums, rank 0")
+        of_border, of_sums = one.raw_border_bytes / one.border_bytes, one.raw_sum_bytes / one.sum_bytes
+        print(
+            f"border {one.border:12} sums {one.sums:18} AUC {one.auc:.4f}   "
+            f"times fewer bytes: border {of_border:5.1f}, sums {of_sums:5.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class _Streamed(nn.Module):
     def mapped(self, rows: Tensor) -> Tensor:
         """Rows times the weight."""
         weight = self.layer.weight.view(len(self.layer.weight), -1)
-        made = _Map.apply(rows, weight, self.stream, self._anchor)
+        made = _Map.apply(rows, weight, self.stream, self._anchor)  # type: ignore[no-untyped-call]
         assert isinstance(made, Tensor)
         return made
 

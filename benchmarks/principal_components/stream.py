@@ -2,8 +2,8 @@
 
 A weight W (a × b) has the gradient G = sum of d xT over pairs of an input x (b) and what flows back into its
 output, d (a). Kept are D (a × k) and X (b × k), orthonormal, and k values s, so that the gradient's mean
-over pairs is about D diag(s) XT: k (a + b + 1) numbers for a · b. They go on from batch to batch, which is what
-makes few pairs enough.
+over pairs is about D diag(s) XT: k (a + b + 1) numbers for a · b. They go on from batch to batch, which is
+what makes few pairs enough.
 
 Of the published algorithm three things are mended: pairs that fill no whole piece are taken too, by their
 number; values stay positive, so that to divide by one never explodes; the sign of zero is one. Column by
@@ -25,7 +25,9 @@ LEAST_SHARE, LEAST = 1e-6, 1e-30
 class PrincipalComponents:
     """The components of one weight's gradient. `feed` takes pairs, `close` ends a batch."""
 
-    def __init__(self, num_outputs: int, num_inputs: int, rank: int, *, seed: int = 0, piece: int = PIECE) -> None:
+    def __init__(
+        self, num_outputs: int, num_inputs: int, rank: int, *, seed: int = 0, piece: int = PIECE
+    ) -> None:
         draw = torch.Generator().manual_seed(seed)
         rank = min(rank, num_outputs, num_inputs)
         self.outputs = _orthonormal(torch.randn(num_outputs, rank, generator=draw))

@@ -220,6 +220,10 @@ class _ShapedGroup:
         self._lanes.ready(self._channel, key, num_bytes)
         return _Late(self._inner.all_reduce(tensor), self._lanes, self._channel, key)
 
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """Begin to gather; nothing that counts goes this way."""
+        return self._inner.gather(tensor, into)
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`; nothing that counts goes this way."""
         self._inner.broadcast(tensor, source)

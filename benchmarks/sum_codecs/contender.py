@@ -176,7 +176,9 @@ def _names(model: nn.Module) -> list[str]:
 
 def _filled(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """A model with these weights, in memory of its own."""
-    model.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, strict=False, assign=True)
+    model.load_state_dict(
+        {name: tensor.clone() for name, tensor in weights.items()}, strict=False, assign=True
+    )
     return model
 
 

@@ -74,7 +74,8 @@ def test_what_is_not_finite_is_never_kept_unseen(value: float) -> None:
 
 @pytest.mark.parametrize("shape", [(40, 30), (8, 3, 5, 5), (300, 2)])
 def test_columns_are_orthonormal_and_matrices_of_the_rank_arrive_whole(shape: tuple[int, ...]) -> None:
-    matrix = product(numbers(shape[0], 2), numbers(math.prod(shape[1:]), 2, seed=1)).double()
+    rows, columns = numbers(shape[0], 2).double(), numbers(math.prod(shape[1:]), 2, seed=1).double()
+    matrix = product(rows, columns)
     columns = orthonormal(numbers(shape[0], 2).double())
     assert torch.allclose(columns.T @ columns, torch.eye(2, dtype=torch.float64), atol=1e-12)
     codec = LowRank(2)
@@ -114,7 +115,16 @@ def test_short_words_stand_for_whole_ones() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["int9", "int16", "topk", "threshold:0", "threshold:2", "threshold:nan", "threshold:0.1:0.5", "lowrank:0"],
+    [
+        "int9",
+        "int16",
+        "topk",
+        "threshold:0",
+        "threshold:2",
+        "threshold:nan",
+        "threshold:0.1:0.5",
+        "lowrank:0",
+    ],
 )
 def test_an_impossible_codec_is_refused_with_those_there_are(text: str) -> None:
     with pytest.raises(BiremeError, match=r"lowrank:RANK"):

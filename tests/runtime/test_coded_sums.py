@@ -49,7 +49,10 @@ def tolerance_of(codec: str) -> float:
     ("schedule", "codec"),
     [
         *(("1f1b", codec) for codec in CODECS),
-        *((schedule, codec) for schedule in ("2bw", "2bw-fresh") for codec in ("int8", *CODECS[3:])),
+        ("2bw", "threshold:0.05:3"),
+        ("2bw", "lowrank:2"),
+        ("2bw-fresh", "int4"),
+        ("2bw-fresh", "threshold:0.05:3"),
     ],
 )
 def test_replicas_sum_through_a_codec_what_one_process_does(schedule: str, codec: str) -> None:
@@ -59,7 +62,7 @@ def test_replicas_sum_through_a_codec_what_one_process_does(schedule: str, codec
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(codec))
 
 
-@pytest.mark.parametrize("codec", ["int2", "threshold:0.05:3", "lowrank:2"])
+@pytest.mark.parametrize("codec", ["threshold:0.05:3", "lowrank:2"])
 def test_a_skipped_batch_leaves_residuals_thresholds_and_bases_as_they_were(codec: str) -> None:
     data = real_batches(16, 6, WIDTH)
     data[0]["x"][3] = math.inf
@@ -72,7 +75,7 @@ def test_a_skipped_batch_leaves_residuals_thresholds_and_bases_as_they_were(code
 
 @pytest.mark.parametrize(
     ("schedule", "codec"),
-    [("1f1b", "int4"), ("2bw", "threshold:0.05:3"), ("2bw-fresh", "lowrank:2"), ("2bw", "int2")],
+    [("2bw", "threshold:0.05:3"), ("2bw-fresh", "lowrank:2"), ("1f1b", "int2")],
 )
 def test_going_on_amid_a_life_span_is_never_having_stopped(schedule: str, codec: str) -> None:
     model, data = gpt(UNTIED), token_batches(16, 8)
@@ -126,7 +129,8 @@ def sent_bytes(model: Model, codec: str, make: Callable[[], Sequence[dict[str, T
             pipeline.close()
         return pipeline.sum_bytes.raw, pipeline.sum_bytes.sent
 
-    return max(run_threads(2, work))
+    raw, sent = max(run_threads(2, work))
+    return raw, sent
 
 
 def test_bytes_are_counted_as_they_are_sent() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.blocks import Blocks
+from bireme.codec.lowrank import first_basis
 from bireme.codec.sum_words import SumKind, parse_sum_codec
 from bireme.codec.threshold import Threshold, new_memory
 
@@ -74,7 +75,9 @@ class CodedOracle:
             largest = Threshold(codec.share, codec.life)
             message = torch.zeros(largest.most_bytes(wanted.shape, wanted.dtype), dtype=torch.uint8)
             memory = self._thresholds.setdefault((replica, name), new_memory())
-            return largest.decode(message[: largest.encode(wanted, message, memory)], wanted.shape, wanted.dtype)
+            return largest.decode(
+                message[: largest.encode(wanted, message, memory)], wanted.shape, wanted.dtype
+            )
         blocks = Blocks(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
         message = torch.zeros(blocks.most_bytes(tuple(wanted.shape), wanted.dtype), dtype=torch.uint8)
         used = blocks.encode(wanted, message, seed=crc32(word.encode()))
@@ -86,8 +89,7 @@ class CodedOracle:
         whole = sum(list(matrices.values())[1:], next(iter(matrices.values())))
         basis = self._bases.get(name)
         if basis is None:
-            signs = torch.Generator().manual_seed(crc32(name.encode()))
-            basis = torch.randint(2, (whole.shape[1], self._codec.rank), generator=signs).to(whole) * 2 - 1
+            basis = first_basis(whole.shape[1], self._codec.rank, seed=crc32(name.encode())).to(whole)
         left = torch.linalg.qr(whole @ basis).Q if bool(whole.isfinite().all()) else whole[:, :1] * basis[:1]
         self._bases[name] = whole.T @ left
         for replica, matrix in matrices.items():

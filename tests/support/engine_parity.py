@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bireme.codec import NO_CODECS, LinkCodecs
 from bireme.model.learned import learned_values
-from bireme.model.stage import StageFunction, stage_function
+from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan

@@ -101,8 +101,8 @@ def run_oracle(
 
     `seen` says under FRESH from how many of each replica's micro-batches of the batch before the trial step
     of a (stage, batch) is made; what is not in it runs on W itself. `compute_dtype` is that of banks shorter
-    than the weights. Each micro-batch, by its batch and its place in it, runs within `around`. Sums over the replicas
-    go through `coded`, where stages share no parameter.
+    than the weights. Each micro-batch, by its batch and its place in it, runs within `around`.
+    Sums over the replicas go through `coded`, where stages share no parameter.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
     frozen = _cast({name: weights[name] for name in weights if name not in learned}, compute_dtype)

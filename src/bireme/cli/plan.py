@@ -124,7 +124,9 @@ def plan(
     ] = True,
     sync_codec: Annotated[
         str,
-        wishes_option(metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."),
+        wishes_option(
+            metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."
+        ),
     ] = "none",
     pin: Annotated[
         list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")

@@ -54,7 +54,7 @@ class Blocks:
         self._reach = self._centre if bits == 8 or is_stochastic else half
         """The largest value of a block, in steps between codes."""
 
-    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:  # noqa: ARG002
+    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what a tensor of that shape takes."""
         return blocks_bytes(prod(shape), self._bits, self._block)
 

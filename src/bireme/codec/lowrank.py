@@ -50,7 +50,7 @@ class LowRank:
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The tensor of a message."""
         both = message[: self.most_bytes(shape, dtype)].clone().view(dtype)
-        left, right = both.split([self.rank * shape[0], self.rank * math.prod(shape[1:])])
+        left, right = torch.split(both, [self.rank * shape[0], self.rank * math.prod(shape[1:])])
         return product(left.view(-1, self.rank), right.view(-1, self.rank)).view(tuple(shape))
 
 
@@ -60,9 +60,9 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def first_basis(num_rows: int, rank: int, *, seed: int) -> Tensor:
-    """Columns of ones and minus ones, which are the same on every machine."""
+    """Columns of numbers between -1 and 1, which are the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, (num_rows, rank), generator=generator).double() * 2 - 1
+    return torch.randint(-(2**20), 2**20, (num_rows, rank), generator=generator).double() / 2**20
 
 
 def next_basis(right: Tensor, *, seed: int) -> Tensor:

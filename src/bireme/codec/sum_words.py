@@ -148,7 +148,9 @@ def parse_sum_codec(text: str) -> SumCodec:
     if word == "none" and not numbers:
         return DENSE
     if word == "threshold" and len(numbers) <= 2:
-        share = _number(text, numbers[0] if numbers else "0.01", "a share of the entries, above 0 and up to 1")
+        share = _number(
+            text, numbers[0] if numbers else "0.01", "a share of the entries, above 0 and up to 1"
+        )
         life = _number(text, numbers[1] if len(numbers) > 1 else "50", "a whole number of steps from 1 on")
         if not 0 < share <= 1:
             raise _impossible(text, f"the share {share:g} must be above 0 and up to 1")

@@ -50,7 +50,9 @@ class Threshold:
         """The most bytes that a message of such a tensor has."""
         num_entries = math.prod(shape)
         most = self._most_sent(num_entries)
-        return COUNT_BYTES * _num_blocks(num_entries) + most * dtype.itemsize + _place_bytes(most, num_entries)
+        return (
+            COUNT_BYTES * _num_blocks(num_entries) + most * dtype.itemsize + _place_bytes(most, num_entries)
+        )
 
     def encode(self, tensor: Tensor, out: Tensor, memory: Tensor | None = None) -> int:
         """Write the message of a tensor into `out`, bytes on its device; gives how many they are.

@@ -45,17 +45,22 @@ def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) ->
         if name in wanted and (width != layout.width or replica == layout.replica):
             of_width.setdefault(width, {}).setdefault(name, {}).setdefault(what, []).append(key)
     found = {
-        name: _shared(keys, saved.tensors, 1 if width == layout.width else layout.width)
+        name: _own(keys, saved.tensors)
+        if width == layout.width
+        else _shared(keys, saved.tensors, layout.width)
         for width, kept in of_width.items()
         for name, keys in kept.items()
     }
     feedback.load(found, num_batches=saved.num_trained)
 
 
+def _own(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a replica has kept of one parameter."""
+    return {what: saved[of_what[0]] for what, of_what in keys.items()}
+
+
 def _shared(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor], among: int) -> dict[str, Tensor]:
-    """What is kept of one parameter by one replica, of `among` new ones if that is not 1."""
-    if among == 1:
-        return {what: saved[of_what[0]] for what, of_what in keys.items()}
+    """What each of so many new replicas takes of what all old ones have kept of one parameter."""
     shared = {RESIDUAL: sum((saved[key] for key in keys[RESIDUAL][1:]), saved[keys[RESIDUAL][0]]) / among}
     if BASIS in keys:
         shared[BASIS] = saved[keys[BASIS][0]]

@@ -95,18 +95,18 @@ def _sum_plain(group: Group, views: Sequence[Tensor], slice_bytes: int, sent: Se
     for own in alike.values():
         flat = torch.cat([view.reshape(-1) for view in own])
         sum_flats(group, [flat], slice_bytes, sent)
-        for view, piece in zip(own, flat.split([view.numel() for view in own]), strict=True):
+        for view, piece in zip(own, torch.split(flat, [view.numel() for view in own]), strict=True):
             view.copy_(piece.view(view.shape))
 
 
-def _sum_factors(
-    group: Group, own: Sequence[_Own], rank: int, slice_bytes: int, sent: SentBytes
-) -> None:
+def _sum_factors(group: Group, own: Sequence[_Own], rank: int, slice_bytes: int, sent: SentBytes) -> None:
     """Sums of low rank. Residuals become what the replica's own part of the sum lacks."""
     for alike in _of_one_dtype(own):
         wanted = [as_matrix(one.wanted) for one in alike]
         seeds = [crc32(one.name.encode()) for one in alike]
-        bases = [_basis(one, matrix, rank, seed) for one, matrix, seed in zip(alike, wanted, seeds, strict=True)]
+        bases = [
+            _basis(one, matrix, rank, seed) for one, matrix, seed in zip(alike, wanted, seeds, strict=True)
+        ]
         lefts = [matrix @ basis for matrix, basis in zip(wanted, bases, strict=True)]
         lefts = [orthonormal(left) for left in _summed(group, lefts, slice_bytes, sent)]
         rights = [matrix.T @ left for matrix, left in zip(wanted, lefts, strict=True)]
@@ -114,7 +114,7 @@ def _sum_factors(
         for one, matrix, left, right, whole, seed in zip(
             alike, wanted, lefts, rights, sums, seeds, strict=True
         ):
-            matrix -= product(left, right)
+            matrix.sub_(product(left, right))
             one.view.copy_(product(left, whole).view(one.view.shape))
             one.kept[BASIS] = next_basis(whole, seed=seed)
 
@@ -131,7 +131,7 @@ def _summed(group: Group, tensors: Sequence[Tensor], slice_bytes: int, sent: Sen
     """Sums over a group, in memory of their own."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     sum_flats(group, [flat], slice_bytes, sent, is_raw=False)
-    pieces = flat.split([tensor.numel() for tensor in tensors])
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
@@ -162,9 +162,7 @@ class _UnderWay:
     pending: Pending
 
 
-def _gather(
-    group: Group, own: Sequence[_Own], coder: Coder, slice_bytes: int, sent: SentBytes
-) -> None:
+def _gather(group: Group, own: Sequence[_Own], coder: Coder, slice_bytes: int, sent: SentBytes) -> None:
     """Messages of all members, some gradients at a time, and their sums."""
     under_way: deque[_UnderWay] = deque()
     for some in _in_pieces(own, slice_bytes):
@@ -222,9 +220,9 @@ def _add_up(some: _UnderWay, coder: Coder, rank: int) -> None:
             ends[member] += aligned(length)
             part = coder.decode(message[begin : begin + length], shape, dtype)
             if member == rank and RESIDUAL in one.kept:
-                one.kept[RESIDUAL] -= part
+                one.kept[RESIDUAL].sub_(part)
             if member:
-                one.view += part
+                one.view.add_(part)
             else:
                 one.view.copy_(part)
 

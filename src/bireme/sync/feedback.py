@@ -27,6 +27,7 @@ class Feedback:
         self._given: Kept = {}
         self._settled = 0
         self._num_batches = 0
+        self._is_open = False
         self._after = {0: 0}
         """Which copy there was after so many batches; of the last two."""
 
@@ -41,11 +42,12 @@ class Feedback:
         return self._copies[self._settled]
 
     def open(self, views: Mapping[str, Tensor]) -> Kept:
-        """The copy for a batch that has these gradients. Residuals are gradients and settled residuals, added.
+        """The copy for a batch with these gradients: residuals are gradients and settled residuals, added.
 
         What the batch has no gradient of is as it was.
         """
         self._make(views)
+        self._is_open = True
         settled, staged = self.before, self._copies[1 - self._settled]
         for name, kept in settled.items():
             residual = staged[name][RESIDUAL]
@@ -59,8 +61,9 @@ class Feedback:
 
     def settle(self, *, counts: bool) -> None:
         """The batch is done; what it left is settled if it counts."""
-        if counts:
+        if counts and self._is_open:
             self._settled = 1 - self._settled
+        self._is_open = False
         self._num_batches += 1
         self._after = {
             self._num_batches - 1: self._after[self._num_batches - 1],
@@ -99,6 +102,6 @@ def _zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for (dtype, device), names in alike.items():
         lengths: Sequence[int] = [tensors[name].numel() for name in names]
         flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        for name, piece in zip(names, flat.split(list(lengths)), strict=True):
+        for name, piece in zip(names, torch.split(flat, list(lengths)), strict=True):
             made[name] = piece.view(tensors[name].shape)
     return made
