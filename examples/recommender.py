@@ -11,6 +11,7 @@ through a codec. AUC is the chance that a clicked sample is ranked above one tha
 
 import json
 import math
+import threading
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from torch.nn import functional
 import bireme
 from bireme.codec.border import BorderCodecs
 from bireme.model.capture import capture
+from bireme.model.graph import Graph
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import Fabric
@@ -34,6 +36,8 @@ RATE = 0.05
 KEEP, THRESHOLD = "keep:0.25:8", "threshold:0.02:25"
 WAYS = (("none", "none"), (KEEP, "none"), ("none", THRESHOLD), (KEEP, THRESHOLD))
 """The codecs of the border and of the sums."""
+SEEDING = threading.Lock()
+"""Ranks may be threads of one process, which share torch's generator."""
 
 
 class Recommender(nn.Module):
@@ -100,12 +104,17 @@ class Trained:
     raw_sum_bytes: int
 
 
-def train(world: World | Fabric, border: str, sums: str, steps: int) -> Trained:
+def recommender() -> Graph:
+    """The model as a graph, for micro-batches of any size."""
+    return capture(Recommender(), Clicks().batch(0, BATCH // NUM_REPLICAS // NUM_MICROBATCHES))
+
+
+def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: int) -> Trained:
     """Train as one of four ranks; each says what it has sent, and rank 0 how good the model is."""
-    torch.manual_seed(0)
-    clicks, model = Clicks(), Recommender()
-    size = BATCH // NUM_REPLICAS // NUM_MICROBATCHES
-    graph = capture(model, clicks.batch(0, size))
+    with SEEDING:
+        torch.manual_seed(0)
+        model = Recommender()
+    clicks = Clicks()
     units = units_of(graph)
     with_tables = [unit.index for unit in units if any(name.startswith("tables") for name in unit.parameters)]
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -176,9 +185,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     asked = parser.parse_args()
-    found = []
+    graph, found = recommender(), []
     for border, sums in WAYS:
-        ranks = bireme.launch(train, 2 * NUM_REPLICAS, border, sums, asked.steps, threads_per_process=1)
+        words = graph, border, sums, asked.steps
+        ranks = bireme.launch(train, 2 * NUM_REPLICAS, *words, threads_per_process=1)
         found.append(together(ranks))
     if asked.json:
         print(json.dumps({"rows": [asdict(one) for one in found]}))

@@ -52,6 +52,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
         st.fixed_dictionaries({"source": WORDS, "weight": st.floats(1e-9, 100)}), min_size=1, max_size=3
     ),
     "training.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
+    "sync.codec": st.sampled_from(["none", "int8", "threshold:0.5:7", "lowrank:3"]),
     "checkpoint.folder": PLAIN,
     "log.name": PLAIN,
     "log.prompt": st.text(max_size=12),
