@@ -113,6 +113,14 @@ def plan(
         bool,
         wishes_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
     ] = True,
+    codec: Annotated[
+        str,
+        wishes_option(
+            metavar="CODEC|auto",
+            help="How stages send to each other: none, bfloat16, int8, int4, keep:0.25:8, or auto for the "
+            "least time to a loss.",
+        ),
+    ] = "none",
     pin: Annotated[
         list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
@@ -203,6 +211,8 @@ def plan(
         devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
         recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
+        codec=codec.lower(),
+        value_bytes=2 if dtype == "bfloat16" else 4,
     )
     found_cluster = cluster_of(cluster)
     _check_numbers(wishes, found_cluster)

@@ -24,6 +24,7 @@ __all__ = [
     "NONE",
     "CodecChoice",
     "aligned",
+    "bits_a_value",
     "blocks_bytes",
     "code_bytes",
     "encoded_bytes",
@@ -118,6 +119,23 @@ def _keep(word: str, numbers: list[str]) -> CodecChoice:
 def _take_no_numbers(word: str, numbers: list[str]) -> None:
     if numbers:
         raise BiremeError(f"{word!r} is no codec: {word.partition(':')[0]} takes no numbers after a colon.")
+
+
+def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False) -> float:
+    """Bits that are sent for each value of a tensor, scales and mask counted, where its rows are long."""
+    raw, scale = 8.0 * value_bytes, 16 / BLOCK
+    match choice.name:
+        case "bfloat16":
+            return 16.0
+        case "int":
+            assert choice.bits is not None
+            return choice.bits + scale
+        case "keep":
+            assert choice.share is not None
+            values = choice.share * (raw if choice.bits is None else choice.bits)
+            return values if is_back else values + 1
+        case _:
+            return raw
 
 
 def encoded_bytes(
