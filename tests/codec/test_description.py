@@ -44,7 +44,9 @@ def test_a_wrong_word_says_what_is_wrong(word: str, why: str) -> None:
 
 def test_bytes_count_scales_and_masks() -> None:
     shape, values = (4, 128, 64), 4 * 128 * 64
-    bits = {word: 8 * encoded_bytes(parse_codec(word), shape, 4) / values for word in ("int8", "int4", "int3")}
+    bits = {
+        word: 8 * encoded_bytes(parse_codec(word), shape, 4) / values for word in ("int8", "int4", "int3")
+    }
     assert bits == {"int8": 8.5, "int4": 4.5, "int3": 3.5}
     keep = parse_codec("keep:0.25:8")
     assert 8 * encoded_bytes(keep, shape, 4) / values == 1 + 2 + 16 / 64

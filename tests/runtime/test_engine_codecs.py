@@ -42,16 +42,23 @@ EACH = {
     "int8 there, int4 back": everywhere("int8", "int4"),
     "keep": everywhere("keep:0.25"),
     "keep in few bits": everywhere("keep:0.5:8", "keep:0.5:4"),
-    "each border its own": LinkCodecs.steady((BorderCodecs("int3", "none"), BorderCodecs("keep:0.3:8", "keep:0.3"))),
+    "each border its own": LinkCodecs.steady(
+        (BorderCodecs("int3", "none"), BorderCodecs("keep:0.3:8", "keep:0.3"))
+    ),
     "another one later": LinkCodecs(
-        (CodecPhase(0, (BorderCodecs("int8", "int8"),) * 3), CodecPhase(2, (BorderCodecs("keep:0.25:8", "keep:0.25:8"),) * 3))
+        (
+            CodecPhase(0, (BorderCodecs("int8", "int8"),) * 3),
+            CodecPhase(2, (BorderCodecs("keep:0.25:8", "keep:0.25:8"),) * 3),
+        )
     ),
 }
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw-fresh"])
 @pytest.mark.parametrize("codecs", EACH.values(), ids=EACH)
-def test_with_any_codec_training_equals_one_process_to_the_last_bit(schedule: str, codecs: LinkCodecs) -> None:
+def test_with_any_codec_training_equals_one_process_to_the_last_bit(
+    schedule: str, codecs: LinkCodecs
+) -> None:
     model, data = gpt(UNTIED), token_batches(8, 4)
     setting = Setting(plan_for(schedule), codecs=codecs)
     assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))
@@ -91,7 +98,9 @@ def test_going_on_from_a_snapshot_with_codecs_is_never_having_stopped() -> None:
         parts[0].num_trained, parts[0].clip_scale, {k: v for one in parts for k, v in one.tensors.items()}
     )
     joined = ThreadFabric(3, timeout_s=60.0)
-    gone_on = run_threads(3, lambda rank: _train(pipeline_of(model, setting, joined.of(rank)), data[3:], saved))
+    gone_on = run_threads(
+        3, lambda rank: _train(pipeline_of(model, setting, joined.of(rank)), data[3:], saved)
+    )
     for (losses, _), expected in zip(gone_on, whole, strict=True):
         assert losses == expected.losses[3:]
 
@@ -178,7 +187,9 @@ def test_several_tensors_of_a_border_are_encoded_each_by_itself_and_others_go_as
             TensorSpec("ids", (4, 64), torch.int64),
         ]
     )
-    backward = WireFormat([TensorSpec(s.name, s.shape, s.dtype, choice, is_back=True) for s in forward.specs[:2]])
+    backward = WireFormat(
+        [TensorSpec(s.name, s.shape, s.dtype, choice, is_back=True) for s in forward.specs[:2]]
+    )
     tensors = {"one": torch.randn(4, 64), "two": torch.randn(2, 8, 32), "ids": torch.arange(256).view(4, 64)}
     sender, receiver = Coding(), Coding()
     there, back = Message(True, 1, 0, 3, None), Message(False, 0, 0, 3, None)

@@ -83,10 +83,7 @@ class LinkCodecs:
     def between(self, rank_of_stage: Sequence[int]) -> "LinkCodecs":
         """Without those of borders between two stages of a rank, where nothing is sent."""
         far = [one != other for one, other in pairwise(rank_of_stage)]
-        phases = (
-            replace(phase, borders=tuple(map(_where, phase.borders, far)))
-            for phase in self.phases
-        )
+        phases = (replace(phase, borders=tuple(map(_where, phase.borders, far))) for phase in self.phases)
         return LinkCodecs(tuple(phases))
 
     def _phase(self, batch: int) -> CodecPhase:

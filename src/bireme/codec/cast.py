@@ -18,7 +18,7 @@ class Cast:
         """The bytes of the tensor in the other type."""
         return prod(shape) * (self._dtype or dtype).itemsize
 
-    def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:  # noqa: ARG002
+    def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         """Write the values; nothing is drawn."""
         used = self.most_bytes(tuple(tensor.shape), tensor.dtype)
         out[:used].view(self._dtype or tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -26,13 +26,11 @@ __all__ = [
     "aligned",
     "bits_a_value",
     "blocks_bytes",
-    "code_bytes",
     "encoded_bytes",
     "kept_bytes",
     "kept_of_row",
     "mask_bytes",
     "parse_codec",
-    "plane_widths",
 ]
 
 BLOCK = 32
@@ -164,17 +162,7 @@ def encoded_bytes(
 def blocks_bytes(count: int, bits: int, block: int = BLOCK) -> int:
     """Bytes of so many values, rounded to so many bits in blocks that share a scale of two bytes."""
     num_blocks = -(-count // block)
-    return aligned(2 * num_blocks) + code_bytes(bits, block) * num_blocks
-
-
-def code_bytes(bits: int, block: int) -> int:
-    """Bytes of the codes of a block."""
-    return sum(-(-block * width // 8) for width in plane_widths(bits))
-
-
-def plane_widths(bits: int) -> tuple[int, ...]:
-    """How so many bits are made of pieces that fill bytes: 3 are 2 and 1."""
-    return tuple(width for width in (8, 4, 2, 1) if bits & width)
+    return aligned(2 * num_blocks) + bits * -(-num_blocks * block // 8)
 
 
 def kept_of_row(width: int, share: float) -> int:

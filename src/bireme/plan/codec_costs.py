@@ -42,7 +42,8 @@ def coded(costs: Costs, codecs: Sequence[BorderCodecs], value_bytes: int) -> Cos
         return costs
     borders = [*codecs, *[AS_IT_IS] * (costs.num_stages - len(codecs))]
     found = tuple(
-        _cost(one, costs.message_bytes[border] / value_bytes, value_bytes) for border, one in enumerate(borders)
+        _cost(one, costs.message_bytes[border] / value_bytes, value_bytes)
+        for border, one in enumerate(borders)
     )
     masks = [
         costs.message_bytes[border] / value_bytes / 8 if one.choice(forward=True).name == "keep" else 0.0

@@ -337,7 +337,9 @@ class Loop:
         more: dict[str, object] = {}
         if self.pipeline.codecs.held(max(self.step - 1, 0)).phases:
             coded = self._evaluations_now(through_codecs=True)
-            self._through_codecs = combined(coded, self._evaluations, shares, seconds=0.0, tokenizer=None).loss
+            self._through_codecs = combined(
+                coded, self._evaluations, shares, seconds=0.0, tokenizer=None
+            ).loss
             more["loss_through_codecs"] = self._through_codecs
         counts = any(one.weight for one in found.values())
         self._evaluated, self._evaluated_at = figures if counts else None, self.step

@@ -30,7 +30,9 @@ def with_best_codecs(
     bare = replace(wishes, codec="none")
     words = WORDS_TO_TRY if _has_far_devices(cluster, wishes) else ()
     plain = search(bare, 0, 1 + len(words))
-    found = [search(replace(wishes, codec=word), place, 1 + len(words)) for place, word in enumerate(words, 1)]
+    found = [
+        search(replace(wishes, codec=word), place, 1 + len(words)) for place, word in enumerate(words, 1)
+    ]
     answers = [one for one in (plain, *found) if isinstance(one, Answer)]
     if not answers:
         return plain

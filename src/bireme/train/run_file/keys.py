@@ -95,7 +95,9 @@ def _allowed(schema: dict[str, Any], inner: dict[str, Any]) -> str:
             return f"number, {_range(schema)}"
         case "array" if "prefixItems" not in schema:
             table = schema.get("items", {}).get("$ref")
-            return "list of texts" if table is None else f"list of {{{_keys_of(inner[table.split('/')[-1]])}}}"
+            return (
+                "list of texts" if table is None else f"list of {{{_keys_of(inner[table.split('/')[-1]])}}}"
+            )
         case "array":
             places = schema["prefixItems"]
             return f"{len(places)} numbers, {_range(places[0])}"

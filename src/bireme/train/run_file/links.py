@@ -67,7 +67,8 @@ class LinkSchedule(Table):
         default=0.0, description="Share of the steps, at the beginning of the run, with first_codec"
     )
     first_codec: Codec = Field(
-        default="int8", description="Codec of all borders in the first part of the run, in the words of links.codec"
+        default="int8",
+        description="Codec of all borders in the first part of the run, in the words of links.codec",
     )
     last_fraction: Share = Field(
         default=0.0,
@@ -75,7 +76,8 @@ class LinkSchedule(Table):
         "has learned to live with the gaps, and needs some steps without them",
     )
     last_codec: Codec = Field(
-        default="int8", description="Codec of all borders in the last part of the run, in the words of links.codec"
+        default="int8",
+        description="Codec of all borders in the last part of the run, in the words of links.codec",
     )
 
 
@@ -85,16 +87,18 @@ class Links(Table):
     codec: CodecOrAuto | None = Field(
         default=None,
         description="How activations and their gradients are sent between stages: none is as they are, "
-        "bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each token), or "
-        "auto, which lets the planner choose by the speed of the links. If not set, as the plan says, "
+        "bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each token), "
+        "or auto, which lets the planner choose by the speed of the links. If not set, as the plan says, "
         "which is none unless it comes from a file",
         examples=["int8"],
     )
-    borders: Annotated[tuple[BorderLinks, ...], Field(max_length=4096), BeforeValidator(_borders)] | None = Field(
-        default=None,
-        description="Single borders with codecs of their own, by the stages on both sides; the gradient "
-        "goes as the activation does, unless backward says otherwise",
-        examples=[({"border": "0-1", "forward": "int8", "backward": "int4"},)],
+    borders: Annotated[tuple[BorderLinks, ...], Field(max_length=4096), BeforeValidator(_borders)] | None = (
+        Field(
+            default=None,
+            description="Single borders with codecs of their own, by the stages on both sides; the gradient "
+            "goes as the activation does, unless backward says otherwise",
+            examples=[({"border": "0-1", "forward": "int8", "backward": "int4"},)],
+        )
     )
     schedule: LinkSchedule = Field(
         default_factory=LinkSchedule, description="Other codecs at the beginning and at the end of a run."

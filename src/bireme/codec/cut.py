@@ -1,7 +1,7 @@
-"""What codecs on borders demand of numbers, by one process: `decode∘encode` at every cut, there and back.
+"""A border within one process: what crosses it is encoded and decoded, there and back.
 
-Nothing of `bireme.runtime` may be used here. The gradient of `keep` is that of the kept entries alone, sent by
-the codec of the way back.
+A model with this at its cuts learns as it would over a pipeline with the same codecs. It is what the engine is
+compared with, and what studies of codecs train.
 """
 
 from typing import Any
@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.codec import BorderCodecs, Codec, Masking, codec_of
+from bireme.codec.border import BorderCodecs
+from bireme.codec.codec import Codec, Masking
 from bireme.codec.description import FEWEST_ENTRIES, CodecChoice
+from bireme.codec.of_choice import codec_of
 
 __all__ = ["through"]
 
 
 def through(codecs: BorderCodecs, tensor: Tensor) -> Tensor:
-    """A tensor as the next stage sees it. What is tiny goes as it is."""
+    """A tensor as the next stage sees it; its gradient comes back by the other codec. What is tiny goes as
+    it is. The gradient of what a codec with a mask has sent is that of the entries in it.
+    """
     if codecs.is_none or not tensor.is_floating_point() or tensor.numel() < FEWEST_ENTRIES:
         return tensor
     found: Tensor = _Cut.apply(tensor, codecs.choice(forward=True), codecs.choice(forward=False))
@@ -26,22 +30,20 @@ def through(codecs: BorderCodecs, tensor: Tensor) -> Tensor:
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: CodecChoice, back: CodecChoice) -> Tensor:
-        codec = codec_of(there)
+        codec, ctx.back = codec_of(there), codec_of(back)
         message, found = _sent(codec, tensor)
-        ctx.back = codec_of(back)
         if isinstance(codec, Masking):
-            assert isinstance(ctx.back, Masking)
             ctx.back = ctx.back.back(codec.mask_of(message, tuple(tensor.shape)))
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sent(ctx.back, gradient)[1], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _sent(ctx.back, gradients[0])[1], None, None
 
 
 def _sent(codec: Codec, tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The message, and what arrives."""
     shape = tuple(tensor.shape)
-    message = torch.empty(codec.most_bytes(shape, tensor.dtype), dtype=torch.uint8)
+    message = torch.empty(codec.most_bytes(shape, tensor.dtype), dtype=torch.uint8, device=tensor.device)
     used = codec.encode(tensor, message)
     return message, codec.decode(message[:used], shape, tensor.dtype)
