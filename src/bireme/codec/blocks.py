@@ -71,17 +71,25 @@ class Blocks:
             codes = packed
         else:
             codes = torch.zeros(8 * packed.numel() // self._bits, dtype=torch.uint8, device=flat.device)
+        room: Tensor | None = None
         for begin, end in self._parts(flat):
             rows = self._rows(flat, begin, end)
+            # One piece of memory for what is in between: to ask for it again takes longer than to fill it.
+            room = torch.empty(2, *rows.shape, device=rows.device) if room is None else room
+            rotated, scratch = room[:, : len(rows)]
             if self._is_rotated:
-                rows = rows @ _hadamard(self._block, rows.device)
-            scale = self._scale(rows)
-            scales[begin:end] = scale
-            shares = scale.float().reciprocal_().clamp_max_(LARGEST)
-            rounded = torch.addcmul(self._shift(rows, scattered(seed) + begin), rows, shares.view(-1, 1))
-            # What is below 128 fits into the bytes that torch converts to fastest.
-            codes_here = rounded.to(torch.int32) if self._bits == 8 else rounded.to(torch.int8)
-            codes[begin * self._block : end * self._block].copy_(codes_here.view(-1))
+                rows = torch.mm(rows, _hadamard(self._block, rows.device), out=rotated)
+            shares = self._note_scales(torch.abs(rows, out=scratch), scales[begin:end])
+            torch.mul(rows, shares, out=scratch)
+            if self._is_stochastic:
+                scratch += noise(rows.numel(), scattered(seed) + begin, rows.device).view(rows.shape)
+            # Cut to whole numbers, which rounds to the nearest, or to one of the two beside it.
+            scratch += self._centre if self._is_stochastic else self._centre + 0.5
+            into = codes[begin * self._block : end * self._block].view(-1, self._block)
+            if self._bits == 8:  # by way of what torch converts to fastest
+                into.copy_(rotated.view(torch.int32).copy_(scratch))
+            else:
+                into.view(torch.int8).copy_(scratch)
         if codes is not packed:
             pack_codes(codes, self._bits, packed)
         return self.most_bytes((flat.numel(),), flat.dtype)
@@ -124,17 +132,14 @@ class Blocks:
             values = torch.nn.functional.pad(values, (0, missing))
         return values.view(-1, self._block)
 
-    def _scale(self, rows: Tensor) -> Tensor:
-        """What a step between codes is worth, block by block; NaN where a value is not finite."""
-        scale = rows.abs().amax(1).mul_(MARGIN / self._reach).to(torch.bfloat16)
-        return scale.masked_fill_(scale == torch.inf, torch.nan)
+    def _note_scales(self, sizes: Tensor, scales: Tensor) -> Tensor:
+        """Write what a step between codes is worth, block by block; gives how many steps one is.
 
-    def _shift(self, rows: Tensor, seed: int) -> Tensor:
-        """What is added before codes are cut to whole numbers, which rounds them."""
-        nearest = self._centre + 0.5
-        if not self._is_stochastic:
-            return rows.new_full((), nearest)
-        return noise(rows.numel(), seed, rows.device).view(rows.shape) + (nearest - 0.5)
+        Where a value is not finite the scale is NaN: infinity times zero is.
+        """
+        scale = sizes.amax(1).mul_(MARGIN / self._reach)
+        scales.copy_(scale.add_(scale, alpha=0.0))
+        return scale.copy_(scales).reciprocal_().clamp_max_(LARGEST).view(-1, 1)
 
 
 @lru_cache(maxsize=64)
