@@ -3,8 +3,8 @@
     python benchmarks/codec_speed.py [--quick] [--json]
 
 A tensor of activations of a GPT's size, with the deviations from token to token that activations have, is
-encoded and decoded over and over by one thread, codec after codec in turns. Speeds are bytes of the tensor, in
-float32, over seconds of the processor.
+encoded and decoded over and over by one thread, codec after codec in turns. Speeds are bytes of the tensor,
+in float32, over seconds of the processor.
 """
 
 import sys

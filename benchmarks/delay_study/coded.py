@@ -1,6 +1,7 @@
 """A GPT with codecs at the cuts between its stages, in one process."""
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ class CodedCuts:
         self.codecs = AS_IT_IS
         num_layers = model.config.layers
         for number, layer in enumerate(model.layers):
+            assert isinstance(layer, nn.Module)
             begins = [
                 half > 0
                 and stage_of_half(half - 1, num_layers, num_stages)
@@ -29,7 +31,7 @@ class CodedCuts:
             if any(begins):
                 layer.forward = partial(self._run, layer, begins)
 
-    def _run(self, layer: nn.Module, begins: list[bool], x: Tensor, mask: Tensor | None) -> Tensor:
+    def _run(self, layer: Any, begins: list[bool], x: Tensor, mask: Tensor | None) -> Tensor:
         """The two halves of a layer, each after the cut before it."""
         x = through(self.codecs, x) if begins[0] else x
         attended: Tensor = x + layer.attention(layer.attention_norm(x), mask)

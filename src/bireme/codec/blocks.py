@@ -2,9 +2,10 @@
 
     values of a block ──(rotate)──▶ divide by the scale ──round──▶ codes ──▶ bytes
 
-A message is the scales (bfloat16, one a block) and then the codes. All is done by a few operations of torch on
-parts that fit into a processor's cache, which on one core of an AVX-512 machine (`benchmarks/codec_speed.py`)
-encode 1 to 3 GB/s of float32: as fast as compiled loops, which would need a compiler where Bireme runs.
+A message is the scales (bfloat16, one a block) and then the codes. All is done by a few operations of torch
+on parts that fit into a processor's cache, chosen one by one as measured: of two that do the same one may take
+ten times as long. On one core with AVX-512 they encode about 1 GB/s of float32 in 8 bits and 0.8 in 4
+(`benchmarks/codec_speed.py`), and need no compiler where Bireme runs.
 
 The rotation is by a Hadamard matrix, of ones and minus ones: it spreads what is large over its block, so that
 few bits serve all values alike. When it is taken back, whole numbers are summed before they are scaled, which
@@ -28,7 +29,7 @@ PART_VALUES = NOISE_LENGTH
 """Values that are worked on at a time on a CPU."""
 
 MARGIN = 1 + 2**-7 + 2**-10
-"""What scales are larger by, so that rounded to bfloat16 they still are large enough for the largest value."""
+"""What scales are larger by, so that rounded to bfloat16 they are large enough for the largest value."""
 
 LARGEST = 1e38
 """One over the scale of a block of zeros, or of values too small for a scale."""
@@ -59,7 +60,7 @@ class Blocks:
         self._reach = self._centre if bits == 8 or is_stochastic else half
         """The largest value of a block, in steps between codes."""
 
-    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:  # noqa: ARG002
+    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what a tensor of that shape takes."""
         return blocks_bytes(prod(shape), self._bits, self._block)
 

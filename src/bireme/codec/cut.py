@@ -1,7 +1,7 @@
 """A border within one process: what crosses it is encoded and decoded, there and back.
 
-A model with this at its cuts learns as it would over a pipeline with the same codecs. It is what the engine is
-compared with, and what studies of codecs train.
+A model with this at its cuts learns as it would over a pipeline with the same codecs. The engine is compared
+with it, and studies of codecs train with it.
 """
 
 from typing import Any
@@ -23,7 +23,8 @@ def through(codecs: BorderCodecs, tensor: Tensor) -> Tensor:
     """
     if codecs.is_none or not tensor.is_floating_point() or tensor.numel() < FEWEST_ENTRIES:
         return tensor
-    found: Tensor = _Cut.apply(tensor, codecs.choice(forward=True), codecs.choice(forward=False))
+    there, back = codecs.choice(forward=True), codecs.choice(forward=False)
+    found: Tensor = _Cut.apply(tensor, there, back)  # type: ignore[no-untyped-call]  # torch's own
     return found
 
 

@@ -2,7 +2,8 @@
 
 The excess losses are those of a pilot (docs/codecs.md): GPTs of four stages and width 64, AdamW, 300 steps,
 every border encoded, one seed. Differences under 1 % are noise there. Steps follow from the loss as in
-docs/convergence.md: 1 % of loss is 8 % of the steps. A study with three seeds and more sizes has not been run.
+docs/convergence.md: 1 % of loss is 8 % of the steps. A study with three seeds and more sizes is still to be
+run (`python benchmarks/convergence.py codecs`).
 """
 
 from collections.abc import Iterable, Mapping

@@ -38,8 +38,8 @@ class PlanRequest:
     `pinned` maps units to devices, `together` names first and last units of ranges that must not be cut,
     `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
     Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks. `codec` is that
-    of the borders, in both directions; auto leaves it to the planner. `has_ending` says that the last fifth of
-    the run has int8 instead. Values that cross borders have `value_bytes`.
+    of the borders, in both directions; auto leaves it to the planner. `has_ending` says that the last fifth
+    of the run has int8 instead. Values that cross borders have `value_bytes`.
     """
 
     batch_size: int

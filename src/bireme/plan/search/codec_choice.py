@@ -63,8 +63,8 @@ def _refined(best: Candidate, ground: PlanningProblem) -> Candidate:
     draft, forecast = draft_of(best.plan, ground.cluster), best.forecast
     tried = (AS_IT_IS, *(BorderCodecs(word, word) for word in WORDS_TO_TRY))
     for border in range(len(draft.codecs)):
-        for codecs in tried:
-            own = (*draft.codecs[:border], codecs, *draft.codecs[border + 1 :])
+        for one in tried:
+            own = (*draft.codecs[:border], one, *draft.codecs[border + 1 :])
             other = replace(draft, codecs=own)
             promised = judge.forecast(other)
             candidate = Candidate(best.plan, promised)

@@ -72,8 +72,8 @@ class LinkSchedule(Table):
     )
     last_fraction: Share = Field(
         default=0.0,
-        description="Share of the steps, at the end of the run, with last_codec: what is trained through keep "
-        "has learned to live with the gaps, and needs some steps without them",
+        description="Share of the steps, at the end of the run, with last_codec: a model that was trained "
+        "through keep has learned to live with the gaps, and needs some steps without them",
     )
     last_codec: Codec = Field(
         default="int8",
