@@ -170,7 +170,8 @@ def test_an_evaluation_goes_through_codecs_where_it_is_asked_to() -> None:
             finally:
                 pipeline.close()
 
-        return run_threads(3, work)[0]
+        losses: list[float] = run_threads(3, work)
+        return losses[0]
 
     as_it_is = evaluated(setting, through_codecs=False)
     assert as_it_is == evaluated(bare, through_codecs=False) == evaluated(bare, through_codecs=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.codec import NO_CODECS, LinkCodecs
+from bireme.codec import NO_CODECS, LinkCodecs, through
 from bireme.model.learned import learned_values
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
@@ -28,7 +28,6 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
-from tests.support.coded_cuts import through
 from tests.support.coded_oracle import CodedOracle
 from tests.support.oracles import Microbatch, Update, run_oracle, seen_by
 from tests.support.small_models import Batch, Model

@@ -122,6 +122,14 @@ def plan(
         bool,
         wishes_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
     ] = True,
+    codec: Annotated[
+        str,
+        wishes_option(
+            metavar="CODEC|auto",
+            help="How stages send to each other: none, bfloat16, int8, int4, keep:0.25:8, or auto for the "
+            "least time to a loss.",
+        ),
+    ] = "none",
     sync_codec: Annotated[
         str,
         wishes_option(
@@ -218,8 +226,10 @@ def plan(
         devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
         recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
+        codec=codec.lower(),
+        value_bytes=2 if dtype == "bfloat16" else 4,
     )
-    codec = parse_sum_codec(sync_codec)
+    sum_codec = parse_sum_codec(sync_codec)
     found_cluster = cluster_of(cluster)
     _check_numbers(wishes, found_cluster)
     for name in wishes.devices:
@@ -232,7 +242,7 @@ def plan(
         wishes,
         pinned=pins_of(pin or (), names, "--pin"),
         together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
-        sums=_sums(codec, found_profile, asked),
+        sums=_sums(sum_codec, found_profile, asked),
     )
     for name in wishes.pinned.values():
         found_cluster.number_of(name)

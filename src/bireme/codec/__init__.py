@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bireme.codec.blocks import Blocks
     from bireme.codec.cast import Cast
     from bireme.codec.codec import Codec, Masking
+    from bireme.codec.cut import through
     from bireme.codec.keep import Keep, Kept
     from bireme.codec.of_choice import codec_of
 
@@ -39,6 +40,7 @@ __all__ = [
     "Masking",
     "codec_of",
     "parse_codec",
+    "through",
 ]
 
 PLACES = {
@@ -49,6 +51,7 @@ PLACES = {
     "Kept": "bireme.codec.keep",
     "Masking": "bireme.codec.codec",
     "codec_of": "bireme.codec.of_choice",
+    "through": "bireme.codec.cut",
 }
 
 

@@ -24,10 +24,10 @@ class BorderCodecs:
 
     def __post_init__(self) -> None:
         there, back = parse_codec(self.forward), parse_codec(self.backward)
-        if (there.share if there.name == "keep" else None) != (back.share if back.name == "keep" else None):
+        if there.share != back.share:
             raise BiremeError(
-                f"A border has the codec {self.forward} forward and {self.backward} backward. The gradient of "
-                "what keep sends goes back for the same entries: give both directions keep with the same "
+                f"A border has the codec {self.forward} forward and {self.backward} backward. The gradient "
+                "of what keep sends goes back for the same entries: give both directions keep with the same "
                 "share, or none of the two."
             )
 

@@ -24,14 +24,13 @@ __all__ = [
     "NONE",
     "CodecChoice",
     "aligned",
+    "bits_a_value",
     "blocks_bytes",
-    "code_bytes",
     "encoded_bytes",
     "kept_bytes",
     "kept_of_row",
     "mask_bytes",
     "parse_codec",
-    "plane_widths",
 ]
 
 BLOCK = 32
@@ -120,6 +119,23 @@ def _take_no_numbers(word: str, numbers: list[str]) -> None:
         raise BiremeError(f"{word!r} is no codec: {word.partition(':')[0]} takes no numbers after a colon.")
 
 
+def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False) -> float:
+    """Bits that are sent for each value of a tensor, scales and mask counted, where its rows are long."""
+    raw, scale = 8.0 * value_bytes, 16 / BLOCK
+    match choice.name:
+        case "bfloat16":
+            return 16.0
+        case "int":
+            assert choice.bits is not None
+            return choice.bits + scale
+        case "keep":
+            assert choice.share is not None
+            values = choice.share * (raw if choice.bits is None else choice.bits)
+            return values if is_back else values + 1
+        case _:
+            return raw
+
+
 def encoded_bytes(
     choice: CodecChoice, shape: tuple[int, ...], value_bytes: int, *, is_back: bool = False
 ) -> int:
@@ -146,17 +162,7 @@ def encoded_bytes(
 def blocks_bytes(count: int, bits: int, block: int = BLOCK) -> int:
     """Bytes of so many values, rounded to so many bits in blocks that share a scale of two bytes."""
     num_blocks = -(-count // block)
-    return aligned(2 * num_blocks) + code_bytes(bits, block) * num_blocks
-
-
-def code_bytes(bits: int, block: int) -> int:
-    """Bytes of the codes of a block."""
-    return sum(-(-block * width // 8) for width in plane_widths(bits))
-
-
-def plane_widths(bits: int) -> tuple[int, ...]:
-    """How so many bits are made of pieces that fill bytes: 3 are 2 and 1."""
-    return tuple(width for width in (8, 4, 2, 1) if bits & width)
+    return aligned(2 * num_blocks) + bits * -(-num_blocks * block // 8)
 
 
 def kept_of_row(width: int, share: float) -> int:

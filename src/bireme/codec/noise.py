@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["NOISE_LENGTH", "noise", "scattered"]
 
-NOISE_LENGTH = 1 << 16
+NOISE_LENGTH = 1 << 17
 
 
 def noise(count: int, seed: int, device: torch.device) -> Tensor:

@@ -1,83 +1,86 @@
 """Small codes packed into bytes, and masks of one bit an entry.
 
-Codes lie in rows, one row for each place in a block and one column for each block, and it is rows that are put
-together into bytes: the first row into the lowest bits. So packing is a few operations on long rows, on any
-device. Codes of 3 bits are packed as 2 and 1.
+Codes are packed from far apart: those of 4 bits have the first of the first half and the first of the second
+half in a byte, those of 2 bits the firsts of four quarters. So packing is a few operations on long pieces, on
+any device. 3 bits are packed as 2 and 1.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from bireme.codec.description import plane_widths
 
 __all__ = ["pack_codes", "pack_mask", "unpack_codes", "unpack_mask"]
 
 
 def pack_codes(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Write codes (uint8, [places, blocks], below 2**bits) into rows of `out` (uint8, [rows, blocks])."""
+    """Write codes (uint8, flat, below 2**bits, a multiple of 8 of them) into `out`, `bits` for each."""
+    if bits == 8:
+        out.copy_(codes)
+        return
+    eighths = codes.view(8, -1)
+    into = out.view(bits, -1)
     row = shift = 0
-    for width in plane_widths(bits):
-        piece = codes if width == bits else (codes >> shift) & ((1 << width) - 1)
-        row += _pack_rows(piece, width, out[row:])
+    for width in _pieces(bits):
+        piece = eighths if width == bits else (eighths >> shift) & ((1 << width) - 1)
+        for place in range(8 // width):
+            part = piece[place * width : (place + 1) * width]
+            if place == 0:
+                into[row : row + width].copy_(part)
+            else:
+                into[row : row + width].bitwise_or_(part << place * width)
+        row += width
         shift += width
 
 
-def unpack_codes(rows: Tensor, num_places: int, bits: int) -> Tensor:
-    """The codes that `pack_codes` has written, [places, blocks]."""
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The codes that `pack_codes` has written, flat."""
+    if bits == 8:
+        return packed
+    rows = packed.view(bits, -1)
+    codes = torch.empty(8, rows.shape[1], dtype=torch.uint8, device=packed.device)
     row = shift = 0
-    codes: Tensor | None = None
-    for width in plane_widths(bits):
-        num_rows = -(-num_places * width // 8)
-        piece = _unpack_rows(rows[row : row + num_rows], num_places, width)
-        codes = piece if codes is None else codes | (piece << shift)
-        row += num_rows
+    for width in _pieces(bits):
+        for place in range(8 // width):
+            part = (rows[row : row + width] >> place * width) & ((1 << width) - 1)
+            into = codes[place * width : (place + 1) * width]
+            if shift == 0:
+                into.copy_(part)
+            else:
+                into.bitwise_or_(part << shift)
+        row += width
         shift += width
-    assert codes is not None
-    return codes
+    return codes.view(-1)
 
 
 def pack_mask(mask: Tensor, out: Tensor) -> None:
-    """Write a mask (bool) into `out`, flat with one bit an entry; `out` may be longer."""
-    flat = mask.reshape(-1)
+    """Write a mask (bool) into `out`, flat with one bit an entry, the first into the lowest; the rest of
+    `out` becomes zero.
+    """
+    flat = mask.view(-1).view(torch.uint8)
     count = -(-flat.numel() // 8)
-    bits = flat.view(torch.uint8)
-    if flat.numel() % 8:
-        bits = torch.nn.functional.pad(bits, (0, 8 * count - flat.numel()))
-    _pack_rows(bits.view(8, count), 1, out[:count].view(1, count))
+    if flat.is_cpu:
+        out[:count].copy_(torch.from_numpy(np.packbits(flat.numpy(), bitorder="little")))
+    else:
+        whole = torch.nn.functional.pad(flat, (0, 8 * count - flat.numel())).view(count, 8)
+        out[:count].copy_((whole << _places(flat)).sum(1, dtype=torch.uint8))
     out[count:].zero_()
 
 
 def unpack_mask(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The mask that `pack_mask` has written."""
     size = torch.Size(shape)
-    count = -(-size.numel() // 8)
-    bits = _unpack_rows(packed[:count].view(1, count), 8, 1)
-    return bits.reshape(-1)[: size.numel()].view(torch.bool).view(size)
+    if packed.is_cpu:
+        bits = torch.from_numpy(np.unpackbits(packed.numpy(), count=size.numel(), bitorder="little"))
+    else:
+        bits = ((packed[:, None] >> _places(packed)) & 1).view(-1)[: size.numel()]
+    return bits.view(torch.bool).view(size)
 
 
-def _pack_rows(codes: Tensor, width: int, out: Tensor) -> int:
-    """Put rows of codes of that many bits together; gives how many rows of bytes they take."""
-    num_rows = -(-codes.shape[0] * width // 8)
-    if width == 8:
-        out[:num_rows].copy_(codes)
-        return num_rows
-    for place in range(8 // width):
-        part = codes[place * num_rows : (place + 1) * num_rows]
-        into = out[: len(part)]
-        if place == 0:
-            into.copy_(part)
-        else:
-            into.bitwise_or_(part << place * width)
-    return num_rows
+def _pieces(bits: int) -> list[int]:
+    """How so many bits are made of pieces that fill bytes."""
+    return [width for width in (4, 2, 1) if bits & width]
 
 
-def _unpack_rows(rows: Tensor, num_places: int, width: int) -> Tensor:
-    if width == 8:
-        return rows
-    num_rows = len(rows)
-    codes = torch.empty(num_places, rows.shape[1], dtype=torch.uint8, device=rows.device)
-    for place in range(8 // width):
-        into = codes[place * num_rows : (place + 1) * num_rows]
-        part = rows[: len(into)]
-        torch.bitwise_and(part >> place * width, (1 << width) - 1, out=into)
-    return codes
+def _places(like: Tensor) -> Tensor:
+    """The places of a byte's bits, the lowest first."""
+    return torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -82,7 +82,7 @@ class Operations:
         if needed is not None:
             source = program.rank_of_stage[needed.from_stage]
             if source != rank:
-                num_bytes = self._costs.message_of(min(needed.from_stage, needed.to_stage), needed.half)
+                num_bytes = self._costs.message_of(needed)
                 seconds = self._costs.seconds(step, rank, takes_bytes=num_bytes)
                 return Op(USE, seconds, self._key(needed), self._channel(source, rank), 0.0, step)
         return Op(LOCAL, self._costs.seconds(step, rank), 0, -1, 0.0, step)

@@ -51,8 +51,8 @@ def check_borders(run: RunFile, plan: Plan) -> None:
     for one in run.links.borders or ():
         if one.number >= plan.num_stages - 1:
             raise BiremeError(
-                f"links.borders names the border {one.border}, but the plan has {plan.num_stages} stages, 0 to "
-                f"{plan.num_stages - 1}. Name a border between two of them, or set plan.depth."
+                f"links.borders names the border {one.border}, but the plan has {plan.num_stages} stages, 0 "
+                f"to {plan.num_stages - 1}. Name a border between two of them, or set plan.depth."
             )
 
 

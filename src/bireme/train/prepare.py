@@ -38,6 +38,7 @@ from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.link_codecs import check_borders, tell_changed_codecs
 from bireme.train.machines import Machines, machines_of
+from bireme.train.micro_batch_sizes import micro_batches
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.resume_checks import check_same_run
@@ -58,9 +59,6 @@ __all__ = [
     "prepared_document",
     "write_prepared",
 ]
-
-LARGEST_MEASURED = 16
-"""Samples of the largest micro-batch that is measured unless one is asked for."""
 
 SHORT_S = 10.0
 """A run that is over sooner is measured and planned briefly."""
@@ -95,7 +93,7 @@ def prepare(run: RunFile, progress: Progress) -> Prepared:
     progress(0.0, "loading the model")
     machines = _machines(run)
     _check_devices(run, machines)
-    sizes = _micro_batches(run)
+    sizes = micro_batches(run)
     model = RunModel.of(run, max(sizes))
     data = data_of(run, model, progress)
     progress(0.0, "capturing the model")
@@ -282,25 +280,6 @@ def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:
     return found
 
 
-def _micro_batches(run: RunFile) -> list[int]:
-    """The sizes of micro-batches that a plan of this run may have."""
-    batch, asked = run.training.batch_size, run.plan
-    if asked.micro_batch is not None:
-        return [asked.micro_batch]
-    if asked.microbatches is not None:
-        widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
-        sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
-        return sorted(sizes)[-4:] or [1]
-    largest = asked.largest_batch
-    powers = [1 << power for power in range(min(LARGEST_MEASURED, largest or batch).bit_length())]
-    return powers if largest is not None else [size for size in powers if batch % size == 0]
-
-
-def _divides(width: int, run: RunFile) -> bool:
-    assert run.plan.microbatches is not None
-    return run.training.batch_size % (width * run.plan.microbatches) == 0
-
-
 def is_short(run: RunFile, graph: Graph) -> bool:
     """Whether a run will be over so soon that to measure and to plan well would take longer than it saves.
 
@@ -371,6 +350,9 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
         sums=sums_of(run, graph),
+        codec=run.links.codec or "none",
+        has_ending=run.links.schedule.last_fraction > 0,
+        value_bytes=2 if run.model.dtype == "bfloat16" else 4,
     )
 
 

@@ -52,18 +52,23 @@ class Traffic:
         rank_of_stage: Sequence[int],
         border_bytes: Sequence[Sequence[float]],
         reduce_bytes: Sequence[float],
+        back_bytes: Sequence[Sequence[float]] | None = None,
     ) -> "Traffic":
-        """Of a grid; `border_bytes` are those after each stage of each replica.
+        """Of a grid; `border_bytes` are those after each stage of each replica, `back_bytes` those of
+        gradients, where they are not the same.
 
         `reduce_bytes` are those that each rank's ring moves over each hop.
         """
         messages: list[dict[Lane, float]] = []
         for replica, borders in enumerate(border_bytes):
             own: defaultdict[Lane, float] = defaultdict(float)
+            backs = borders if back_bytes is None else back_bytes[replica]
             for stage, num_bytes in enumerate(borders[: len(rank_of_stage) - 1]):
                 here, there = (grid[rank_of_stage[place]][replica] for place in (stage, stage + 1))
-                for lane in (*ground.path(here, there), *ground.path(there, here)):
+                for lane in ground.path(here, there):
                     own[lane] += num_bytes
+                for lane in ground.path(there, here):
+                    own[lane] += backs[stage]
             messages.append(own)
         rings: defaultdict[Lane, float] = defaultdict(float)
         for rank, num_bytes in enumerate(reduce_bytes):

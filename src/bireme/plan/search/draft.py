@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from bireme.cluster.cluster import Cluster
+from bireme.codec.border import BorderCodecs
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.search.shapes import PARTS, Outline
@@ -37,6 +38,8 @@ class Draft:
     lookahead: int = 0
     updates_early: bool = False
     """The search asks for no early updates: what they hold is not known before stages are cut."""
+    codecs: tuple[BorderCodecs, ...] = ()
+    """Of its borders; the one that is wished for on all of them if it is empty."""
 
     @property
     def rule(self) -> Rule:
@@ -73,8 +76,8 @@ class Draft:
             self.updates_early,
         )
 
-    def plan(self, names: tuple[str, ...]) -> Plan:
-        """The plan, with the devices' names."""
+    def plan(self, names: tuple[str, ...], codecs: tuple[BorderCodecs, ...] = ()) -> Plan:
+        """The plan, with the devices' names and the codecs of its borders."""
         outline = self.outline
         is_told = outline.stages_per_rank > 1 or outline.schedule in PARTS
         return Plan(
@@ -89,6 +92,7 @@ class Draft:
             micro_batch_sizes=outline.sizes,
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
             updates_early=self.updates_early,
+            codecs=() if all(one.is_none for one in codecs) else codecs,
         )
 
 
@@ -143,4 +147,13 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             f"The plan puts two ranks on {cluster.devices()[twice].name}; each rank needs its own device."
         )
-    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead, plan.is_early)
+    return Draft(
+        outline,
+        grid,
+        plan.cuts,
+        plan.recompute,
+        plan.num_sliced,
+        plan.lookahead,
+        plan.is_early,
+        plan.codecs,
+    )

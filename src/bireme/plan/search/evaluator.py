@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from bireme.plan.codec_costs import coded
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.search.contention import Ring, Traffic, ring_over
@@ -160,14 +161,17 @@ class PlanEvaluator:
         penalty = ground.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
+        codecs = ground.codecs(outline.rank_of_stage, draft.codecs)
+        codec_penalty = ground.wishes.codec_penalty(codecs)
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
-            penalty=penalty,
+            penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=floor.bottleneck,
             stages=tuple(self._stages(draft, program, of_replica)),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.delay_warmup_share,
+            codec_penalty=codec_penalty,
         )
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
@@ -272,7 +276,8 @@ class PlanEvaluator:
     def _work(self, draft: Draft, size: int) -> _Work:
         ground = self._ground
         kept_share = ground.wishes.sums.kept_share if draft.outline.width > 1 else 0.0
-        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), kept_share
+        codecs = ground.codecs(draft.outline.rank_of_stage, draft.codecs)
+        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share
         if key not in self._works:
             half = None
             if draft.num_sliced and size % 2 == 0 and size // 2 in ground.profile.micro_batches:
@@ -281,6 +286,7 @@ class PlanEvaluator:
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
+            costs = coded(costs, codecs, ground.wishes.value_bytes)
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
@@ -335,7 +341,8 @@ class PlanEvaluator:
         return tuple(share * one for one in gradients)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
-        messages = {size: self._work(draft, size).costs.message_bytes for size in set(draft.outline.sizes)}
+        costs = [self._work(draft, size).costs for size in draft.outline.sizes]
+        count = draft.outline.num_microbatches
         reduced = self._reduce_bytes(draft)
         per_rank = [0.0] * draft.outline.num_ranks
         for stage, rank in enumerate(rank_of_stage):
@@ -344,9 +351,7 @@ class PlanEvaluator:
             self._ground,
             draft.grid,
             rank_of_stage,
-            [
-                [draft.outline.num_microbatches * one for one in messages[size]]
-                for size in draft.outline.sizes
-            ],
+            [[count * one for one in own.forward_bytes] for own in costs],
             per_rank,
+            [[count * one for one in own.backward_bytes] for own in costs],
         )

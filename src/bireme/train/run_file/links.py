@@ -72,8 +72,8 @@ class LinkSchedule(Table):
     )
     last_fraction: Share = Field(
         default=0.0,
-        description="Share of the steps, at the end of the run, with last_codec: what is trained through keep "
-        "has learned to live with the gaps, and needs some steps without them",
+        description="Share of the steps, at the end of the run, with last_codec: a model that was trained "
+        "through keep has learned to live with the gaps, and needs some steps without them",
     )
     last_codec: Codec = Field(
         default="int8",
@@ -87,8 +87,8 @@ class Links(Table):
     codec: CodecOrAuto | None = Field(
         default=None,
         description="How activations and their gradients are sent between stages: none is as they are, "
-        "bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each token), or "
-        "auto, which lets the planner choose by the speed of the links. If not set, as the plan says, "
+        "bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each token), "
+        "or auto, which lets the planner choose by the speed of the links. If not set, as the plan says, "
         "which is none unless it comes from a file",
         examples=["int8"],
     )
