@@ -89,7 +89,7 @@ def _verdicts(
 
 
 def pairs(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs (512 × 60) and what flows back (512 × 40), whose products' mean is of rank 6 or so, and noise."""
+    """Inputs (512 × 60) and what flows back (512 × 40), whose products are of rank 6 or so, and noise."""
     draw = torch.Generator().manual_seed(seed)
     causes = torch.randn(NUM_PAIRS, 6, generator=draw) * 2.0 ** -torch.arange(6)
     inputs = causes @ torch.randn(6, 60, generator=draw) / 2 + torch.randn(NUM_PAIRS, 60, generator=draw) / 2

@@ -122,18 +122,19 @@ class _Clock:
     def __init__(self) -> None:
         self.steps_s: list[float] = []
         self._since = perf_counter()
-        self._bytes = 0.0
+        self._bytes = self._bytes_now = 0.0
 
     def step(self) -> None:
         now = perf_counter()
         self.steps_s.append(now - self._since)
         self._since = now
-        if len(self.steps_s) == FIRST:
-            self._bytes = _network_bytes()
+        if len(self.steps_s) >= FIRST:
+            self._bytes_now = _network_bytes()
+            self._bytes = self._bytes or self._bytes_now
 
     def bytes_per_step(self) -> float:
         """Of both replicas."""
-        return (_network_bytes() - self._bytes) / max(len(self.steps_s) - FIRST, 1)
+        return (self._bytes_now - self._bytes) / max(len(self.steps_s) - FIRST, 1)
 
 
 def _outcome(

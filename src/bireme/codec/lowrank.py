@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["LowRank", "first_basis", "next_basis", "orthonormal", "product"]
 
@@ -73,19 +74,25 @@ def next_basis(right: Tensor, *, seed: int) -> Tensor:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns with the same span, by Gram and Schmidt; zero where one is not independent."""
-    largest = columns.abs().amax(0)
-    found = columns / torch.where(largest == 0, 1.0, largest)
-    for place in range(found.shape[1]):
-        column = found[:, place]
+    """Orthonormal columns with the same span, by Gram and Schmidt; zero where one is not independent.
+
+    Of several matrices at once, where there are more axes.
+    """
+    num_rows = columns.shape[-2]
+    largest = columns.abs().amax(-2, keepdim=True)
+    found = functional.pad(
+        columns / torch.where(largest == 0, 1.0, largest), (0, 0, 0, _power_of_two(num_rows) - num_rows)
+    )
+    for place in range(found.shape[-1]):
+        column, known = found[..., place : place + 1], found[..., :place]
         before = _sum(column * column)
-        for _ in range(2):  # once leaves what rounding makes of nearly equal columns
-            for known in found[:, :place].unbind(1):
-                column = column - known * _sum(known * column)
+        for _ in range(2 if place else 0):  # once leaves what rounding makes of nearly equal columns
+            for part in (known * _sum(known * column)).unbind(-1):
+                column = column - part.unsqueeze(-1)
         length = _sum(column * column).sqrt()
         is_lost = length <= LEAST_LEFT * before.sqrt()  # never where it is NaN, which stays so
-        found[:, place] = torch.where(is_lost, 0.0, column / torch.where(is_lost, 1.0, length))
-    return found
+        found[..., place : place + 1] = torch.where(is_lost, 0.0, column / torch.where(is_lost, 1.0, length))
+    return found[..., :num_rows, :]
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -97,10 +104,12 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """The sum of a vector's entries: its halves are added until one is left."""
-    while terms.numel() > 1:
-        half = terms.numel() // 2
-        rest = terms[2 * half :]
-        terms = terms[:half] + terms[half : 2 * half]
-        terms = torch.cat([terms, rest]) if rest.numel() else terms
-    return terms.reshape(())
+    """The sums over the rows, a power of two: halves are added until one row is left."""
+    while terms.shape[-2] > 1:
+        half = terms.shape[-2] // 2
+        terms = terms[..., :half, :] + terms[..., half:, :]
+    return terms
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

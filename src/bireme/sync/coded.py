@@ -18,7 +18,7 @@ from bireme.codec.description import aligned
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_words import SumCodec, SumKind
 from bireme.codec.threshold import Threshold, new_memory
-from bireme.sync.exchange import NUM_IN_FLIGHT, SentBytes, agree_on_held, sum_flats
+from bireme.sync.exchange import NUM_IN_FLIGHT, SentBytes, held_flags, note_held, sum_flats
 from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending
@@ -47,12 +47,12 @@ class CodedSums:
         """Sum the gradients of `names`, in place, over a group, and mark those that any member had."""
         if group.size == 1 or not names:
             return
-        agree_on_held(group, names, gradients)
-        views = {name: gradients.views[name] for name in names if name in gradients.held}
-        coded = {name: view for name, view in views.items() if self._codes(view)}
-        plain = [view for name, view in views.items() if name not in coded]
-        _sum_plain(group, plain, slice_bytes, sent)
-        sent.raw += round(sent.share(group.size) * sum(view.nbytes for view in coded.values()))
+        views = {name: gradients.views[name] for name in names}
+        flags = held_flags(names, gradients)
+        sent.note(group.size, raw=flags.nbytes + sum(view.nbytes for view in views.values()))
+        plain = [view for view in views.values() if not self._codes(view)]
+        note_held(gradients, names, _sum_plain(group, plain, flags, slice_bytes, sent))
+        coded = {name: view for name, view in views.items() if name in gradients.held and self._codes(view)}
         staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
         own = [
             _Own(name, view, staged.get(name, {}), f"{batch} {group.rank} {name}")
@@ -87,9 +87,12 @@ class _Own:
         return self.kept.get(RESIDUAL, self.view)
 
 
-def _sum_plain(group: Group, views: Sequence[Tensor], slice_bytes: int, sent: SentBytes) -> None:
-    """Sum gradients as they are, those of one dtype in one piece."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
+def _sum_plain(
+    group: Group, views: Sequence[Tensor], flags: Tensor, slice_bytes: int, sent: SentBytes
+) -> Tensor:
+    """Sum gradients as they are, those of one dtype in one piece; gives the sum of the flags."""
+    numbers = flags.to(views[0].dtype if views else torch.float32)
+    alike: dict[torch.dtype, list[Tensor]] = {numbers.dtype: [numbers]}
     for view in views:
         alike.setdefault(view.dtype, []).append(view)
     for own in alike.values():
@@ -97,6 +100,7 @@ def _sum_plain(group: Group, views: Sequence[Tensor], slice_bytes: int, sent: Se
         sum_flats(group, [flat], slice_bytes, sent)
         for view, piece in zip(own, torch.split(flat, [view.numel() for view in own]), strict=True):
             view.copy_(piece.view(view.shape))
+    return numbers.real if numbers.is_complex() else numbers
 
 
 def _sum_factors(group: Group, own: Sequence[_Own], rank: int, slice_bytes: int, sent: SentBytes) -> None:
@@ -108,7 +112,7 @@ def _sum_factors(group: Group, own: Sequence[_Own], rank: int, slice_bytes: int,
             _basis(one, matrix, rank, seed) for one, matrix, seed in zip(alike, wanted, seeds, strict=True)
         ]
         lefts = [matrix @ basis for matrix, basis in zip(wanted, bases, strict=True)]
-        lefts = [orthonormal(left) for left in _summed(group, lefts, slice_bytes, sent)]
+        lefts = _orthonormal(_summed(group, lefts, slice_bytes, sent))
         rights = [matrix.T @ left for matrix, left in zip(wanted, lefts, strict=True)]
         sums = _summed(group, rights, slice_bytes, sent)
         for one, matrix, left, right, whole, seed in zip(
@@ -127,10 +131,23 @@ def _basis(one: _Own, matrix: Tensor, rank: int, seed: int) -> Tensor:
     return known.to(matrix)
 
 
+def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Each with orthonormal columns; those with as many rows together, which costs as much as one."""
+    alike: dict[int, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        alike.setdefault(len(matrix), []).append(place)
+    found = list(matrices)
+    for places in alike.values():
+        made = orthonormal(torch.stack([matrices[place] for place in places]))
+        for place, matrix in zip(places, made, strict=True):
+            found[place] = matrix
+    return found
+
+
 def _summed(group: Group, tensors: Sequence[Tensor], slice_bytes: int, sent: SentBytes) -> list[Tensor]:
     """Sums over a group, in memory of their own."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    sum_flats(group, [flat], slice_bytes, sent, is_raw=False)
+    sum_flats(group, [flat], slice_bytes, sent)
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 

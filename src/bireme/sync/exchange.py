@@ -14,7 +14,15 @@ from torch import Tensor
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending
 
-__all__ = ["NUM_IN_FLIGHT", "SLICE_BYTES", "SentBytes", "agree_on_held", "sum_flats", "sum_in_slices"]
+__all__ = [
+    "NUM_IN_FLIGHT",
+    "SLICE_BYTES",
+    "SentBytes",
+    "held_flags",
+    "note_held",
+    "sum_flats",
+    "sum_in_slices",
+]
 
 SLICE_BYTES = 25 * 2**20
 
@@ -29,10 +37,11 @@ class SentBytes:
     raw: int = 0
     sent: int = 0
 
-    @staticmethod
-    def share(size: int) -> float:
-        """How many times a tensor each of so many members sends while all are summed in a ring."""
-        return 2 * (size - 1) / size
+    def note(self, size: int, *, raw: int = 0, sent: int = 0) -> None:
+        """Count tensors of so many bytes that so many members sum in a ring."""
+        share = 2 * (size - 1) / size
+        self.raw += round(share * raw)
+        self.sent += round(share * sent)
 
 
 def sum_in_slices(
@@ -49,17 +58,13 @@ def sum_in_slices(
     """
     if group.size == 1 or not names:
         return
-    holders = _zeros_where_absent(names, gradients)
+    holders = held_flags(names, gradients)
     pending = group.all_reduce(holders)
+    before = sent.sent
     sum_flats(group, flats, slice_bytes, sent, before=pending)
-    _mark(gradients, names, holders)
-
-
-def agree_on_held(group: Group, names: Sequence[str], gradients: BatchGradients) -> None:
-    """Mark the gradients that any member has; where it has none, it has zeros."""
-    holders = _zeros_where_absent(names, gradients)
-    group.all_reduce(holders).wait()
-    _mark(gradients, names, holders)
+    sent.note(group.size, sent=holders.nbytes)
+    sent.raw += sent.sent - before
+    note_held(gradients, names, holders)
 
 
 def sum_flats(
@@ -68,7 +73,6 @@ def sum_flats(
     slice_bytes: int,
     sent: SentBytes,
     *,
-    is_raw: bool = True,
     before: Pending | None = None,
 ) -> None:
     """Sum flat tensors over a group, in place; `before` has been begun there, and is waited for too."""
@@ -77,15 +81,13 @@ def sum_flats(
         if len(under_way) > NUM_IN_FLIGHT:
             under_way.popleft().wait()
         under_way.append(group.all_reduce(piece))
-        num_bytes = round(sent.share(group.size) * piece.nbytes)
-        sent.sent += num_bytes
-        sent.raw += num_bytes if is_raw else 0
+        sent.note(group.size, sent=piece.nbytes)
     while under_way:
         under_way.popleft().wait()
 
 
-def _zeros_where_absent(names: Sequence[str], gradients: BatchGradients) -> Tensor:
-    """For each name whether its gradient is there; those that are not become zeros."""
+def held_flags(names: Sequence[str], gradients: BatchGradients) -> Tensor:
+    """For each name whether its gradient is there, as 0 or 1; those that are not become zeros."""
     views = gradients.views
     for name in names:
         if name not in gradients.held:
@@ -94,7 +96,8 @@ def _zeros_where_absent(names: Sequence[str], gradients: BatchGradients) -> Tens
     return torch.tensor(holds, dtype=torch.int32, device=views[names[0]].device)
 
 
-def _mark(gradients: BatchGradients, names: Sequence[str], holders: Tensor) -> None:
+def note_held(gradients: BatchGradients, names: Sequence[str], holders: Tensor) -> None:
+    """Mark the gradients that any member has, by the sum of all members' flags."""
     gradients.held.update(name for name, num in zip(names, holders.tolist(), strict=True) if num)
 
 
