@@ -45,7 +45,8 @@ class PrincipalComponents:
     @torch.no_grad()
     def feed(self, inputs: Tensor, outputs: Tensor) -> None:
         """Take pairs: rows of inputs (n × b), and what flows back into the rows of outputs (n × a)."""
-        for x, d in zip(inputs.float().split(self._piece), outputs.float().split(self._piece), strict=True):
+        pieces = (torch.split(one.float(), self._piece) for one in (inputs, outputs))
+        for x, d in zip(*pieces, strict=True):
             self._step(x, d)
 
     def close(self) -> None:
@@ -104,7 +105,8 @@ def merged(factors: list[tuple[Tensor, Tensor]], rank: int) -> tuple[Tensor, Ten
 
 def _orthonormal(columns: Tensor) -> Tensor:
     found, rest = torch.linalg.qr(columns)
-    return found * torch.where(rest.diagonal() >= 0, 1.0, -1.0)
+    signed: Tensor = found * torch.where(rest.diagonal() >= 0, 1.0, -1.0)
+    return signed
 
 
 def _positive(values: Tensor) -> Tensor:
@@ -112,4 +114,4 @@ def _positive(values: Tensor) -> Tensor:
 
 
 def _unit(vector: Tensor) -> Tensor:
-    return vector / vector.norm().clamp(min=LEAST)
+    return vector / torch.linalg.vector_norm(vector).clamp(min=LEAST)
