@@ -21,7 +21,11 @@ def codecs(*sets: str) -> LinkCodecs:
 
 
 def test_without_links_a_run_has_the_codecs_of_its_plan() -> None:
-    assert codecs() == codecs("links.codec=auto") == LinkCodecs.steady((BorderCodecs("int8", "int4"), BorderCodecs()))
+    assert (
+        codecs()
+        == codecs("links.codec=auto")
+        == LinkCodecs.steady((BorderCodecs("int8", "int4"), BorderCodecs()))
+    )
     assert codecs("links.codec=none") == LinkCodecs()
 
 
@@ -34,7 +38,9 @@ def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
         "links.schedule.first_codec=bf16",
         "links.schedule.last_fraction=0.2",
     )
-    words = {batch: [found.of(border, batch).forward for border in (0, 1)] for batch in (0, 9, 10, 79, 80, 99)}
+    words = {
+        batch: [found.of(border, batch).forward for border in (0, 1)] for batch in (0, 9, 10, 79, 80, 99)
+    }
     assert words == {
         0: ["bfloat16"] * 2,
         9: ["bfloat16"] * 2,
@@ -50,7 +56,10 @@ def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
     [
         (["links.codec=itn8"], "Did you mean 'int8'"),
         (["links.codec=keep:0"], "above 0 and at most 1"),
-        (["links.schedule.first_fraction=0.6", "links.schedule.last_fraction=0.6"], "more than the whole run"),
+        (
+            ["links.schedule.first_fraction=0.6", "links.schedule.last_fraction=0.6"],
+            "more than the whole run",
+        ),
         (['links.borders=[{border = "0-2", forward = "int8"}]'], "two neighbouring stages"),
         ([f'links.borders=[{{border = "0-1", forward = "{KEEP}", backward = "int8"}}]'], "the same entries"),
     ],

@@ -208,7 +208,7 @@ def _about_codecs(links: Sequence[Mapping[str, Any]], through: float) -> str:
     """What codecs on borders saved, and what the evaluation loss is through them."""
     raw, sent = (sum(link[name] for link in links) for name in ("raw_bytes", "sent_bytes"))
     return (
-        f"Codecs sent {bytes_text(sent)} between stages in the place of {bytes_text(raw)}. The evaluation loss "
+        f"Codecs sent {bytes_text(sent)} between stages instead of {bytes_text(raw)}. The evaluation loss "
         f"above is without them, as the model is exported; through them it is {through:.4f}."
     )
 
