@@ -25,9 +25,7 @@ def cluster() -> Cluster:
 
 
 def forecast(codec: str, schedule: str = "1f1b") -> Forecast:
-    plan = Plan(
-        (), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(("one/gpu0", "other/gpu0"),)
-    )
+    plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(("one/gpu0", "other/gpu0"),))
     wishes = PlanRequest(batch_size=8, sums=cost(codec))
     return forecast_of(plan, tiny_profile(), cluster(), wishes)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.codec import NO_CODECS, LinkCodecs, through
+from bireme.codec import LinkCodecs, through
 from bireme.model.learned import learned_values
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
@@ -74,12 +74,18 @@ class Setting:
     bank_dtype: torch.dtype | None = None
     windows: tuple[int, ...] = ()
     lr_factor: Callable[[int], float] = lr
+    codecs: LinkCodecs | None = None
+    """The plan's own if they are left out."""
     sum_codec: str = "none"
-    codecs: LinkCodecs = NO_CODECS
 
     @property
     def factory(self) -> OptimizerFactory:
         return named_optimizer(self.optimizer, lr=0.02, weight_decay=0.1)
+
+    @property
+    def all_codecs(self) -> LinkCodecs:
+        plan = self.plan.by_program if isinstance(self.plan, Plan) else self.plan
+        return plan.codecs if self.codecs is None else self.codecs
 
     def split(self, data: Sequence[Batch]) -> list[Sequence[Batch]]:
         bounds = accumulate(self.windows or (len(data),), initial=0)
@@ -206,7 +212,7 @@ class _Staged:
         self.parameters = self._function.parameters
         self._runs = runs
         self._border = stage - 1
-        self._codecs = setting.codecs.between(setting.plan.source.rank_of_stage)
+        self._codecs = setting.all_codecs.between(setting.plan.source.rank_of_stage)
         self._coded = [name for name in self._function.receives if name in learned_values(model.graph)]
 
     def __call__(

@@ -3,7 +3,7 @@
     values of a block ──(rotate)──▶ divide by the scale ──round──▶ codes ──▶ bytes
 
 A message is the scales (bfloat16, one a block) and then the codes. All is done by a few operations of torch
-on parts that fit into a processor's cache, chosen one by one as measured: of two that do the same one may take
+on parts that fit into a cache, chosen one by one as measured: of two that do the same one may take
 ten times as long. On one core with AVX-512 they encode about 1 GB/s of float32 in 8 bits and 0.8 in 4
 (`benchmarks/codec_speed.py`), and need no compiler where Bireme runs.
 

@@ -1,7 +1,7 @@
 """The largest entries of rows, taken out of a tensor and put back.
 
 On a CPU numpy does it: its selection, its search for what is true and its gathering take a tenth to a fifth
-of the time of torch's (`benchmarks/codec_speed.py`). On an accelerator rows are sorted, because everything else
+of the time of torch's (`benchmarks/codec_speed.py`). On an accelerator rows are sorted, because all else
 would have to wait for it.
 """
 
