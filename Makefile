@@ -56,10 +56,12 @@ bench: setup
 	$(BIN)/python benchmarks/profiles.py
 	$(BIN)/python benchmarks/partition.py
 	$(BIN)/python benchmarks/search.py
+	$(BIN)/python benchmarks/tiers.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/batch_end.py
 	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
 

@@ -56,6 +56,7 @@ def chain_of_numbers(
         update_s=np.broadcast_to(np.asarray(update_s, np.float64), num_units).copy(),
         trial_s=np.broadcast_to(np.asarray(update_s, np.float64), num_units).copy(),
         boundary_bytes=boundary,
+        returned_bytes=boundary,
         bytes=_additive_bytes(
             state=state,
             gradient=state if gradient_bytes is None else whole(gradient_bytes),

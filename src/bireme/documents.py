@@ -81,7 +81,7 @@ def read_json(path: Path, model: type[Model]) -> Model:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The one JSON object in the file at `path`, as it stands there."""
+    """The one JSON object in the file at `path`, as it is written there."""
     text = _text(path)
     try:
         data = json.loads(text, object_pairs_hook=_without_repeats)

@@ -15,7 +15,7 @@ class BiremeError(Exception):
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """A hint that names the known word nearest to `name`, or all of them when none is near."""
+    """A hint that names the known word nearest to `name`, or all known words when none is near."""
     words = sorted(known)
     near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
     if near:

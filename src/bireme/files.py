@@ -24,7 +24,7 @@ def write_bytes_atomically(path: Path, data: bytes) -> None:
 
 
 def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write the chunks to `path`, one after the other: all of them or nothing, whatever happens meanwhile.
+    """Write the chunks to `path`, one after the other: all or nothing, whatever happens meanwhile.
 
     They are written to a file of another name in the same folder, which is renamed once it is on the disk.
     A file that was there before keeps its permissions.

@@ -115,7 +115,10 @@ MISTAKES = [
         "server[0].device[0]: memory_bytes is missing (the memory",
     ),
     (SERVER + "[[server.device]]\nmemory_bytes = 1\n", "server[0].device[0]: kind is missing"),
-    (SERVER + "[[server.device]]\nlike = 'a10'\n", "like is 'a10', no ready device. Did you mean 'a100'?"),
+    (
+        SERVER + "[[server.device]]\nlike = 'a10'\n",
+        "like is 'a10', which is no ready device. Did you mean 'a100'?",
+    ),
     (
         SERVER + DEVICE.replace("cpu", "tpu"),
         "server[0].device[0].kind is \"tpu\"; it must be 'cpu', 'cuda' or",

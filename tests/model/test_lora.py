@@ -74,7 +74,7 @@ def test_a_run_begins_as_the_model_in_the_folder_whichever_rank_makes_the_adapte
     [
         (
             ("q_prj",),
-            "has 'q_prj', which is the name or the end of the name of no module. Did you mean 'q_proj'?",
+            "has 'q_prj', but no module has this name or a name that ends so. Did you mean 'q_proj'?",
         ),
         (("input_layernorm",), "No adapter can be added to LlamaForCausalLM: Target module LlamaRMSNorm"),
     ],

@@ -148,7 +148,7 @@ def test_given_devices_replace_those_of_the_file(path: Path) -> None:
         (document(maxFPGAs=-1), "The workload has -1 accelerators; it must be 0 to 4096."),
         (
             document(nodes=[node(7, containedSubnodes=[])]),
-            "node 7 has containedSubnodes, so it stands for nodes that another program has merged. Give the "
+            "node 7 has containedSubnodes, so it represents nodes that another program has merged. Give the "
             "graph as it was before.",
         ),
         (

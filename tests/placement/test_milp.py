@@ -152,7 +152,7 @@ def test_a_start_may_number_equal_devices_in_any_way(solve: Solver) -> None:
 @both
 def test_a_start_that_does_not_fit_is_refused(solve: Solver) -> None:
     items = items_for(solve, chain([1.0, 1.0, 1.0, 1.0], memory=2.0))
-    with pytest.raises(BiremeError, match="is none of these items"):
+    with pytest.raises(BiremeError, match="does not fit these items"):
         solve(items, Objective.THROUGHPUT, time_limit_s=LONG_S, start=(0, 0, 0, 1))
 
 

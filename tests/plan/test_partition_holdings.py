@@ -17,10 +17,21 @@ def test_counting_all_at_once_is_counting_one_by_one(name: str, recompute: bool)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", sorted(module.EVENLY))
-def test_deep_pipelines_hold_what_counting_says(name: str, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [*((name, False) for name in sorted(module.EVENLY)), ("2bw", True), ("2bw-fresh", True)],
+)
+def test_deep_pipelines_hold_what_counting_says(name: str, early: bool, recompute: bool) -> None:
     for num_stages in (DEEP + 1, DEEP + 4):
-        for num_microbatches in (num_stages, num_stages + 3):
-            counted = module._counted(name, num_stages, num_microbatches, recompute)
-            reckoned = holdings(name, num_stages, num_microbatches, recompute=recompute)
+        for num_microbatches in (num_stages, num_stages + 1, num_stages + 3):
+            counted = module._counted(name, num_stages, num_microbatches, recompute, early)
+            reckoned = holdings(name, num_stages, num_microbatches, recompute=recompute, updates_early=early)
             assert [set(stage) for stage in reckoned] == [set(stage) for stage in counted]
+
+
+@pytest.mark.parametrize("name", ["2bw", "2bw-fresh"])
+def test_early_updates_leave_the_first_stage_one_set_of_gradients(name: str) -> None:
+    for num_stages in (3, 40):
+        late, early = (holdings(name, num_stages, 64, updates_early=one) for one in (False, True))
+        sets = [[max(moment.gradient for moment in stage) for stage in one] for one in (late, early)]
+        assert sets == [[2.0] * num_stages, [1.0] + [2.0] * (num_stages - 1)]

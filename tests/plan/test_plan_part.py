@@ -1,5 +1,6 @@
 """Plans for a part of a model: what does not learn is there once, and has no gradients and no optimiser."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,17 @@ from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.part import Lora, Part
 from bireme.model.sources import load_source
+from bireme.model.units import units_of
 from bireme.plan.forecast import Answer, NothingFits
+from bireme.plan.partition.chain import chain_of
+from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
+from bireme.runtime.borders import Borders
+from bireme.schedule.catalogue import generate
+from bireme.simulate.simulator import simulate
 from tests.support.command import bireme
 from tests.support.tiny_llama import save_config
 
@@ -69,6 +76,32 @@ def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapte
 
     whole = replace(graph, parameters=tuple(replace(state, trainable=True) for state in graph.parameters))
     assert isinstance(found(profile_of(whole), "1f1b"), NothingFits)
+
+
+def test_messages_have_the_bytes_that_the_engine_sends() -> None:
+    """Before the second layer nothing learns, so only an empty message comes back there."""
+    part = Part(freeze=("tokens.*", "positions.*", "layers.0.*"))
+    source = load_source("gpt:layers=2,width=8,heads=1,vocab=32,context=8,tied=false", part=part)
+    graph = capture(source.model, source.example_inputs)
+    units, cuts, size = units_of(graph), (2, 4), 3
+    costs = costs_between(chain_of(profile(graph, GPU, [size]), size), cuts)
+    borders = Borders(graph, ((), *(units[cut].receives for cut in cuts)))
+    for stage in range(len(cuts)):
+        for there, found in (
+            (borders.forward(stage + 1, size), costs.message_bytes),
+            (borders.backward(stage, size), costs.gradient_message_bytes),
+        ):
+            sent = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in there.specs)
+            assert found[stage] == sent
+    hidden = 3 * 8 * 8 * 4.0
+    assert costs.message_bytes == (hidden, hidden, 0.0)
+    assert costs.gradient_message_bytes == (0.0, hidden, 0.0)
+
+    timeline = simulate(generate("1f1b", num_stages=3, num_microbatches=6, num_batches=1), costs)
+    found_bytes = {
+        (one.source, one.destination): sum(one.num_bytes) for one in timeline.transfers if not one.is_sync
+    }
+    assert found_bytes == {(0, 1): 6 * hidden, (1, 0): 0.0, (1, 2): 6 * hidden, (2, 1): 6 * hidden}
 
 
 @pytest.mark.slow

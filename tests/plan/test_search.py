@@ -19,6 +19,7 @@ from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
 from bireme.plan.summary import Kind
 from bireme.profile.profile import Profile
@@ -31,7 +32,11 @@ NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Ru
 
 
 def every_plan(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Iterator[Plan]:
-    """All plans, written down with nothing of the search: whatever `Plan` takes is one, with late updates."""
+    """All plans, written down with nothing of the search: whatever `Plan` takes is one.
+
+    Updates come early where the problem says that this costs no time.
+    """
+    problem: PlanningProblem | None = None
     names = [device.name for device in cluster.devices()]
     num_units = len(profile.units)
     schedules = NAMES if wishes.schedule == "auto" else [wishes.schedule]
@@ -50,8 +55,10 @@ def every_plan(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Itera
                 for parts in {"interleaved": (2, 4), "zbv": (2,)}.get(name, (1,)):
                     if parts > 1 and ranks == 1:
                         continue
+                    problem = problem or PlanningProblem(profile, cluster, wishes)
+                    early = problem.updates_early(name, ranks, sizes)
                     yield from _cut_every_way(
-                        name, ranks, parts, sizes, m, names, num_units, wishes.recompute
+                        name, ranks, parts, sizes, m, names, num_units, wishes.recompute, early=early
                     )
 
 
@@ -64,6 +71,8 @@ def _cut_every_way(
     names: list[str],
     num_units: int,
     recompute: Recompute,
+    *,
+    early: bool,
 ) -> Iterator[Plan]:
     stages = ranks * parts
     every_set = [some for count in range(stages + 1) for some in combinations(range(stages), count)]
@@ -90,7 +99,7 @@ def _cut_every_way(
                     recompute=again,
                     micro_batch_sizes=sizes,
                     devices=grid,
-                    updates_early=False,
+                    updates_early=early,
                 )
             except BiremeError:
                 continue  # the schedule does not run in this shape

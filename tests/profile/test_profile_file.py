@@ -69,6 +69,7 @@ def profiles(draw: st.DrawFn) -> Profile:
                     boundary_bytes=counts,
                     workspace_bytes=counts,
                     shared=st.lists(kept, max_size=2).map(tuple),
+                    returned_bytes=st.none() | counts,
                 )
                 for size in sizes
             )

@@ -207,7 +207,7 @@ def test_no_schedule_waits_in_a_circle_for_the_sum_over_all_ranks(schedule: str)
                 )
             except BiremeError:
                 continue  # so far ahead it may not run
-            assert run_to_end(program, rendezvous=True) is None
+            assert run_to_end(program, synchronous_sends=True) is None
 
 
 # --- the delay

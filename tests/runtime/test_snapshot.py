@@ -1,12 +1,13 @@
 """Snapshots taken amid a stream: who goes on from one is where nobody ever stopped."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from bireme.model.part import Part
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot
 from tests.support.engine_parity import ALL, DELAYED, FLUSH, Setting, pipeline_of, plan_for
@@ -29,8 +30,14 @@ class Seen:
     snapshot: Snapshot | None
 
 
-def train(model: Model, setting: Setting, data: Sequence[Batch], saved: Snapshot | None = None) -> list[Seen]:
-    """All ranks as threads, from a snapshot on where there is one."""
+def train(
+    model: Model,
+    setting: Setting,
+    data: Sequence[Batch],
+    saved: Snapshot | None = None,
+    but: Collection[str] = (),
+) -> list[Seen]:
+    """All ranks as threads, from a snapshot on where there is one; `but` is left out of the one they take."""
     fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
 
     def work(rank: int) -> Seen:
@@ -47,7 +54,7 @@ def train(model: Model, setting: Setting, data: Sequence[Batch], saved: Snapshot
         for result in pipeline.train(data):
             losses.append(result.loss)
             if result.batch + 1 == TAKEN_BEHIND:
-                snapshot = pipeline.snapshot()
+                snapshot = pipeline.snapshot(but=but)
         weights = {name: tensor.clone() for name, tensor in pipeline.parameters().items()}
         return Seen(losses, weights, snapshot)
 
@@ -92,6 +99,22 @@ def test_so_it_is_with_bfloat16_banks_and_every_optimiser(schedule: str, optimiz
     data = token_batches(8, 7)
     whole = train(model, setting, data)
     rest = train(model, setting, data[TAKEN_BEHIND:], together(whole))
+    assert rest[0].losses == whole[0].losses[TAKEN_BEHIND:]
+    expected, found = all_weights(whole), all_weights(rest)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
+def test_a_part_goes_on_from_what_was_trained_alone(schedule: str) -> None:
+    model = gpt("layers=3,tied=false,dropout=0.2", part=Part(freeze=("tokens.*", "layers.1.*", "*.bias")))
+    frozen = {state.name for state in model.graph.parameters if not state.trainable}
+    setting, data = Setting(plan_for(schedule), clip_norm=0.5), token_batches(8, 9)
+    whole = train(model, setting, data, but=frozen)
+    saved = together(whole)
+    assert {name.partition("/")[2] for name in saved.tensors if name.startswith("weights/")} == {
+        state.name for state in model.graph.parameters if state.trainable
+    }
+    rest = train(model, setting, data[TAKEN_BEHIND:], saved)
     assert rest[0].losses == whole[0].losses[TAKEN_BEHIND:]
     expected, found = all_weights(whole), all_weights(rest)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

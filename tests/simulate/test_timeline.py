@@ -117,6 +117,16 @@ def test_fresh_2bw_keeps_one_copy_more_unless_the_optimiser_has_a_master() -> No
     assert [kept.peak_bytes for kept in with_master] == [kept.peak_bytes for kept in two]
 
 
+def test_a_rank_needs_the_workspace_of_its_greediest_stage_and_not_of_all() -> None:
+    program = generate("zbv", num_stages=4, num_microbatches=4, num_batches=2)
+    workspace = [10.0, 20.0, 40.0, 80.0]
+    costs = Costs.per_stage(4, forward_s=1, backward_s=2, workspace_bytes=workspace)
+    for kept in simulate(program, costs).memory:
+        own = [workspace[stage] for stage in program.stages_of(kept.rank)]
+        assert len(own) == 2
+        assert kept.peak_bytes == kept.at_peak["workspace"] == max(own)
+
+
 @pytest.mark.parametrize(
     ("name", "stashed"),
     [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("2bw", [4, 3, 2, 1]), ("zb-h1", [4, 4, 4, 4])],

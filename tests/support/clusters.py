@@ -35,6 +35,7 @@ def devices(draw: st.DrawFn) -> Device:
         draw(FIGURES),
         draw(st.integers(0, 1000)),
         draw(st.floats(1e-3, 1e6)),
+        draw(st.one_of(st.just(0.0), st.floats(0.5, 1e5))),
     )
 
 

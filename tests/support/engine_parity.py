@@ -19,6 +19,7 @@ from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
+from bireme.runtime.balancer import Sharing
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import micro_batch_seed
@@ -71,6 +72,7 @@ class Setting:
     bank_dtype: torch.dtype | None = None
     windows: tuple[int, ...] = ()
     lr_factor: Callable[[int], float] = lr
+    reads_apart: bool = False
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -99,6 +101,7 @@ def pipeline_of(
     world: World | Fabric | None,
     on_instruction: OnInstruction | None = None,
     device: torch.device | str = "cpu",
+    sharing: Sharing | None = None,
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -114,6 +117,8 @@ def pipeline_of(
         bank_dtype=setting.bank_dtype,
         on_instruction=on_instruction,
         device=device,
+        sharing=sharing,
+        reads_apart=setting.reads_apart,
     )
 
 
@@ -196,9 +201,16 @@ class _Seeded:
 
 
 def oracle(
-    model: Model, setting: Setting, data: Sequence[Batch], buffers: dict[str, Tensor] | None = None
+    model: Model,
+    setting: Setting,
+    data: Sequence[Batch],
+    buffers: dict[str, Tensor] | None = None,
+    *,
+    sizes: Sequence[Sequence[int]] | None = None,
 ) -> list[Update]:
-    """What one process and plain loops make of it. `buffers` are written, as the model does."""
+    """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
+    samples of all micro-batches, batch by batch, where the plan does not say them.
+    """
     plan, graph = setting.plan, model.graph
     seeds: list[int] = []
 
@@ -217,7 +229,7 @@ def oracle(
         rule,
         [_Seeded(model.stage(plan, stage), seeds) for stage in range(plan.num_stages)],
         {state.name: model.weights[state.name] for state in graph.parameters},
-        [_cut(batch, model, plan) for batch in data],
+        [_cut(batch, model, plan, sizes[place] if sizes else ()) for place, batch in enumerate(data)],
         setting.factory,
         trainable={state.name for state in graph.parameters if state.trainable},
         buffers=model.given([state.name for state in graph.buffers]) if buffers is None else buffers,
@@ -229,11 +241,12 @@ def oracle(
     )
 
 
-def _cut(batch: Batch, model: Model, plan: Plan | ProgramPlan) -> list[Microbatch]:
+def _cut(batch: Batch, model: Model, plan: Plan | ProgramPlan, sizes: Sequence[int]) -> list[Microbatch]:
     """The micro-batches in which anything counts."""
     num_microbatches = plan.source.num_microbatches
     pieces = plan.width * num_microbatches
     ends = pieces if not plan.micro_batch_sizes else _ends(batch, plan)
+    ends = list(accumulate(sizes))[:-1] if sizes else ends
     parts = zip(*(tensor.tensor_split(ends) for tensor in batch.values()), strict=True)
     rows = [dict(zip(batch, part, strict=True)) for part in parts]
     cut = [Microbatch(part, model.count(part), place // num_microbatches) for place, part in enumerate(rows)]

@@ -19,7 +19,7 @@ import pytest
 
 from bireme.train import launched_rank
 
-__all__ = ["Host", "enter_without", "hosts"]
+__all__ = ["Host", "enter_without", "hide", "hosts"]
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 """Of Linux: mounts, the machine's name, its network."""
@@ -35,6 +35,11 @@ class Host:
     namespace: str
     address: str
     name: str
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What a command is started with to be in its network, under this machine's name."""
+        return "ip", "netns", "exec", self.namespace
 
     def enter(self) -> None:
         """Have this process, which must have one thread, be on that machine from now on."""
@@ -52,6 +57,11 @@ def enter_without(host: Host, folder: Path) -> None:
     """Be on that machine, where nothing that others write in the folder is seen, and is not waited for."""
     host.enter()
     launched_rank.SEEN_S = 1.0
+    hide(folder)
+
+
+def hide(folder: Path) -> None:
+    """Have this process, which has entered a host, find nothing in a folder."""
     run("mount", "-t", "tmpfs", "none", str(folder))
 
 

@@ -51,6 +51,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "data.mixture": st.lists(
         st.fixed_dictionaries({"source": WORDS, "weight": st.floats(1e-9, 100)}), min_size=1, max_size=3
     ),
+    "data.private": st.dictionaries(st.sampled_from(["a", "b.c", "host-0"]), WORDS, min_size=1),
     "training.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     "checkpoint.folder": PLAIN,
     "log.name": PLAIN,

@@ -1,7 +1,7 @@
 """Runs under torchrun for tests: watched by their log, and none left behind."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ def torchrun_train(
     options: Sequence[str] = ("--standalone",),
     pace_s: float = 0.0,
     first: Callable[[], None] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Torchrun]:
     """`torchrun OPTIONS --nproc-per-node RANKS -m bireme train WORDS`; `run` is the folder of the run.
 
@@ -56,7 +57,8 @@ def torchrun_train(
     """
     launcher = ("-m", TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "bireme", "train")
     scratch = os.environ["BIREME_TESTS_FOLDER"]  # where torchrun keeps what it would leave if it is killed
-    process = Copy([*launcher, *words], ROOT, variables={PACE: str(pace_s), "TMPDIR": scratch}, first=first)
+    environment = {PACE: str(pace_s), "TMPDIR": scratch, **(variables or {})}
+    process = Copy([*launcher, *words], ROOT, variables=environment, first=first)
     started = Torchrun(Running(process, run, process.err))
     try:
         yield started

@@ -22,7 +22,7 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.checkpoint.shard import SavedTensors
 from bireme.train.export import NewestWeights, export_checkpoint
-from bireme.train.run_file import load_run_file
+from bireme.train.run_file import RunFile, load_run_file
 from tests.model.test_weights import graph_of, transformers_model
 from tests.support.checkpoints import META, ranks
 from tests.support.patience import patience_s
@@ -145,8 +145,11 @@ def test_weights_are_given_in_the_type_that_the_model_has_them() -> None:
     linear = torch.nn.Linear(4, 4).to(torch.bfloat16)
     graph = graph_of(linear)
     kept = {f"weights/{name}": tensor.float() for name, tensor in linear.named_parameters()}
-    checkpoint: Any = SimpleNamespace(snapshot=lambda: Snapshot(1, 1.0, kept))
-    weights = NewestWeights(graph, checkpoint)
+    manifest = SimpleNamespace(extra={})
+    checkpoint: Any = SimpleNamespace(
+        snapshot=lambda: Snapshot(1, 1.0, kept), manifest=manifest, folder=Path("step-1")
+    )
+    weights = NewestWeights(RunFile(), graph, checkpoint)
     assert weights.num_bytes == 2 * 20
     assert all(torch.equal(weights[name], own) for name, own in linear.named_parameters())
 

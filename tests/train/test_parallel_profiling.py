@@ -15,8 +15,8 @@ from bireme.runtime.world import World
 from bireme.train import parallel_profiling
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
-from bireme.train.prepare import is_short
 from bireme.train.run_file import load_run_file
+from bireme.train.run_length import is_short
 
 MODEL = "gpt:layers=1,width=8,heads=2,vocab=257,context=8"
 

@@ -1,18 +1,27 @@
-"""Runs that train a part: an adapter comes out that peft loads, and a folder to which it was added."""
+"""Runs that train a part: an adapter comes out that peft loads, and a folder to which it was added.
+
+Their checkpoints hold what was trained and no more. A run goes on from them beside the same base, and beside
+no other.
+"""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bireme.model.graph_file import load_graph
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.train.checkpoint.checkpoint import newest_good
+from bireme.train.folder import RunFolder, load_asked
+from bireme.train.launching import start
+from bireme.train.model import RunModel
+from bireme.train.prepare import prepare, write_prepared
 from tests.support.command import bireme
 from tests.support.tiny_llama import save_llama
 from tests.support.tiny_tokenizer import save_tokenizer
@@ -21,19 +30,31 @@ from tests.support.training import losses, settings, write_run
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two ranks that has trained an adapter, beside `llama` with its base."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("part")
+    base, tokenizer = save_llama(folder / "llama"), save_tokenizer(folder / "tokenizer")
+    path = write_run(folder, "2bw-fresh", model=f"hf:{base}")
+    lora = settings(model__lora__rank=4, model__lora__dropout=0.1, log__sample_tokens=3)
+    more = settings(data__tokenizer=tokenizer, training__steps=8, training__weight_decay=0.1)
+    asked = load_asked(path, [word for word in (*lora, *more) if word != "--set"])
+    prepared = prepare(asked, lambda _done, _what: None)
+    made = RunFolder(folder / "runs" / "run")
+    made.path.mkdir(parents=True)
+    write_prepared(prepared, made)
+    assert start(prepared, made, None, is_shown=False).summary.document()["sample"]
+    return made.path
+
+
 @torch.no_grad()
 def test_an_adapter_of_two_ranks_has_the_same_logits_in_peft_and_merged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peft: Any = pytest.importorskip("peft")
     transformers: Any = pytest.importorskip("transformers")
-    base, tokenizer = save_llama(tmp_path / "llama"), save_tokenizer(tmp_path / "tokenizer")
-    path, run = write_run(tmp_path, "2bw-fresh", model=f"hf:{base}"), tmp_path / "runs" / "run"
-    lora = settings(model__lora__rank=4, model__lora__dropout=0.1, log__sample_tokens=3)
-    more = settings(data__tokenizer=tokenizer, training__steps=8, training__weight_decay=0.1)
-    result = bireme(capsys, "train", str(path), "--json", *lora, *more)
-    assert result.status == 0, result.err
-    assert result.document["sample"]
+    base = run.parents[1] / "llama"
     curve = losses(run)
     assert curve[8] < curve[1]
 
@@ -64,9 +85,49 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     saved = checkpoint.snapshot().tensors
     graph = load_graph(run / "evaluation-graph.json")
     whole = stage_function(graph, units_of(graph), outputs=("logits",))
-    weights = {name: saved[f"weights/{name}"] for name in whole.parameters}
+    frozen = {state.name for state in graph.parameters if not state.trainable}
+    given = RunModel.of(RunFolder(run).load_run(), 1).weights(graph)(sorted(frozen))
+    weights = given | {name: saved[f"weights/{name}"] for name in whole.parameters if name not in frozen}
     buffers = {name: saved[f"buffers/{name}"] for name in whole.buffers}
     return whole(weights, buffers, inputs)["logits"]
+
+
+def test_a_run_of_an_adapter_resumes_to_the_last_bit_beside_its_base_and_no_other(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped, base = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(run, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-00000008")
+    shutil.rmtree(stopped / "model")
+    shutil.copytree(run.parents[1] / "llama", base)
+    saved = newest_good(stopped / "checkpoints")
+    assert saved is not None
+    sections = {name.partition("/")[2] for name in saved.snapshot().tensors if name.startswith("weights/")}
+    assert len(sections) == 2 * 2 * 7  # A and B of every linear layer, and nothing of the base
+    assert all(".lora_" in name for name in sections)
+
+    words = ["resume", str(stopped), "--json", "--set"]
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1.0
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    log = (stopped / "metrics.jsonl").read_bytes()
+    refused = bireme(capsys, *words, f"model.source=hf:{other}")
+    assert refused.status == 2
+    assert f"hf:{other} holds others now" in refused.err
+    (other / "model.safetensors").unlink()
+    refused = bireme(capsys, *words, f"model.source=hf:{other}")
+    assert refused.status == 2
+    assert f"hf:{other} has no safetensors to read them from" in refused.err
+    assert (stopped / "metrics.jsonl").read_bytes() == log
+
+    resumed = bireme(capsys, *words, f"model.source=hf:{base}")
+    assert resumed.status == 0, resumed.err
+    assert len(losses(stopped)) == 8  # and none of a step that was trained twice has changed
+    weights = [load_file(one / "model" / "adapter_model.safetensors") for one in (run, stopped)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 def test_a_run_without_an_adapter_has_nothing_to_merge(

@@ -47,12 +47,12 @@ class Window:
 
     before: int
     counted: int
-    behind: int = 0
+    after: int = 0
 
     @property
     def num_batches(self) -> int:
-        """All of them."""
-        return self.before + self.counted + self.behind
+        """All batches that are run."""
+        return self.before + self.counted + self.after
 
     def batch_s(self, ends_s: Sequence[float]) -> float:
         """Seconds that a batch that counts takes."""

@@ -46,7 +46,7 @@ class Effort:
     def __post_init__(self) -> None:
         least = min(self.counted, self.rounds, self.overhead_batches, self.overhead_rounds)
         if least < 1 or min(self.pace.forward_s, self.pace.backward_s) < 0:
-            raise BiremeError("A benchmark counts one batch and one round at least, and no negative seconds.")
+            raise BiremeError("A benchmark needs at least one batch and one round, and seconds of 0 or more.")
 
 
 QUICK = Effort(shapes=(Shape(4, 4),), counted=2, rounds=2, overhead_batches=8, overhead_rounds=3)

@@ -34,15 +34,19 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEDULES", "Row", "measure_emulated"]
 
-SCHEDULES = ("2bw", "1f1b", "gpipe", "zb-h1", "interleaved")
+SCHEDULES = ("2bw", "2bw-fresh", "1f1b", "gpipe", "zb-h1", "interleaved")
 PEERS = {
     "2bw": ("Schedule1F1B", "1f1b"),
+    "2bw-fresh": ("Schedule1F1B", "1f1b"),
     "1f1b": ("Schedule1F1B", "1f1b"),
     "gpipe": ("ScheduleGPipe",),
     "zb-h1": ("ScheduleInterleavedZeroBubble", "zb-h1"),
     "interleaved": ("ScheduleInterleaved1F1B",),
 }
 """What of torch's each is compared with: the fastest of these. Our names are programs in torch's runtime."""
+
+BUBBLE_FREE = ("2bw", "2bw-fresh")
+"""Every device is busy all the time."""
 
 SIMULATED_BATCHES = 8
 
@@ -101,7 +105,7 @@ def limit_s(schedule: str, shape: Shape, pace: Pace) -> float:
     """The least that a batch can take."""
     d, m, v = shape.num_ranks, shape.num_microbatches, stages_per_rank(schedule)
     fills_s = pace.forward_s if schedule == "zb-h1" else pace.whole_s / v
-    return m * pace.whole_s + (0.0 if schedule == "2bw" else (d - 1) * fills_s)
+    return m * pace.whole_s + (0.0 if schedule in BUBBLE_FREE else (d - 1) * fills_s)
 
 
 def predicted_s(schedule: str, shape: Shape, pace: Pace, own: EngineOverhead) -> float:

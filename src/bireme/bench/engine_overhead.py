@@ -39,9 +39,9 @@ class EngineOverhead:
         last = num_stages - 1
         forward, backward, halves = [], [], []
         for stage in range(num_stages):
-            behind_s, ahead_s = (self.send_s, self.take_s) if stage < last else (0.0, 0.0)
+            after_s, ahead_s = (self.send_s, self.take_s) if stage < last else (0.0, 0.0)
             into_s, back_s = (self.take_s, self.send_s) if stage else (0.0, 0.0)
-            forward.append(pace.forward_s + self.forward_s + into_s + behind_s)
+            forward.append(pace.forward_s + self.forward_s + into_s + after_s)
             backward.append(pace.backward_s + num_backwards * self.backward_s + ahead_s + back_s)
             # Nothing that comes into the first stage has a gradient.
             halves.append(pace.backward_s / 2 + self.backward_s + ahead_s + back_s if stage else 0.0)

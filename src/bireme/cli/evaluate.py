@@ -24,14 +24,14 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="The data, as in data.source; without it, what the run kept apart for evaluation.",
+            help="Data, as in data.source; by default what the run kept apart for evaluation.",
         ),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a sample; as in training if left out.", show_default=False)
+        int | None, typer.Option(help="Tokens per sample; by default as in training.", show_default=False)
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER|bytes", help="The tokenizer; the model's own if left out.")
+        str | None, typer.Option(metavar="FOLDER|bytes", help="Tokenizer; by default the model's own.")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", "-B", help="Samples that run at a time.", show_default=False)
@@ -39,7 +39,7 @@ def evaluate(
     batches: Annotated[
         int | None,
         typer.Option(
-            help="The most batches to take, 0 for all; of a run's own data as many as it takes itself.",
+            help="Most batches, 0 for all; by default as many as the run evaluates of its own data.",
             show_default="all",
             min=0,
         ),
@@ -47,7 +47,7 @@ def evaluate(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Processes that share the model as a pipeline; as many as its weights need.",
+            help="Processes that share the model as a pipeline; by default as many as its weights need.",
             show_default=False,
             min=1,
         ),

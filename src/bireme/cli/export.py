@@ -1,4 +1,4 @@
-"""`bireme export`: the newest weights of a run as a model folder."""
+"""`bireme export`: the most recent weights of a run as a model folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +18,12 @@ def export(
         bool,
         typer.Option(
             "--merged",
-            help="Of a run with model.lora: the whole model with the adapter added to its weights.",
+            help="Add the adapter of model.lora to its base, and export the whole model.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Export the newest model of a run: a transformers folder, or safetensors with the model's names.
+    """Export the latest model of a run: a transformers folder, or safetensors with the model's names.
 
     Of a run with model.lora it is the adapter, as the peft library loads it.
 

@@ -1,6 +1,7 @@
 """Options that several verbs share, and helpers to read them."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,9 @@ __all__ = [
     "Slices",
     "Stages",
     "StagesPerRank",
+    "Sweep",
     "build_program",
+    "bytes_of",
     "check_writable",
     "print_json",
     "refuse",
@@ -56,6 +59,10 @@ AheadBy = Annotated[
         "--lookahead", help="Extra forwards that 1f1b, 2bw and 2bw-fresh run ahead to hide slow links."
     ),
 ]
+Sweep = Annotated[
+    int,
+    typer.Option(help="Micro-batches that a rank takes through a stage before it turns to the next stage."),
+]
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="Keep only inputs and run forwards again before backwards.")
 ]
@@ -66,11 +73,11 @@ From = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file; Repeatable."),
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file. Repeatable."),
 ]
 
 
-SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "recompute")
+SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "sweep", "recompute")
 """Options that have no effect with a schedule file."""
 
 
@@ -109,6 +116,7 @@ def build_program(
     stages_per_rank: int | None,
     slices: int | None,
     lookahead: int,
+    sweep: int,
     recompute: bool,
 ) -> "Program":
     """The program that the options ask for, by schedule name or from a file."""
@@ -130,12 +138,35 @@ def build_program(
         stages_per_rank=stages_per_rank,
         num_sliced=slices,
         lookahead=lookahead,
+        sweep=sweep,
         recompute=range(stages) if recompute else (),
     )
 
 
+UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
+
+
+def bytes_of(text: str, option: str) -> int:
+    """The bytes in a text such as `6GB` (10⁹), `24GiB` (2³⁰) or `5e9`; `option` is who says it."""
+    found = AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise BiremeError(f"{option} is {text!r}; write bytes as 6GB, 24GiB or 5e9.")
+    return round(float(found[1]) * UNITS[found[2].lower()])
+
+
 def settings_of(values: Mapping[str, object]) -> list[str]:
-    """What options say in the place of keys of the run file, as `--set` would; those left out say nothing."""
+    """Settings of the run file's keys, as `--set` gives them; options that are left out set nothing."""
     return [
         f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None
     ]

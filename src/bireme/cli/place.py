@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["place"]
 
-devices_option = partial(typer.Option, rich_help_panel="Devices, in the place of the file's")
+devices_option = partial(typer.Option, rich_help_panel="Devices, instead of the file's")
 search_option = partial(typer.Option, rich_help_panel="What to look for")
 output_option = partial(typer.Option, rich_help_panel="Output")
 model_option = partial(typer.Option, rich_help_panel="A model instead of a file")
@@ -82,8 +82,8 @@ def place(
     check: Annotated[
         Path | None, search_option(metavar="FILE.json", help="Check this split instead of searching.")
     ] = None,
-    accelerators: Annotated[int | None, devices_option(help="How many there are.")] = None,
-    cpus: Annotated[int | None, devices_option(help="How many there are.")] = None,
+    accelerators: Annotated[int | None, devices_option(help="Number of accelerators.")] = None,
+    cpus: Annotated[int | None, devices_option(help="Number of CPUs.")] = None,
     memory: Annotated[float | None, devices_option(metavar="BYTES", help="Memory of an accelerator.")] = None,
     model: Annotated[
         str | None, model_option(metavar="MODEL", help="Model to measure here, as in `bireme profile`.")

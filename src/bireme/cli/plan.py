@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["cluster_of", "plan"]
 
 given_option = partial(typer.Option, rich_help_panel="Model, batch and machines")
-wishes_option = partial(typer.Option, rich_help_panel="Constraints on the plan")
+constraint_option = partial(typer.Option, rich_help_panel="Constraints on the plan")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 LARGEST_MEASURED = 16
@@ -67,63 +67,70 @@ def plan(
     ] = None,
     schedule: Annotated[
         str,
-        wishes_option("--schedule", "-s", metavar="NAME|auto", help="Schedule to use, or auto for the best."),
+        constraint_option(
+            "--schedule", "-s", metavar="NAME|auto", help="Schedule to use, or auto for the best."
+        ),
     ] = "auto",
-    synchronous: Annotated[bool, wishes_option("--synchronous", help="Forbid delayed updates.")] = False,
+    synchronous: Annotated[bool, constraint_option("--synchronous", help="Forbid delayed updates.")] = False,
     objective: Annotated[
         str,
-        wishes_option(
-            **word("objective", "time-to-loss", "throughput"),
-            help="What to optimise; throughput ignores the extra steps that delayed updates cost.",
+        constraint_option(
+            **word("objective", "time-to-loss", "throughput", "energy"),
+            help="What to optimise; throughput ignores the extra steps that delayed updates cost, energy "
+            "needs the watts of all devices.",
         ),
     ] = "time-to-loss",
     penalty: Annotated[
         list[str] | None,
-        wishes_option(
+        constraint_option(
             metavar="RULE=STEPS",
             help="Steps with delayed or fresh updates that equal one synchronous step. Repeatable.",
         ),
     ] = None,
     delay_warmup: Annotated[
         float | None,
-        wishes_option(
+        constraint_option(
             metavar="SHARE",
             help="Fraction of steps run under 1f1b before updates are delayed.",
             show_default=f"{DEFAULT_DELAY_WARMUP:g}, or 0 with --schedule",
         ),
     ] = None,
-    depth: Annotated[int | None, wishes_option(help="Number of devices per replica.")] = None,
-    width: Annotated[int | None, wishes_option(help="Replicas.")] = None,
-    micro_batch: Annotated[int | None, wishes_option(help="Samples per micro-batch.")] = None,
+    depth: Annotated[int | None, constraint_option(help="Number of devices per replica.")] = None,
+    width: Annotated[int | None, constraint_option(help="Replicas.")] = None,
+    micro_batch: Annotated[int | None, constraint_option(help="Samples per micro-batch.")] = None,
     largest_batch: Annotated[
-        int | None, wishes_option(help="Allow steps of up to this many samples.")
+        int | None, constraint_option(help="Allow steps of up to this many samples.")
     ] = None,
     memory_fraction: Annotated[
-        float, wishes_option(help="Share of each device's memory that the plan may use.")
+        float, constraint_option(help="Share of each device's memory that the plan may use.")
     ] = 1.0,
-    devices: Annotated[str | None, wishes_option(metavar="NAME,…", help="Use only these devices.")] = None,
+    devices: Annotated[
+        str | None, constraint_option(metavar="NAME,…", help="Use only these devices.")
+    ] = None,
     recompute: Annotated[
         str,
-        wishes_option(
+        constraint_option(
             **word("kind of recompute", "never", "where-needed", "always"),
             help="Which stages recompute activations to save memory.",
         ),
     ] = "where-needed",
     lookahead: Annotated[
         bool,
-        wishes_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
+        constraint_option(
+            help="Allow stages to run further ahead to hide slow links; other frameworks cannot."
+        ),
     ] = True,
     pin: Annotated[
-        list[str] | None, wishes_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
+        list[str] | None, constraint_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
     together: Annotated[
         list[str] | None,
-        wishes_option(
+        constraint_option(
             metavar="FIRST..LAST", help="Units, by number or name, to keep on one stage. Repeatable."
         ),
     ] = None,
     whole_layers: Annotated[
-        bool, wishes_option("--whole-layers", help="Cut only between layers, as other frameworks do.")
+        bool, constraint_option("--whole-layers", help="Cut only between layers, as other frameworks do.")
     ] = False,
     measure_batch: Annotated[
         list[int] | None,
@@ -188,7 +195,7 @@ def plan(
     from bireme.plan.partition.loads import Recompute
     from bireme.plan.plan_request import Goal, PlanRequest
 
-    wishes = PlanRequest(
+    request = PlanRequest(
         batch_size=batch_size,
         largest_batch=largest_batch,
         schedule=schedule,
@@ -205,21 +212,21 @@ def plan(
         lookahead=lookahead,
     )
     found_cluster = cluster_of(cluster)
-    _check_numbers(wishes, found_cluster)
-    for name in wishes.devices:
+    _check_numbers(request, found_cluster)
+    for name in request.devices:
         found_cluster.number_of(name)
     found_profile = _profile(profile, asked)
     from bireme.plan.unit_names import pins_of, ranges_of
 
     names = [unit.name for unit in found_profile.units]
-    wishes = replace(
-        wishes,
+    request = replace(
+        request,
         pinned=pins_of(pin or (), names, "--pin"),
         together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
     )
-    for name in wishes.pinned.values():
+    for name in request.pinned.values():
         found_cluster.number_of(name)
-    run = PlanRun(found_profile, found_cluster, wishes, asked, is_given=profile is not None)
+    run = PlanRun(found_profile, found_cluster, request, asked, is_given=profile is not None)
     run.show(output, exports, explained=explain, as_json=as_json)
 
 
@@ -278,11 +285,11 @@ def _check_words(schedule: str, *, synchronous: bool) -> None:
         )
 
 
-def _check_numbers(wishes: "PlanRequest", cluster: "Cluster") -> None:
+def _check_numbers(request: "PlanRequest", cluster: "Cluster") -> None:
     """Refuse impossible requests before measuring a profile."""
     from bireme.plan.search.problem import check_numbers
 
-    check_numbers(wishes, len(wishes.devices) or cluster.num_devices)
+    check_numbers(request, len(request.devices) or cluster.num_devices)
 
 
 def cluster_of(text: str | None) -> "Cluster":

@@ -27,14 +27,14 @@ class PlanRun:
         self,
         profile: "Profile",
         cluster: "Cluster",
-        wishes: "PlanRequest",
+        request: "PlanRequest",
         asked: Measuring | None,
         *,
         is_given: bool,
     ) -> None:
         self.profile = profile
         self.cluster = cluster
-        self.wishes = wishes
+        self.request = request
         self.asked = asked
         self.is_given = is_given
         """Whether the profile comes from a file, so the model might be another one."""
@@ -86,7 +86,7 @@ class PlanRun:
         with progress_bar("planning") as progress:
             begin_s = perf_counter()
             found = find_plan(
-                self.profile, self.cluster, self.wishes, progress=lambda done: progress(done, "planning")
+                self.profile, self.cluster, self.request, progress=lambda done: progress(done, "planning")
             )
             planning_s = perf_counter() - begin_s
         if not isinstance(found, Answer):
@@ -99,7 +99,7 @@ class PlanRun:
         from bireme.report.progress import progress_bar
 
         with progress_bar("planning again") as progress:
-            return explain(self.profile, self.cluster, self.wishes, answer, find_plan, tell=progress)
+            return explain(self.profile, self.cluster, self.request, answer, find_plan, tell=progress)
 
     def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
         """Make all texts before writing any file, so that a refused export leaves no files."""

@@ -16,6 +16,7 @@ from bireme.cli.options import (
     Slices,
     Stages,
     StagesPerRank,
+    Sweep,
     build_program,
     print_json,
     refuse,
@@ -40,6 +41,7 @@ def schedule(
     stages_per_rank: StagesPerRank = None,
     slices: Slices = None,
     lookahead: AheadBy = 0,
+    sweep: Sweep = 1,
     recompute: Recompute = False,
     source: From = None,
     check: Annotated[
@@ -73,6 +75,7 @@ def schedule(
             stages_per_rank=stages_per_rank,
             slices=slices,
             lookahead=lookahead,
+            sweep=sweep,
             recompute=recompute,
         )
     except BiremeError as error:

@@ -1,6 +1,7 @@
 """`bireme simulate`: predict time and memory of a schedule on given devices and links."""
 
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,9 @@ from bireme.cli.options import (
     Slices,
     Stages,
     StagesPerRank,
+    Sweep,
     build_program,
+    bytes_of,
     print_json,
     refuse,
 )
@@ -33,7 +36,20 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-OF_ONE_SCHEDULE = ("name", "source", "stages_per_rank", "slices", "lookahead", "trace", "picture")
+PAGED = ("host_memory", "disk", "host_bytes_per_s", "disk_bytes_per_s", "chunk_bytes")
+"""Options that only a limited device needs."""
+OF_ONE_SCHEDULE = (
+    "name",
+    "source",
+    "stages_per_rank",
+    "slices",
+    "lookahead",
+    "sweep",
+    "trace",
+    "picture",
+    "device_memory",
+    *PAGED,
+)
 """Options for a single schedule."""
 
 WINDOW = 10
@@ -42,6 +58,7 @@ WINDOW = 10
 times_option = partial(typer.Option, rich_help_panel="Times of one micro-batch")
 links_option = partial(typer.Option, rich_help_panel="Links")
 memory_option = partial(typer.Option, rich_help_panel="Memory")
+tiers_option = partial(typer.Option, rich_help_panel="Paging")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 
@@ -58,6 +75,7 @@ def simulate(
     stages_per_rank: StagesPerRank = None,
     slices: Slices = None,
     lookahead: AheadBy = 0,
+    sweep: Sweep = 1,
     recompute: Recompute = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare all schedules on as many devices as stages.")
@@ -105,6 +123,31 @@ def simulate(
     ] = 0.0,
     optimizer_bytes: Annotated[float, memory_option(help="Bytes of a stage's optimiser state.")] = 0.0,
     stash_bytes: Annotated[float, memory_option(help="Bytes kept per micro-batch until its backward.")] = 0.0,
+    device_memory: Annotated[
+        str | None,
+        tiers_option(
+            metavar="BYTES",
+            help="Memory of each rank's device, such as 6GB; what does not fit is paged to the host.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        tiers_option(metavar="BYTES", help="Host memory of each rank, 0 for none; by default unlimited."),
+    ] = None,
+    disk: Annotated[
+        str | None, tiers_option(metavar="BYTES", help="Disk space of each rank; by default none.")
+    ] = None,
+    host_bytes_per_s: Annotated[
+        float | None,
+        tiers_option(help="Bandwidth between device and host, in each direction; by default unlimited."),
+    ] = None,
+    disk_bytes_per_s: Annotated[
+        float | None, tiers_option(help="Bandwidth of each rank's disk; by default unlimited.")
+    ] = None,
+    chunk_bytes: Annotated[
+        int | None,
+        tiers_option(help="Bytes of a chunk; by default the size that wastes least.", show_default=False),
+    ] = None,
     trace: Annotated[
         Path | None, output_option(metavar="FILE.json", help="Write a Chrome trace, for ui.perfetto.dev.")
     ] = None,
@@ -133,12 +176,14 @@ def simulate(
         refuse(context, "The file defines the schedule", *SHAPE)
     if compare:
         refuse(context, "--compare shows all schedules", *OF_ONE_SCHEDULE)
+    if device_memory is None:
+        refuse(context, "Without --device-memory nothing is paged", *PAGED)
     from bireme.schedule.generators.shape import Shape
     from bireme.simulate.links import Links
 
     window = WINDOW if batches is None else batches
     num_microbatches = stages if microbatches is None else microbatches
-    Shape(stages, num_microbatches, window)
+    Shape(stages, num_microbatches, window, sweep=sweep)
     bandwidth = float("inf") if link_bytes_per_s is None else link_bytes_per_s
     links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server)
 
@@ -175,11 +220,34 @@ def simulate(
         stages_per_rank=stages_per_rank,
         slices=slices,
         lookahead=lookahead,
+        sweep=sweep,
         recompute=recompute,
     )
     if source is not None:
         _refuse_unsound(source)
+    from bireme.simulate.copies import TierLinks
     from bireme.simulate.simulator import simulate as run
+
+    whole, tier_links = program, TierLinks(host_bytes_per_s or inf, disk_bytes_per_s or inf)
+    if device_memory is not None:
+        from bireme.schedule.paging import Budgets
+        from bireme.simulate.paging import solve_paging
+
+        program = solve_paging(
+            program,
+            stage_costs(program.num_stages),
+            Budgets(
+                bytes_of(device_memory, "--device-memory"),
+                None if host_memory is None else bytes_of(host_memory, "--host-memory"),
+                0 if disk is None else bytes_of(disk, "--disk"),
+            ),
+            tier_links,
+            links.network(program),
+            chunk_bytes=chunk_bytes,
+            overlap=overlap,
+            overlap_reduce=overlap_reduce,
+            agree=agree,
+        )
 
     timeline = run(
         program,
@@ -189,6 +257,7 @@ def simulate(
         overlap_reduce=overlap_reduce,
         agree=agree,
         memory_series=trace is not None,
+        tier_links=tier_links,
     )
     if trace is not None:
         from bireme.report.trace import write_trace
@@ -199,7 +268,7 @@ def simulate(
 
         write_picture(timeline, picture)
     advice = None
-    if overlap and source is None and lookahead == 0:
+    if overlap and source is None and lookahead == 0 and sweep == 1 and program is whole:
         advice = _advice(program, stage_costs(program.num_stages), links, overlap_reduce=overlap_reduce)
     _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
 

@@ -90,7 +90,7 @@ def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> No
 
 
 def begin() -> None:
-    """Import what all processes of a run need, so that they need not, and it is done once."""
+    """Import what all processes of a run need once, here, so that none of them has to."""
     from bireme.runtime.processes import serve_from_here
 
     # An optimiser imports torch's compiler when it is made, and what captures a model needs it too.
@@ -131,7 +131,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
 
     from bireme.report.train_table import print_prepared
     from bireme.train.delay_warmup import first_delayed_step
-    from bireme.train.prepare import is_short
+    from bireme.train.run_length import is_short
 
     print_prepared(
         prepared.run.model.source,

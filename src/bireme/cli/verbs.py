@@ -37,7 +37,7 @@ VERBS = {
     ),
     "export": Verb(
         TRAIN,
-        "Export the newest model of a run: a transformers folder, or safetensors with the model's names.",
+        "Export the latest model of a run: a transformers folder, or safetensors with the model's names.",
     ),
     "profile": Verb(PLAN, "Measure each unit of a model: seconds forward and backward, bytes kept and sent."),
     "cluster": Verb(PLAN, "Servers, devices and links: find, measure and show them."),

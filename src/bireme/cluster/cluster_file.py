@@ -72,6 +72,9 @@ class DeviceTable(_Table):
     bytes_per_s: Rate | None = Field(None, description="bandwidth of its memory")
     float32_flops_per_s: Flops | None = Field(None, description="speed in float32")
     bfloat16_flops_per_s: Flops | None = Field(None, description="speed in bfloat16 and float16")
+    watts: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="what it draws at work"
+    )
 
 
 class _GroupTable(_Table):
@@ -223,7 +226,9 @@ def _device(table: DeviceTable) -> Device:
     given = table.model_dump(exclude_none=True, exclude={"count", "like"})
     if table.like is not None:
         if table.like not in KNOWN:
-            raise BiremeError(f"like is {table.like!r}, no ready device. {closest(table.like, KNOWN)}")
+            raise BiremeError(
+                f"like is {table.like!r}, which is no ready device. {closest(table.like, KNOWN)}"
+            )
         return replace(KNOWN[table.like], **given)
     for key in ("kind", "memory_bytes"):
         if key not in given:

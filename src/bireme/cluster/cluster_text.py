@@ -99,6 +99,7 @@ def _plain_device(device: Device, count: int) -> dict[str, Any]:
         bytes_per_s=device.bytes_per_s or None,
         float32_flops_per_s=device.float32_flops_per_s or None,
         bfloat16_flops_per_s=device.bfloat16_flops_per_s or None,
+        watts=float(device.watts) if device.watts else None,
     )
 
 

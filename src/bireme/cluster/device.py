@@ -1,7 +1,7 @@
 """A device as numbers: what it can compute, move and hold.
 
 The figures of the ready ones are their makers', for dense matrices and without sparsity; what a program
-attains of them is for who estimates to say.
+attains of them is for who estimates to say. Their watts are the board power of the makers' data sheets.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Device:
 
     Where a figure is zero it is not known. `speed` is relative to where the model was profiled: on a device
     of 0.5 everything takes twice as long. An emulated device is a process that keeps that pace and stays
-    within `memory_bytes`, wherever it runs.
+    within `memory_bytes`, wherever it runs. `watts` is what it draws at work.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Device:
     bfloat16_flops_per_s: float = 0.0
     num_cores: int = 0
     speed: float = 1.0
+    watts: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,14 +63,14 @@ class Device:
 GIB = 2**30
 
 KNOWN = {
-    "h200": Device("NVIDIA H200", "cuda", 141 * 10**9, 4.8e12, 67e12, 989e12),
-    "h100": Device("NVIDIA H100 SXM", "cuda", 80 * GIB, 3.35e12, 67e12, 989e12),
-    "a100": Device("NVIDIA A100 SXM", "cuda", 80 * GIB, 2.039e12, 19.5e12, 312e12),
-    "l4": Device("NVIDIA L4", "cuda", 24 * GIB, 0.3e12, 30.3e12, 121e12),
-    "rtx4090": Device("NVIDIA GeForce RTX 4090", "cuda", 24 * GIB, 1.008e12, 82.6e12, 165e12),
-    "rtx3090": Device("NVIDIA GeForce RTX 3090", "cuda", 24 * GIB, 0.936e12, 35.6e12, 71e12),
-    "v100": Device("NVIDIA V100 SXM2", "cuda", 16 * GIB, 0.9e12, 15.7e12, 125e12),
-    "t4": Device("NVIDIA T4", "cuda", 16 * GIB, 0.32e12, 8.1e12, 65e12),
+    "h200": Device("NVIDIA H200", "cuda", 141 * 10**9, 4.8e12, 67e12, 989e12, watts=700),
+    "h100": Device("NVIDIA H100 SXM", "cuda", 80 * GIB, 3.35e12, 67e12, 989e12, watts=700),
+    "a100": Device("NVIDIA A100 SXM", "cuda", 80 * GIB, 2.039e12, 19.5e12, 312e12, watts=400),
+    "l4": Device("NVIDIA L4", "cuda", 24 * GIB, 0.3e12, 30.3e12, 121e12, watts=72),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090", "cuda", 24 * GIB, 1.008e12, 82.6e12, 165e12, watts=450),
+    "rtx3090": Device("NVIDIA GeForce RTX 3090", "cuda", 24 * GIB, 0.936e12, 35.6e12, 71e12, watts=350),
+    "v100": Device("NVIDIA V100 SXM2", "cuda", 16 * GIB, 0.9e12, 15.7e12, 125e12, watts=300),
+    "t4": Device("NVIDIA T4", "cuda", 16 * GIB, 0.32e12, 8.1e12, 65e12, watts=70),
     "laptop": Device("a laptop's CPU of 8 cores", "cpu", 16 * GIB, 50e9, 0.8e12, 0.8e12),
 }
 """Ready descriptions, by the word to ask for them."""

@@ -32,8 +32,8 @@ def check_name(name: str, of: str) -> None:
     """Refuse a name that could not be told from the words around it."""
     if not NAME.fullmatch(name):
         raise BiremeError(
-            f"{name!r} is no name for a {of}: it begins with a letter or digit, and more of these, "
-            "'.', '_' and '-' may follow."
+            f"{name!r} is no name for a {of}. A name begins with a letter or digit; letters, digits, '.', "
+            "'_' and '-' may follow."
         )
 
 

@@ -29,7 +29,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if len(self.flows) != len(self.bytes_per_s) or not self.flows:
-            raise BiremeError("An experiment has a flow or more, and the bytes a second of each.")
+            raise BiremeError("An experiment needs at least one flow, and the bytes per second of each.")
         for flow, rate in zip(self.flows, self.bytes_per_s, strict=True):
             if not 0 < rate < float("inf"):
                 raise BiremeError(
@@ -63,7 +63,7 @@ class Measurements:
 
     def __post_init__(self) -> None:
         if len(self.hosts) != len(self.devices) or not self.hosts:
-            raise BiremeError("A probe has a device or more, each in a server.")
+            raise BiremeError("A probe needs at least one device, each in a server.")
         order = list(dict.fromkeys(self.hosts))
         if [order.index(host) for host in self.hosts] != sorted(order.index(host) for host in self.hosts):
             raise BiremeError(

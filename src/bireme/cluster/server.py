@@ -81,6 +81,6 @@ class Server:
             if len(both) > 1:
                 first, second = (self.device_names[place] for place in both[:2])
                 raise BiremeError(
-                    f"{first} and {second} of {self.name} meet in two meshes, so nobody can tell which way "
-                    "their bytes go. Leave them in one."
+                    f"{first} and {second} of {self.name} meet in two meshes, so the path of their bytes "
+                    "is ambiguous. Leave them in one."
                 )

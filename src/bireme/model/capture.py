@@ -131,7 +131,7 @@ def _apart(inputs: Inputs, model: torch.nn.Module) -> Any:
 
 
 def batch_size(inputs: Any) -> int:
-    """How many samples the inputs have: the length of the first axis of all of them."""
+    """How many samples the inputs have: the length that the first axis of each has."""
     values = inputs.values() if isinstance(inputs, dict) else inputs
     sizes = {value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.ndim > 0}
     if len(sizes) != 1:

@@ -148,7 +148,7 @@ class Caller:
                 for inner in others:
                     inner.training = not training
             for now, state in zip(made, states, strict=True):
-                if now is not state:  # the module has put another tensor in the place of its buffer
+                if now is not state:  # the module has replaced its buffer with another tensor
                     with torch.no_grad():
                         state.copy_(now)
             return returned
@@ -157,7 +157,7 @@ class Caller:
 
 
 def _places(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any], str]]:
-    """Where a module keeps its tensors, so that others can stand there for one call.
+    """Where a module keeps its tensors, so that others can be put there for one call.
 
     `torch.func.functional_call` does the same, and looks for these places at every call.
     """

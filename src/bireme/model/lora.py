@@ -195,7 +195,7 @@ def _check_targets(modules: Sequence[str], targets: Iterable[str]) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in modules):
             ends = {name.rpartition(".")[2] for name in modules}
             raise BiremeError(
-                f"model.lora.targets has {target!r}, which is the name or the end of the name of no module. "
+                f"model.lora.targets has {target!r}, but no module has this name or a name that ends so. "
                 f"{closest(target, (end for end in ends if not end.isdecimal()))}"
             )
 

@@ -8,8 +8,8 @@ that the model holds together, older names), that package's own rules convert th
 
 import copy
 import json
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph, State
 
-__all__ = ["check_weights", "load_weights"]
+__all__ = ["check_weights", "load_weights", "open_weights", "weight_files"]
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,19 +43,46 @@ def load_weights(
     only asked for its package's rules.
     """
     states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
-    found: dict[str, Tensor] = {}
+    wanted = [*dict.fromkeys(names)]
+    unknown = next((name for name in wanted if name not in states), None)
+    if unknown is not None:
+        raise BiremeError(f"The graph has no parameter or buffer {unknown}. {closest(unknown, states)}")
+    with open_weights(graph, folder, device=device, dtype=dtype, model=model) as read:
+        return {name: read(name) for name in wanted if states[name].persistent}
+
+
+@contextmanager
+def open_weights(
+    graph: Graph,
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    model: nn.Module | None = None,
+) -> Iterator[Callable[[str], Tensor]]:
+    """Keep a folder open, and read from it one persistent parameter or buffer after the other, by name.
+
+    The arguments are those of `load_weights`.
+    """
+    states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
     with _Folder(folder) as files:
         sources = _Sources(files, model)
-        for name in dict.fromkeys(names):
-            if name not in states:
-                raise BiremeError(f"The graph has no parameter or buffer {name}. {closest(name, states)}")
+
+        def read(name: str) -> Tensor:
             state = states[name]
-            if state.persistent:
-                tensor = sources.read(state)
-                converts = dtype is not None and state.is_parameter and tensor.is_floating_point()
-                kept = dtype if converts else getattr(torch, state.dtype)
-                found[name] = tensor.to(device, kept, copy=True)
-    return found
+            tensor = sources.read(state)
+            converts = dtype is not None and state.is_parameter and tensor.is_floating_point()
+            kept = dtype if converts else getattr(torch, state.dtype)
+            return tensor.to(device, kept, copy=True)
+
+        yield read
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that weights are read from, and the index to them if there are several."""
+    with _Folder(folder, reads_data=False) as files:
+        found = {folder / file for file in files.where.values()}
+    return sorted(found | {path for path in (folder / INDEX,) if path.is_file()})
 
 
 def check_weights(graph: Graph, folder: Path, *, model: nn.Module | None = None) -> None:
@@ -235,7 +262,7 @@ class _Sources:
         )
 
     def _convert(self, state: State, names: list[str], rule: _Rule) -> Tensor:
-        if not rule.made:
+        if not any(name in rule.made for name in names):
             converter = copy.deepcopy(rule.converter)
             for pattern, key in rule.parts:
                 converter.add_tensor(rule.name, key, pattern, partial(self.files.read, key))

@@ -90,7 +90,7 @@ class _Parts:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put tensors without numbers in the place of all; then put all back."""
+        """Replace all tensors with ones without numbers; then put all back."""
         modules = {module for module, _ in self.place.values()}
         before = [(module, dict(own_parameters(module)), dict(own_buffers(module))) for module in modules]
         try:
@@ -103,9 +103,9 @@ class _Parts:
                 own_buffers(module).update(buffers)
 
     def bring(self, module: str) -> list[str]:
-        """Put memory in the place of a module's own tensors.
+        """Give a module's own tensors memory.
 
-        Not in that of a tied one which is first elsewhere: as if it was tied to that one later.
+        Not a tied one which is first elsewhere: as if it was tied to that one later.
         """
         fresh = [name for name in self.of_module[module] if self.first_name(name) == name]
         for name in fresh:
@@ -127,7 +127,7 @@ class _Parts:
         self.fresh[name] = fresh
 
     def now(self, name: str) -> Tensor:
-        """What is in the place of a tensor now; the model's code may have put in something of its own."""
+        """What is where a tensor was; the model's code may have put something of its own there."""
         module, local = self.place[name]
         found = own_parameters(module).get(local, own_buffers(module).get(local))
         assert found is not None

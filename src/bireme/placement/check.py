@@ -1,4 +1,4 @@
-"""The judge: whether a placement keeps every rule, and what it comes to.
+"""The check: whether a placement keeps every rule, and what it comes to.
 
 It goes by the nodes and edges alone, as the problem is stated, and shares no code with what finds placements:
 no items, no nets, no ideals. So what it confirms does not rest on what it checks.
@@ -30,7 +30,7 @@ class Verdict:
     """What was found: a sentence for every broken rule, and the numbers of a placement that can be counted.
 
     `contiguous` is the published rule: no path leaves a device and enters it again (for latency: a piece of
-    an accelerator). `ordered` says more: the devices can stand in a line that all forward edges follow. Where
+    an accelerator). `ordered` says more: the devices can be in a line that all forward edges follow. Where
     nodes have no device there is, or nothing can run, `value` is infinite.
     """
 

@@ -35,7 +35,7 @@ class Granularity(StrEnum):
 class Request:
     """What to place for and how.
 
-    `contiguous` asks for devices that can stand in a line, each with one connected stretch of it. Latency has
+    `contiguous` asks for devices that can be in a line, each with one connected stretch of it. Latency has
     a rule of its own: up to `num_pieces` connected stretches on each accelerator. `expert` are the devices of
     the nodes as somebody has chosen them, and `expert_pieces` their pieces for latency, if any. `seed` is
     that of the methods that draw.

@@ -140,7 +140,7 @@ class _Solving:
         if split is None:
             raise BiremeError(
                 f"The graph has more than {contiguous.most_ideals_here:,} ideals, or more than could be "
-                "listed in time, too many for the dynamic program. Take --method dpl, or leave out the "
+                "listed in time, too many for the dynamic program. Use --method dpl, or leave out the "
                 "method."
             )
         return self._of_split(Method.DP, split)
@@ -157,7 +157,7 @@ class _Solving:
         if len(items) > MOST_ITEMS_IN_PROGRAM:
             raise BiremeError(
                 f"The graph has {len(items):,} pieces, and the integer program for contiguous splits takes "
-                f"{MOST_ITEMS_IN_PROGRAM:,} at most. Take --method dpl, or leave the method out."
+                f"{MOST_ITEMS_IN_PROGRAM:,} at most. Use --method dpl, or leave out the method."
             )
         start = None if split is None else carried_over(split, items, self.objective).where
         left = max(LEAST_S, self.stop_at - monotonic())

@@ -2,7 +2,7 @@
 
 Times have no unit of their own: loads and values come out in the one they went in with (milliseconds, in
 published files). Moving a node's output between an accelerator and the memory of the host takes the `cost`
-of its edges, the same on all of them; who computes on a CPU has the data where it is.
+of its edges, the same for each edge; who computes on a CPU has the data where it is.
 """
 
 import math

@@ -28,7 +28,7 @@ MOST_WARNINGS = 5
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Devices to place on in the place of those that a file names; None keeps what the file says."""
+    """Devices to place on instead of those that a file names; None keeps what the file says."""
 
     accelerators: int | None = None
     cpus: int | None = None
@@ -192,8 +192,8 @@ def _refuse_merged(plain: Mapping[str, Any], path: Path) -> None:
     for place, node in enumerate(nodes if isinstance(nodes, list) else ()):
         if isinstance(node, dict) and "containedSubnodes" in node:
             raise BiremeError(
-                f"{path}: {_subject(plain, 'nodes', place)} has containedSubnodes, so it stands for nodes "
-                "that another program has merged. Give the graph as it was before."
+                f"{path}: {_subject(plain, 'nodes', place)} has containedSubnodes, so it represents "
+                "nodes that another program has merged. Give the graph as it was before."
             )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.what_if import Change, changes
 from bireme.profile.profile import Profile
 
@@ -46,10 +46,17 @@ def explain(
         other = _planned(search, profile, change)
         if other is not None:
             best = other.best
-            gain = answer.best.forecast.cost_s_per_sample / best.forecast.cost_s_per_sample
+            gain = _cost(answer.best, wishes) / _cost(best, wishes)
             found.append(Help(change.words, best, gain))
     tell(1.0, "done")
     return tuple(sorted(found, key=lambda one: -one.gain))
+
+
+def _cost(candidate: Candidate, wishes: PlanRequest) -> float:
+    """What a sample costs, by what is planned for."""
+    forecast = candidate.forecast
+    power = forecast.watts if wishes.goal is Goal.ENERGY else None
+    return forecast.cost_s_per_sample * (power or 1.0)
 
 
 def _planned(search: Search, profile: Profile, change: Change) -> Answer | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 from annotated_types import MinLen
 
 from bireme.bounds import Count, NumBytes, Place, Positive, Seconds, Share
+from bireme.plan.energy import joules_per_sample
 from bireme.plan.plan import Plan
 
 __all__ = ["Answer", "Candidate", "Forecast", "NothingFits", "Origin", "StageForecast"]
@@ -45,7 +46,8 @@ class Forecast:
     `penalty` is how many steps the update rule takes for one of a synchronous run, so that plans compare by
     `cost_s_per_sample`; with `delay_warmup`, the share of a run that goes under 1f1b before updates are
     delayed, it counts the bubble of these batches too. `busy_share` is the mean over the devices in use.
-    `bottleneck` names the device or link that sets the pace.
+    `bottleneck` names the device or link that sets the pace. `watts` is what the devices in use draw
+    together, None where it is not known.
     """
 
     batch_s: Positive
@@ -55,11 +57,17 @@ class Forecast:
     bottleneck: str
     stages: Annotated[tuple[StageForecast, ...], MinLen(1)]
     delay_warmup: Share = 0.0
+    watts: Positive | None = None
 
     @property
     def cost_s_per_sample(self) -> float:
         """Seconds of training for what a sample of a synchronous run is worth."""
         return self.penalty / self.samples_per_s
+
+    @property
+    def joules_per_sample(self) -> float | None:
+        """What a sample takes of energy; None where the watts are not known."""
+        return joules_per_sample(self.watts, self.samples_per_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ class Goal(StrEnum):
     """Seconds per sample, times the steps that its update rule takes for one of a synchronous run."""
     THROUGHPUT = "throughput"
     """Seconds per sample."""
+    ENERGY = "energy"
+    """Joules per sample, times those steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class PlanRequest:
     The plan may use `memory_fraction` of each device. `depth`, `width` and `micro_batch` fix the value.
     `pinned` maps units to devices, `together` names first and last units of ranges that must not be cut,
     `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
+    Each of the servers `owners` has private samples: it must be the home of a replica (see `plan.homes`).
     Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks.
     """
 
@@ -50,6 +53,7 @@ class PlanRequest:
     devices: tuple[str, ...] = ()
     recompute: Recompute = Recompute.WHERE_NEEDED
     lookahead: bool = True
+    owners: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):

@@ -78,6 +78,7 @@ class Summary:
     cost_s_per_sample: Positive
     busy_share: Share
     bottleneck: str
+    joules_per_sample: Positive | None = None
 
 
 def summarize(candidate: Candidate) -> Summary:
@@ -101,6 +102,7 @@ def summarize(candidate: Candidate) -> Summary:
         cost_s_per_sample=forecast.cost_s_per_sample,
         busy_share=forecast.busy_share,
         bottleneck=forecast.bottleneck,
+        joules_per_sample=forecast.joules_per_sample,
     )
 
 

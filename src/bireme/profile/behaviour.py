@@ -180,7 +180,7 @@ def behaviour_of(
         traced_s=traced_s,
         spans=tuple(Span(span.phase, clock.at(span.start_s), clock.at(span.end_s)) for span in spans),
         blocks=blocks,
-        # Two threads of a device may notice deaths a little late, and time stands in no order then.
+        # Two threads of a device may notice deaths a little late, and their times are in no order then.
         event_s=tuple(accumulate((max(clock.at(event.start_s), 0.0) for event in events), max)),
         peak=_peak(blocks, events, clock),
         repetition=repetition,

@@ -51,7 +51,9 @@ def observe(
     """
     check_training(optimizer, warmup)
     if num_iterations < 2:
-        raise BiremeError(f"{num_iterations} iterations are traced; to see whether they repeat takes 2.")
+        raise BiremeError(
+            f"{num_iterations} iterations are traced; to see whether they repeat, at least 2 are needed."
+        )
     training = _Training(model, inputs, optimizer)
     events: list[Event] = []
     device = training.device

@@ -34,7 +34,7 @@ def check_optimizer(name: str) -> None:
 
 
 def is_hidden_matrix(name: str, num_axes: int) -> bool:
-    """Whether a parameter is a matrix inside one of the model's numbered layers, to judge by its name.
+    """Whether a parameter is a matrix inside one of the model's numbered layers, judging by its name.
 
     `layers.3.attention.query.weight` is; what is looked up and the last matrix lie outside the layers, and so
     does `2.weight`, a module on its own in a sequence.

@@ -45,6 +45,14 @@ class Pieces:
         name_here = dict(pairs)
         return tuple(replace(one, names=tuple(name_here[name] for name in one.names)) for one in kept)
 
+    def returned_bytes(self, index: int, size: int) -> int | None:
+        """The bytes of the gradients that come back to a unit; None if all that it sends has one."""
+        sent = set(self.units[index].sends)
+        if sent <= self.learned:
+            return None
+        made = (value for operator in self.graph.operators for value in operator.outputs if value is not None)
+        return sum(value.num_bytes(size) for value in made if value.name in sent & self.learned)
+
     def tied(self, unit: Unit, optimizer_bytes: dict[str, int]) -> tuple[Held, ...]:
         """The parameters and buffers of a unit that others use too."""
         uses = Counter(name for other in self.units for name in (*other.parameters, *other.buffers))

@@ -1,7 +1,7 @@
 """The noun of this room: a `Profile`, what every unit of a graph costs at some micro-batch sizes.
 
 It is data and imports no torch. Units that do the same work are measured once and share their costs; what
-differs between them, the names of the tensors they keep, stands with each.
+differs between them, the names of the tensors they keep, is with each.
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,9 @@ class UnitCost:
 
     `saved_bytes` is what the unit alone keeps for its backward, its parameters and buffers not counted. What
     `shared` names are pieces that its neighbours may know and keep as well, and that are then there once.
-    `boundary_bytes` goes to the next unit. `workspace_bytes` is what else is alive at the worst moment,
-    besides what is saved, what came in and what goes out.
+    `boundary_bytes` goes to the next unit; `returned_bytes` comes back from it as gradients, None where that
+    is as much. `workspace_bytes` is what else is alive at the worst moment, besides what is saved, what came
+    in and what goes out.
     """
 
     micro_batch: Count
@@ -64,6 +65,7 @@ class UnitCost:
     boundary_bytes: Bytes
     workspace_bytes: Bytes
     shared: tuple[Kept, ...]
+    returned_bytes: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

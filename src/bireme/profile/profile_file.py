@@ -47,10 +47,15 @@ def _complete(plain: dict[str, Any]) -> None:
 
 
 def _is_first(profile: Profile, first: int, index: int) -> bool:
-    """Whether the unit at `index` can be the same as that one, which comes before and stands for itself."""
+    """Whether the unit at `index` can be the same as that one, which comes before and is a first one."""
     return 0 <= first < index and profile.units[first].same_as is None
 
 
 def plain_profile(profile: Profile) -> dict[str, Any]:
     """The profile in the words of JSON."""
-    return {"format": FORMAT, **asdict(profile)}
+    plain = asdict(profile)
+    for unit in plain["units"]:
+        for cost in unit["costs"]:
+            if cost["returned_bytes"] is None:
+                del cost["returned_bytes"]
+    return {"format": FORMAT, **plain}

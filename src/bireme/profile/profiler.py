@@ -270,6 +270,7 @@ class _Work:
             boundary_bytes=residue.boundary_bytes,
             workspace_bytes=residue.workspace_bytes,
             shared=one.translated(residue.shared, index),
+            returned_bytes=one.returned_bytes(index, size),
         )
 
     def _residue(self, size: int, index: int, device: torch.device) -> Residue:

@@ -1,8 +1,8 @@
 """Every tensor storage that lives while code runs: how many bytes there are, and what happens to them.
 
-It stands between torch and its operators, so it sees what they are given and what they return, on any device
-and for tensors without numbers too. Memory that an operator takes and gives back before it returns is not
-seen, and neither are sparse tensors, whose storages torch does not show.
+It is called between torch and its operators, so it sees what they are given and what they return, on any
+device and for tensors without numbers too. Memory that an operator takes and gives back before it returns is
+not seen, and neither are sparse tensors, whose storages torch does not show.
 """
 
 import weakref

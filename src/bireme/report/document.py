@@ -1,6 +1,6 @@
 """Timelines as JSON documents, for programs that read what the command line found."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bireme.simulate.comparison import Contender
@@ -51,7 +51,33 @@ def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> di
             for part in pace(timeline)
         ],
         "advice": None if advice is None else _advice(advice),
+        **({"tiers": list(_tiers(timeline)), "chunks": list(_chunks(timeline))} if program.tiers else {}),
     }
+
+
+def _tiers(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Each tier of the ranks that page; bytes moved are those that are copied into it during the window."""
+    for kept in timeline.memory:
+        for tier in kept.tiers:
+            yield {
+                "rank": kept.rank,
+                "tier": tier.name,
+                "budget_bytes": tier.budget_bytes,
+                "peak_bytes": tier.peak_bytes,
+                "predicted_bytes_moved": tier.copied_in_bytes,
+            }
+
+
+def _chunks(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for moved in timeline.paging:
+        tiers = timeline.program.tiers_of(moved.rank)
+        if tiers is not None:
+            yield {
+                "rank": moved.rank,
+                "chunk_bytes": tiers.chunk_bytes,
+                "num_copies": sum(len(copies.start_s) for copies in moved.copies),
+                "waited_s": moved.waited_s,
+            }
 
 
 def comparison_document(contenders: Iterable[Contender]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 One lane per rank, time to the right. A lane is striped where the rank is idle, so a bubble is seen before
 anything is read. Under it runs a strip of the weight versions the rank computes on, and a thin line for
-each rank it gets messages from. A long timeline is cut off after the batches that can be told apart.
+each rank it gets messages from and each way of its chunks between tiers. A long timeline is cut off after the
+batches that can be told apart.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from bireme.report.shapes import Anchor, Flag, Rect, Shape, Text, fitted, text_w
 from bireme.report.units import seconds_text
 from bireme.schedule.grid import NAMES, number, rank_name
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
-from bireme.timeline.timeline import BUSY, Interval, RankTimeline, Timeline, Transfers
+from bireme.timeline.timeline import BUSY, Copies, Interval, RankTimeline, Timeline, Transfers
 
 __all__ = ["Lanes", "contents_of", "drawn_batches", "end_of", "lanes_of", "plain_seconds"]
 
@@ -64,12 +65,15 @@ def plain_seconds(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All of one rank: the tops of its computations, of its strip of versions, and of each of its links."""
+    """All of one rank: the tops of its computations, of its strip of versions, and of each of its links and
+    ways between tiers.
+    """
 
     rank: RankTimeline
     y: float
     strip_y: float
     links: tuple[tuple[Transfers, float], ...]
+    copies: tuple[tuple[Copies, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,14 @@ class Lanes:
     has_strips: bool
     links: tuple[tuple[Transfers, ...], ...]
     """For each rank what comes to it and takes time."""
+    copies: tuple[tuple[Copies, ...], ...]
+    """For each rank the ways of its chunks between tiers that take time."""
 
     def height_of(self, rank: int) -> float:
         """Of all that belongs to a rank."""
         strip = SPACE + STRIP if self.has_strips else 0
-        return FLAG + self.lane + strip + len(self.links[rank]) * (SPACE + LINK)
+        lines = len(self.links[rank]) + len(self.copies[rank])
+        return FLAG + self.lane + strip + lines * (SPACE + LINK)
 
     def rows(self, top: float) -> Iterator["Row"]:
         """Where the parts of each rank are."""
@@ -98,8 +105,15 @@ class Lanes:
             y = top + FLAG
             strip_y = y + self.lane + SPACE
             link_y = strip_y + STRIP + SPACE if self.has_strips else strip_y
-            places = (link_y + place * (LINK + SPACE) for place in itertools.count())
-            yield Row(rank, y, strip_y, tuple(zip(self.links[rank.rank], places, strict=False)))
+            links, copies = self.links[rank.rank], self.copies[rank.rank]
+            places = [link_y + place * (LINK + SPACE) for place in range(len(links) + len(copies))]
+            yield Row(
+                rank,
+                y,
+                strip_y,
+                tuple(zip(links, places, strict=False)),
+                tuple(zip(copies, places[len(links) :], strict=True)),
+            )
             top += self.height_of(rank.rank) + GAP
 
     @property
@@ -121,6 +135,10 @@ class Lanes:
                 what = "gradient sync" if transfers.is_sync else f"from rank {transfers.source}"
                 yield Text(left - 8, y + LINK / 2, what, 9, palette.PALE_INK, Anchor.END)
                 yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
+            for copies, y in row.copies:
+                what = f"{copies.source} to {copies.destination}"
+                yield Text(left - 8, y + LINK / 2, what, 9, palette.PALE_INK, Anchor.END)
+                yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
 
     def work(self, top: float) -> Iterator[Shape]:
         """What each rank does and when, and what is on its way to it."""
@@ -136,6 +154,8 @@ class Lanes:
                 yield from self._strip(computed, row.strip_y)
             for transfers, y in row.links:
                 yield from self._messages(transfers, y)
+            for copies, y in row.copies:
+                yield from self._copied(row.rank, copies, y)
 
     def intervals(self, rank: RankTimeline) -> Iterator[Interval]:
         """What uses the device and can be seen."""
@@ -188,7 +208,7 @@ class Lanes:
             yield Rect(left, y, width, self.lane, colour, role="step")
         lasts = plain_seconds(interval.end_s - interval.start_s)
         title = f"{'update' if is_update else 'trial step'} · batch {interval.instruction.batch} · {lasts}"
-        # Both often stand at the same moment, so their flags wave to different sides.
+        # Both often mark the same moment, so their flags wave to different sides.
         yield Flag(left, y - FLAG, self.lane + FLAG, colour, is_left=is_update, title=title)
 
     def _strip(self, computed: Sequence[Interval], y: float) -> Iterator[Shape]:
@@ -215,6 +235,19 @@ class Lanes:
                 title = f"{what} from rank {transfers.source}, {num_bytes:,.0f} bytes"
                 yield Rect(left, y, width, LINK, colour, role="message", title=title)
 
+    def _copied(self, rank: RankTimeline, copies: Copies, y: float) -> Iterator[Shape]:
+        for start_s, end_s, index, num_bytes in zip(
+            copies.start_s, copies.end_s, copies.posted_by, copies.num_bytes, strict=True
+        ):
+            if start_s >= self.scale.most:
+                return
+            step = rank.track[index]
+            if end_s > start_s and step.page is not None:
+                left, width = self._span(start_s, end_s)
+                shade = Kind.FORWARD if step.kind is Kind.FETCH else Kind.BACKWARD
+                title = f"{step.page.item} of stage {step.stage}, {num_bytes:,.0f} bytes"
+                yield Rect(left, y, width, LINK, palette.fill(step.batch, shade), role="copy", title=title)
+
 
 def lanes_of(timeline: Timeline, num_batches: int, scale: Scale, margin: float, num_lanes: int) -> Lanes:
     """The first batches of a timeline, in a picture that has so many lanes in all.
@@ -234,6 +267,7 @@ def lanes_of(timeline: Timeline, num_batches: int, scale: Scale, margin: float, 
             tuple(t for t in timeline.transfers if t.destination == rank and _takes_time(t))
             for rank in range(program.num_ranks)
         ),
+        copies=tuple(_copies_of(timeline, rank) for rank in range(program.num_ranks)),
     )
 
 
@@ -253,11 +287,17 @@ def contents_of(pictures: Sequence[Lanes]) -> Contents:
         has_versions=any(lanes.has_strips for lanes in pictures),
         has_links=False in syncs,
         has_syncs=True in syncs,
+        has_copies=any(of_rank for lanes in pictures for of_rank in lanes.copies),
         most_stages=max(len(one.stages_of(rank)) for one in programs for rank in range(one.num_ranks)),
     )
 
 
-def _takes_time(transfers: Transfers) -> bool:
+def _copies_of(timeline: Timeline, rank: int) -> tuple[Copies, ...]:
+    moved = (one for one in timeline.paging if one.rank == rank)
+    return tuple(copies for one in moved for copies in one.copies if _takes_time(copies))
+
+
+def _takes_time(transfers: Transfers | Copies) -> bool:
     return any(end > start for start, end in zip(transfers.start_s, transfers.end_s, strict=True))
 
 

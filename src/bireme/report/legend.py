@@ -26,6 +26,7 @@ class Contents:
     has_versions: bool
     has_links: bool
     has_syncs: bool
+    has_copies: bool
     most_stages: int
 
 
@@ -87,6 +88,9 @@ def _signs(contents: Contents) -> Iterator[_Entry]:
         yield _Entry(2 * SWATCH, _beside(colours, 6), "activations and gradients sent to the rank")
     if contents.has_syncs:
         yield _Entry(SWATCH, _beside([palette.SYNC], 6), "gradient sync with replicas")
+    if contents.has_copies:
+        colours = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
+        yield _Entry(2 * SWATCH, _beside(colours, 6), "chunks fetched from the tier below and evicted to it")
 
 
 def _beside(colours: list[palette.Colour], height: float = SWATCH) -> Callable[[float, float], list[Rect]]:

@@ -91,7 +91,7 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
 
 
 def explanation_document(answer: Answer, helps: Sequence[Help]) -> dict[str, Any]:
-    """What limits the candidates stands with them; this is what would help, with `gain` in samples' worth."""
+    """What limits the candidates is with them; this is what would help, with `gain` in samples' worth."""
     return {
         "helps": [
             {"with": one.words, "gain": one.gain, **_candidate(summarize(one.candidate))} for one in helps
@@ -110,6 +110,7 @@ FIELDS = (
     "cost_s_per_sample",
     "busy_share",
     "bottleneck",
+    "joules_per_sample",
 )
 """What only a forecast says of a plan."""
 

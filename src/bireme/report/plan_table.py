@@ -180,6 +180,7 @@ def _promise(best: Candidate, short: Summary) -> str:
     return (
         f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {counted(short.batch_size, 'sample')}, "
         f"[bold]{_rate(short)} samples/s[/bold]; {busy} busy {short.busy_share:.0%} of the time."
+        + (f" {short.joules_per_sample:.3g} J per sample." if short.joules_per_sample else "")
     )
 
 
@@ -205,7 +206,7 @@ def _kinds(answer: Answer) -> Table:
     found = best_of_kinds(answer.candidates)
     table = _table(("best of a kind", "shape", "a batch", "samples/s", "steps", "cost", "slower by"))
     least = answer.best.forecast.cost_s_per_sample
-    for place, short in enumerate(sorted(found.values(), key=lambda one: one.cost_s_per_sample)):
+    for place, short in enumerate(found.values()):
         table.add_row(
             f"{short.kind} ({short.schedule})" if short.kind in SEVERAL else short.kind,
             _sizes(short),

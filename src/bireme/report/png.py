@@ -20,7 +20,7 @@ MOST_PIXELS = 40_000_000
 
 ANCHORS = {Anchor.START: "ls", Anchor.MIDDLE: "ms", Anchor.END: "rs"}
 BASELINE = 0.35
-"""How far below its middle a line of text stands, in parts of its size."""
+"""How far below its middle a line of text is placed, in parts of its size."""
 
 
 def png(picture: Picture) -> bytes:

@@ -10,7 +10,7 @@ __all__ = ["svg"]
 
 FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 BASELINE = 0.35
-"""How far below its middle a line of text stands, in parts of its size."""
+"""How far below its middle a line of text is placed, in parts of its size."""
 
 
 def svg(picture: Picture) -> str:

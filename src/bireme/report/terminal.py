@@ -57,6 +57,9 @@ def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | Non
     if memory is not None:
         console.print("\nMemory at the peak", style="bold")
         console.print(memory)
+    if timeline.program.tiers:
+        console.print("\nPaging", style="bold")
+        console.print(_tiers(timeline))
     console.print(f"\n{_pace_sentence(timeline)}", highlight=False)
     if advice is not None and advice.lookahead:
         console.print(
@@ -93,6 +96,29 @@ def _memory(timeline: Timeline) -> Table | None:
     for kept in memory:
         parts = (bytes_text(kept.at_peak[what]) for what in kinds)
         table.add_row(str(kept.rank), bytes_text(kept.peak_bytes), *parts)
+    return table
+
+
+def _tiers(timeline: Timeline) -> Table:
+    """What each tier of a rank that pages holds and takes in, and how long the rank waits for chunks."""
+    table = columns(
+        ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch"), words=("tier",)
+    )
+    waited_s = {moved.rank: moved.waited_s for moved in timeline.paging}
+    num_batches = timeline.program.num_batches
+    for kept in timeline.memory:
+        tiers = timeline.program.tiers_of(kept.rank)
+        for number, tier in enumerate(kept.tiers):
+            is_first = number == 0 and tiers is not None
+            table.add_row(
+                str(kept.rank) if is_first else "",
+                tier.name,
+                "" if tier.budget_bytes is None else bytes_text(tier.budget_bytes),
+                bytes_text(tier.peak_bytes),
+                bytes_text(tier.copied_in_bytes / num_batches),
+                bytes_text(tiers.chunk_bytes) if is_first and tiers is not None else "",
+                seconds_text(waited_s[kept.rank] / num_batches) if is_first else "",
+            )
     return table
 
 

@@ -1,9 +1,9 @@
 """A timeline as a Chrome trace, to walk through at https://ui.perfetto.dev or chrome://tracing.
 
 Each rank is a process: a thread for what it computes, one for each rank it gets messages from or sends to,
-one for its gradient sync, and a counter of its memory. What overlaps on one thread gets a second one. Arrows
-lead from a send to its receive. The file is written piece by piece, so a long timeline takes no more memory
-than it has already.
+one for its gradient sync, one for each way of its chunks between tiers, and a counter of its memory. What
+overlaps on one thread gets a second one. Arrows lead from a send to its receive. The file is written piece by
+piece, so a long timeline takes no more memory than it has already.
 """
 
 import json
@@ -16,7 +16,7 @@ from bireme.files import write_chunks_atomically
 from bireme.schedule.grid import NAMES, label, number, rank_name
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program
-from bireme.timeline.timeline import BUSY, RankTimeline, Timeline, Transfers
+from bireme.timeline.timeline import BUSY, Copies, RankTimeline, Timeline, Transfers
 
 __all__ = ["write_trace"]
 
@@ -58,6 +58,9 @@ def _events(timeline: Timeline) -> Iterator[Event]:
         yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": rank.rank}}
         yield from _computed(timeline.program, rank, threads)
         yield from _memory(timeline, rank)
+    for moved in timeline.paging:
+        for copies in moved.copies:
+            yield from _copies(timeline, moved.rank, copies, threads)
     flows = count(1)
     for transfers in timeline.transfers:
         if transfers.is_sync:
@@ -154,6 +157,23 @@ def _memory(timeline: Timeline, rank: RankTimeline) -> Iterator[Event]:
                 "args": {"bytes": num_bytes},
             }
             before = num_bytes
+
+
+def _copies(timeline: Timeline, rank: int, copies: Copies, threads: _Threads) -> Iterator[Event]:
+    track = timeline.ranks[rank].track
+    for start_s, end_s, num_bytes, index in zip(
+        copies.start_s, copies.end_s, copies.num_bytes, copies.posted_by, strict=True
+    ):
+        step = track[index]
+        page = step.page
+        assert page is not None, "FETCH and EVICT have a page"
+        what = {
+            "name": f"{step.kind.name.lower()} {page.item}",
+            "cat": "copy",
+            "cname": _colour(step),
+            "args": {**_args(step), "chunk": page.chunk, "bytes": num_bytes},
+        }
+        yield from threads.event(rank, f"{copies.source} to {copies.destination}", start_s, end_s, what)
 
 
 def _syncs(timeline: Timeline, transfers: Transfers, threads: _Threads) -> Iterator[Event]:

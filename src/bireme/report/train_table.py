@@ -188,6 +188,8 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     loss += [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
     parts = [counted(steps, "step"), *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
     say("\n" + ", ".join(parts) + ".", highlight=False)
+    if (joules := document.get("joules_per_sample")) is not None:
+        tell(f"By the watts of its devices a sample took {joules:.3g} J.")
     for warning in document["warnings"][-MOST_WARNINGS:]:
         tell(f"Warning: {warning}")
     if is_stopped:

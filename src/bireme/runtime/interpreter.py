@@ -15,8 +15,9 @@ from bireme.runtime.courier import Courier
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.recorder import Moment, Recorder
 from bireme.runtime.stage import Place, Stage
+from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.updates import Finished, Updates
-from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Block
 
 __all__ = ["Interpreter", "OnInstruction", "RunsForward"]
@@ -44,12 +45,14 @@ class Interpreter:
         courier: Courier,
         updates: Updates,
         on_instruction: OnInstruction,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self._stages = stages
         self._forwards: Mapping[int, RunsForward] = stages
         self._courier = courier
         self._updates = updates
         self._on_instruction = on_instruction
+        self._stopwatch = stopwatch
         self._now: Callable[[], Moment] = _nobody_asks
         self._began: Moment = 0.0
         """When the instruction under way began to work: after its wait for a message or a sum."""
@@ -82,7 +85,9 @@ class Interpreter:
         self._forwards = self._stages if forwards is None else forwards
         self._courier.feed = feed
         actions = self._actions
-        self._now = _nobody_asks if recorder is None else recorder.now
+        stopwatch = self._stopwatch if forwards is None else None
+        asks = recorder or stopwatch
+        self._now = _nobody_asks if asks is None else asks.now
         for block in blocks:
             for written in block.instructions:
                 step = written.shifted(block.batches, block.versions) if block.batches else written
@@ -91,6 +96,8 @@ class Interpreter:
                 actions[step.kind](step)
                 if recorder is not None:
                     recorder.note(self._began, self._now())
+                if stopwatch is not None and step.kind in COMPUTE:
+                    stopwatch.note(step.batch, self._began, self._now())
                 if self._updates.finished:
                     yield from self._updates.take_finished()
         self._courier.drain()

@@ -2,7 +2,8 @@
 
 Every rank is given the same batches, and reads of them what its stages and its replica need. The sizes of all
 micro-batches follow from the number of samples alone. So do their weights, unless the loss leaves out some
-targets: then every rank reads the inputs that the targets are made of, the labels, of the whole batch.
+targets: then every rank reads the inputs that the targets are made of, the labels, of the whole batch. Where
+ranks may not read each other's rows, the weights go around as numbers instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,41 +13,89 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from bireme.balance.shares import split
 from bireme.errors import BiremeError
 from bireme.model.counting import Count
 from bireme.model.graph import Value
 from bireme.runtime.batches import Batch, LazyBatch, Rows, lazy, read, rows_of
+from bireme.sync.group import Pending
 
-__all__ = ["Cutter", "Feed", "MicroBatch", "Portion", "apportioned", "micro_batch_seed"]
+__all__ = ["Cutter", "Feed", "MicroBatch", "Portion", "Weights", "apportioned", "micro_batch_seed"]
+
+
+class Weights:
+    """What the micro-batches of a whole batch weigh in its mean, and halves of own ones after them.
+
+    Where a rank knows its own alone, `sums` are those of all ranks under way, and `pending` tells when they
+    are there. Whoever asks first waits; nobody has to before a loss is computed.
+    """
+
+    __slots__ = ("_known", "_pending", "_sums", "_total")
+
+    def __init__(
+        self, known: list[float], sums: Tensor | None = None, pending: Pending | None = None
+    ) -> None:
+        self._known, self._sums, self._pending = known, sums, pending
+        self._total = sum(known)
+
+    @property
+    def total(self) -> float:
+        """That of the whole batch."""
+        if self._sums is not None and self._pending is not None:
+            self._pending.wait()
+            found: list[float] = self._sums.tolist()
+            self._known[: len(found)] = found
+            self._total, self._pending = sum(found), None
+        return self._total
+
+    def add(self, weight: float) -> int:
+        """The place of a half, which the total has counted in its whole."""
+        self._known.append(weight)
+        return len(self._known) - 1
+
+    def share(self, place: int) -> float:
+        """A weight as a part of the whole batch's; 0 where nothing in that counts."""
+        total = self.total
+        return self._known[place] / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One micro-batch of this replica, or half of one: what the model is given of it.
 
-    `share` is its weight in the batch's mean; `seed` is its own, the same whatever the pipeline's shape.
+    Its weight has a `place` in `weights`; `seed` is its own, the same whatever the pipeline's shape.
     `halves` are there where it goes forward in two.
     """
 
     num_samples: int
-    share: float
+    weights: Weights
+    place: int
     seed: int
     inputs: dict[str, Tensor]
     halves: tuple["MicroBatch", ...] = ()
 
+    @property
+    def share(self) -> float:
+        """Its weight in the batch's mean."""
+        return self.weights.share(self.place)
+
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one replica has of a batch. `weight` is that of the whole batch; 0 where nothing in it counts for
-    the loss, and then all shares are 0 too.
-
-    `stamp` is equal where batches are (see `LazyBatch`).
+    """What one replica has of a batch. `stamp` is equal where batches are (see `LazyBatch`). `shares` are the
+    samples of each replica.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    weight: float
+    weights: Weights
     num_samples: int
     stamp: int
+    shares: tuple[int, ...] = ()
+
+    @property
+    def weight(self) -> float:
+        """That of the whole batch; 0 where nothing in it counts for the loss, and then all shares are 0."""
+        return self.weights.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +113,11 @@ class _Cut:
         """Of the whole batch."""
         return self.bounds[-1]
 
+    def shares(self, width: int) -> tuple[int, ...]:
+        """The samples of each of so many replicas, which have equally many micro-batches."""
+        ends = self.bounds[:: (len(self.bounds) - 1) // width]
+        return tuple(end - begin for begin, end in pairwise(ends))
+
     @property
     def pieces(self) -> Iterator[tuple[int, int]]:
         """The bounds of each micro-batch."""
@@ -75,8 +129,11 @@ class Cutter:
     """Cuts batches for one replica of some.
 
     `required` are all inputs of the model, `needed` those that this rank's stages take. The first
-    `num_sliced` micro-batches are cut in halves. `shares` says for each batch in what proportion the
-    replicas' micro-batches are large; they are equal if it is empty.
+    `num_sliced` micro-batches are cut in halves. `sizes` says in what proportion the replicas' micro-batches
+    are large; they are equal if it is empty. With `shares`, which gives the samples of each replica in the
+    batch of a number, batches of just so many samples are cut by these instead. With `add_up`, which begins a
+    sum over all ranks, a rank reads rows of its own replica alone, and those that `weighs` give their
+    weights.
     """
 
     width: int
@@ -88,26 +145,39 @@ class Cutter:
     needed: tuple[str, ...]
     device: torch.device
     seed: int
-    shares: Callable[[int], Sequence[int]] = lambda _batch: ()
+    sizes: tuple[int, ...] = ()
+    shares: Callable[[int], Sequence[int]] | None = None
+    add_up: Callable[[Tensor], Pending] | None = None
+    weighs: bool = True
+
+    def rows_of_replicas(self, number: int, num_samples: int) -> tuple[int, ...]:
+        """How many rows of the batch of that number each replica has, one replica after the other."""
+        return self._to_train(number, num_samples).shares(self.width)
 
     def wanted(self, number: int, num_samples: int) -> tuple[Rows, ...]:
         """What this rank reads of the batch of that number, to train on it."""
-        return self._wanted(self._to_train(number, num_samples))
+        return self._wanted(self._to_train(number, num_samples), is_apart=self._is_apart)
 
     def cut(self, given: Batch, number: int) -> Portion:
         """This replica's portion of a batch, which is the one of that number."""
         batch = lazy(given, number, self.required)
         cut = self._to_train(number, batch.num_samples)
-        return self._portion(batch, number, cut, self.num_sliced, batch.stamp)
+        portion = self._portion(batch, number, cut, self.num_sliced, batch.stamp, is_apart=self._is_apart)
+        return replace(portion, shares=cut.shares(self.width))
 
     def wanted_to_evaluate(self, number: int, num_samples: int) -> tuple[Rows, ...]:
         """What this rank reads of a batch to evaluate with."""
-        return self._wanted(self._to_evaluate(num_samples))
+        return self._wanted(self._to_evaluate(num_samples), is_apart=False)
 
     def cut_to_evaluate(self, given: Batch, number: int) -> Portion:
         """This replica's portion of a batch of any size to evaluate with, in which it may have no part."""
         batch = lazy(given, number, self.required)
-        return self._portion(batch, number, self._to_evaluate(batch.num_samples), 0, 0)
+        return self._portion(batch, number, self._to_evaluate(batch.num_samples), 0, 0, is_apart=False)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether weights go around, because labels may not be read and would have to be."""
+        return self.add_up is not None and bool(self.count.reads)
 
     def _to_train(self, number: int, num_samples: int) -> _Cut:
         pieces = self.width * self.num_microbatches
@@ -117,8 +187,14 @@ class Cutter:
                 f"micro-batches ({self.num_microbatches} for each of {self.width} replicas). Skip such a "
                 "batch, or plan for fewer micro-batches."
             )
-        shares = self.shares(number) or (1,) * self.width
-        sizes = apportioned(num_samples, [share for share in shares for _ in range(self.num_microbatches)])
+        shares = () if self.shares is None else self.shares(number)
+        if shares and sum(shares) == num_samples:
+            sizes = [size for share in shares for size in split(share, self.num_microbatches)]
+        else:
+            of_replicas = shares or self.sizes or (1,) * self.width
+            sizes = apportioned(
+                num_samples, [one for one in of_replicas for _ in range(self.num_microbatches)]
+            )
         first = self.replica * self.num_microbatches
         return _Cut(tuple(accumulate(sizes, initial=0)), range(first, first + self.num_microbatches))
 
@@ -128,49 +204,62 @@ class Cutter:
         bounds = (num_samples * piece // max(pieces, 1) for piece in range(pieces + 1))
         return _Cut(tuple(bounds), range(first, end))
 
-    def _wanted(self, cut: _Cut) -> tuple[Rows, ...]:
-        found = []
-        if self.count.reads:
+    def _wanted(self, cut: _Cut, *, is_apart: bool) -> tuple[Rows, ...]:
+        found, own = [], self.needed
+        if is_apart and self.weighs:
+            own = tuple(dict.fromkeys((*own, *self.count.reads)))
+        elif self.count.reads and not is_apart:
             found.append(Rows(self.count.reads, 0, cut.num_samples))
-        rest = tuple(name for name in self.needed if name not in self.count.reads)
-        if rest and cut.own:
-            found.append(Rows(rest, cut.bounds[cut.own.start], cut.bounds[cut.own.stop]))
+            own = tuple(name for name in own if name not in self.count.reads)
+        if own and cut.own:
+            found.append(Rows(own, cut.bounds[cut.own.start], cut.bounds[cut.own.stop]))
         return tuple(found)
 
-    def _portion(self, batch: LazyBatch, number: int, cut: _Cut, num_sliced: int, stamp: int) -> Portion:
+    def _portion(
+        self, batch: LazyBatch, number: int, cut: _Cut, num_sliced: int, stamp: int, *, is_apart: bool
+    ) -> Portion:
         columns = {
             name: _Column(tensor, wanted.begin)
-            for wanted in self._wanted(cut)
+            for wanted in self._wanted(cut, is_apart=is_apart)
             for name, tensor in read(batch, wanted, number, self.required).items()
         }
 
         def weight(begin: int, end: int) -> float:
             if not self.count.reads:
                 return float(end - begin)
+            if is_apart and not self.weighs:
+                return 0.0
             return self.count({name: columns[name].rows(begin, end) for name in self.count.reads})
 
-        weights = [weight(begin, end) for begin, end in cut.pieces]
-        total = sum(weights)
+        is_known = [not is_apart or index in cut.own for index in range(len(cut.bounds) - 1)]
+        found = [weight(*one) if known else 0.0 for one, known in zip(cut.pieces, is_known, strict=True)]
+        weights = self._added_up(found) if is_apart else Weights(found)
 
-        def piece(begin: int, end: int, weight: float, seed: int) -> MicroBatch:
+        def piece(begin: int, end: int, place: int, seed: int) -> MicroBatch:
             inputs = {name: columns[name].rows(begin, end).to(self.device) for name in self.needed}
-            return MicroBatch(end - begin, weight / total if total else 0.0, seed, inputs)
+            return MicroBatch(end - begin, weights, place, seed, inputs)
 
         def micro_batch(place: int, index: int) -> MicroBatch:
             begin, end = cut.bounds[index], cut.bounds[index + 1]
             seed = micro_batch_seed(self.seed, number, index)
-            whole = piece(begin, end, weights[index], seed)
+            whole = piece(begin, end, index, seed)
             if place >= num_sliced:
                 return whole
             middle = (begin + end + 1) // 2
             halves = (
-                piece(*part, weight(*part), seed + SECOND_HALF * half)
+                piece(*part, weights.add(weight(*part)), seed + SECOND_HALF * half)
                 for half, part in enumerate(((begin, middle), (middle, end)))
             )
             return replace(whole, halves=tuple(halves))
 
         own = tuple(micro_batch(place, index) for place, index in enumerate(cut.own))
-        return Portion(own, total, cut.num_samples, stamp)
+        return Portion(own, weights, cut.num_samples, stamp)
+
+    def _added_up(self, own: Sequence[float]) -> Weights:
+        """The weights of all micro-batches, from those that each rank has counted."""
+        assert self.add_up is not None, "weights go around only then"
+        sums = torch.tensor(own, dtype=torch.float64)
+        return Weights([*own], sums, self.add_up(sums))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ Every rank makes one, with the same arguments, and gives it the same batches. Wh
 each batch, is the same on every rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
+from bireme.balance.shares import Shares
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -22,6 +24,7 @@ from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.assembly import Assembly
+from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
@@ -32,38 +35,21 @@ from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
-from bireme.runtime.microbatches import Cutter, Feed, Portion
+from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
+from bireme.runtime.result import Result, result_of
 from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
-from bireme.runtime.updates import Finished, Settings, Updates
+from bireme.runtime.stopwatch import Stopwatch
+from bireme.runtime.updates import Settings, Updates
+from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "Result", "Weights", "teller"]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
-    one. `votes` is the sum of what the ranks gave along with it.
-
-    `is_skipped` says that the weights stay as they were: the gradient was not finite, or nothing in the batch
-    counts for the loss. Then its `weight`, how much counts in it, is 0, its loss NaN and its norm 0.
-    """
-
-    batch: int
-    loss: float
-    grad_norm: float
-    lr_factor: float
-    is_skipped: bool
-    num_samples: int
-    seconds: float
-    votes: float
-    weight: float
 
 
 class Pipeline:
@@ -75,7 +61,10 @@ class Pipeline:
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
-    it is shorter than what the weights come in, keeps float32 master weights.
+    it is shorter than what the weights come in, keeps float32 master weights. `sharing` lets the replicas'
+    shares of each batch follow their speed.
+    it is shorter than what the weights come in, keeps float32 master weights. With `reads_apart` no rank
+    reads rows of another replica to train on them: what they count goes around as numbers.
     """
 
     def __init__(
@@ -97,6 +86,8 @@ class Pipeline:
         bank_dtype: torch.dtype | None = None,
         compile: bool = False,  # noqa: A002 (torch's word for it)
         on_instruction: OnInstruction | None = None,
+        sharing: Sharing | None = None,
+        reads_apart: bool = False,
     ) -> None:
         asked = runnable(plan)
         self._device = torch.device(device)
@@ -129,6 +120,11 @@ class Pipeline:
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
+        stopwatch = None if sharing is None else Stopwatch(self._device)
+        self.balancer: Balancer | None = None
+        """What decides about shares, if anything does."""
+        if sharing is not None and stopwatch is not None:
+            self.balancer = Balancer(sharing, self.layout, stopwatch, read_ahead=self.read_ahead)
         self.cutter = self._make_cutter(seed)
         """What this rank takes of each batch."""
         evaluation = made_of.evaluation
@@ -138,9 +134,13 @@ class Pipeline:
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device)
         self._spare = fabric.everyone()
+        if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
+            weighs = self.plan.num_stages - 1 in self.stages
+            self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
+        self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
-        self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell)
+        self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell, stopwatch)
         self._evaluator: Evaluator | None = None
         if forwards is not None:
             self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
@@ -191,9 +191,11 @@ class Pipeline:
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()
-            result = _result(finished, feed.portion(finished.batch), now - before)
+            result = result_of(finished, feed.portion(finished.batch), now - before)
             feed.drop(finished.batch)
             self.num_trained += 1
+            if self.balancer is not None:
+                self.balancer.note(result.batch, result.shares, result.busy_s)
             before = now
             yield result
         if recorder is not None:
@@ -235,25 +237,28 @@ class Pipeline:
         }
         return self.parameters() | buffers
 
-    def snapshot(self, *, all_held: bool = False) -> Snapshot:
+    def snapshot(self, *, all_held: bool = False, but: Collection[str] = ()) -> Snapshot:
         """Copies of this rank's share of the state after the last batch whose result it has taken.
 
         To be called while `train` goes on, right when it gives a result, or when nothing is under way: then
         all ranks' snapshots after the same batch belong together. One rank answers for each tensor; with
-        `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline.
+        `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline. What
+        `but` names is left out: who restores the snapshot has it already, as frozen weights.
         """
         owners, layout = self.layout.owners, self.layout
         is_owner = layout.replica == 0
         own = {
             name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
-        }
+        }.difference(but)
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
-        return Snapshot(self.num_trained, self._updates.scale, tensors)
+        shares = None if self.balancer is None else self.balancer.state()
+        return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
     def restore(self, saved: Snapshot) -> None:
-        """Go on from a snapshot, which must have all tensors of this rank's stages, before the first batch.
+        """Go on from a snapshot, which must have all tensors of this rank's stages that training changes,
+        before the first batch. Of the others, what it lacks stays as it is.
 
         The next batch's number is that of the batches trained. With the same plan it goes on to the last bit
         as if it had never stopped.
@@ -263,6 +268,8 @@ class Pipeline:
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
+        if self.balancer is not None:
+            self.balancer.load(saved.shares, saved.num_trained)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
@@ -291,6 +298,25 @@ class Pipeline:
         program = self.plan.source.program(len(self._recorded), self._recorded.start)
         return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
 
+    def begin_with(self, shares: Shares) -> None:
+        """Begin with other shares than those that the pipeline was made with. All ranks must call it."""
+        self._check_drained()
+        assert self.balancer is not None, "who gives shares shares out"
+        self.balancer.begin(shares)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    def gather(self, row: Sequence[float]) -> list["array[float]"]:
+        """Every rank's row of numbers. All ranks must call it, when nothing is under way."""
+        return gather_rows(self._spare, row)
+
+    def received(self, stage: int, num_samples: int) -> Sequence[TensorSpec]:
+        """What a stage receives from the one before it for a micro-batch of so many samples."""
+        return self._borders.forward(stage, num_samples).specs
+
     @property
     def read_ahead(self) -> int:
         """How many batches after a result's own have been read when it comes, at most and on any rank.
@@ -311,6 +337,8 @@ class Pipeline:
 
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""
+        if self.balancer is not None:
+            self.balancer.close()
         if self._failure is not None:
             self._fabric.abort_groups()  # or a sum that another rank left would be waited for
         self._reducer.close()
@@ -330,7 +358,6 @@ class Pipeline:
             )
 
     def _make_cutter(self, seed: int) -> Cutter:
-        sizes = self.plan.micro_batch_sizes
         needed = [name for stage in self.stages.values() for name in stage.function.inputs]
         return Cutter(
             width=self.plan.width,
@@ -342,7 +369,8 @@ class Pipeline:
             needed=tuple(dict.fromkeys(needed)),
             device=self._device,
             seed=seed,
-            shares=lambda _batch: sizes,
+            sizes=self.plan.micro_batch_sizes,
+            shares=None if self.balancer is None else self.balancer.shares,
         )
 
     def _check_halves(self) -> None:
@@ -373,17 +401,3 @@ def teller(world: World | Fabric | None) -> OnInstruction:
 def _receives(units: Sequence[Unit], plan: ProgramPlan) -> tuple[tuple[str, ...], ...]:
     """What each stage receives."""
     return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))
-
-
-def _result(finished: Finished, portion: Portion, seconds: float) -> Result:
-    return Result(
-        batch=finished.batch,
-        loss=finished.loss,
-        grad_norm=finished.grad_norm,
-        lr_factor=finished.lr_factor,
-        is_skipped=finished.is_skipped,
-        num_samples=portion.num_samples,
-        seconds=seconds,
-        votes=finished.votes,
-        weight=portion.weight,
-    )

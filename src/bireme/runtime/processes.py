@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from bireme.runtime.fork_server import FORK, HELD, IMPORT, Preparation, inherited, serve, told
 from bireme.runtime.parent_watch import die_with_parent
 
-__all__ = ["Process", "preload", "serve_from_here", "start_process"]
+__all__ = ["Process", "has_server", "preload", "serve_from_here", "start_process"]
 
 CAN_FORK = sys.platform == "linux"
 """Elsewhere a copy of a process that has loaded much is no good one, or there are none."""
@@ -77,6 +77,11 @@ def start_process(name: str, function: Callable[..., None], *arguments: object) 
     Signals that the calling thread holds back are held back from it too. The arguments go through pickle.
     """
     return _copied(name, function, arguments) if CAN_FORK else _spawned(name, function, arguments)
+
+
+def has_server() -> bool:
+    """Whether a process can be started as a copy of a server that is there already."""
+    return _server is not None and _server.owner_pid == os.getpid() and _server.is_of_use
 
 
 def preload(*modules: str) -> None:

@@ -29,7 +29,7 @@ LOOPBACK = ("lo", "lo0")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How to be a rank: the same for all of them."""
+    """How to be a rank: the same for all ranks."""
 
     port: int
     num_processes: int

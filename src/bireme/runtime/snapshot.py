@@ -25,12 +25,13 @@ class Snapshot:
     """Copies on the CPU of one rank's share of the state, after `num_trained` batches.
 
     Every name is in the snapshot of one rank. `clip_scale` is the last known factor of clipping, which trial
-    steps take.
+    steps take. `shares` is all that decides about the shares of batches to come, where they follow speeds.
     """
 
     num_trained: int
     clip_scale: float
     tensors: Mapping[str, Tensor]
+    shares: Mapping[str, Any] | None = None
 
 
 def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str, Tensor]:
@@ -53,19 +54,26 @@ def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str
 
 
 def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, replica: int) -> None:
-    """Restore a stage from saved tensors, which must be complete, after `version` updates.
+    """Restore a stage from saved tensors, after `version` updates.
 
-    What was saved of another rule, or not at all, begins equal to the newest weights.
+    Weights that are trained and buffers that are written must be among them; of the others, what was not
+    saved stays as the stage has it. What was saved of another rule, or not at all, begins equal to the newest
+    weights.
     """
     banks = stage.banks
-    names = tuple(banks.newest())
-    newest = {name: saved[f"{WEIGHTS}/{name}"] for name in names}
+    held, trained = banks.newest(), set(banks.trainable)
+    names = tuple(held)
+    newest = {
+        name: saved[key] if (key := f"{WEIGHTS}/{name}") in saved or name in trained else held[name]
+        for name in names
+    }
     section = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
     others = {name: saved.get(f"{section}/{name}", newest[name]) for name in names}
     number = version if banks.is_fresh else version - 1
     banks.load(newest, _optimizer_state(saved, names), version=version, older={number: others})
     for name, buffer in stage.buffers.items():
-        buffer.copy_(saved[f"{BUFFERS}/{name}"])
+        if (key := f"{BUFFERS}/{name}") in saved or name in stage.function.writes:
+            buffer.copy_(saved[key])
 
 
 def _optimizer_state(saved: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, dict[str, Any]]:

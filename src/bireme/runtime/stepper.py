@@ -46,7 +46,7 @@ BY_PARAMETER = ELEMENTWISE | {optim.Muon}
 """Optimisers whose groups never change, so that a step may be made in several calls."""
 
 SETTINGS = frozenset({"params", "param_names", "lr"})
-"""What stands in a group and is no memory of the optimiser's."""
+"""What is in a group and is no memory of the optimiser's."""
 
 GROUP = "group."
 """Begins the names of what an optimiser remembers in a parameter's group."""

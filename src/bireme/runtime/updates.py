@@ -6,14 +6,15 @@ the batch counts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
 from bireme.sync.reduced import Reduced
-from bireme.sync.reducer import Reducer
+from bireme.sync.reducer import Reducer, nothing_more
 
 __all__ = ["Finished", "Settings", "Updates"]
 
@@ -40,6 +41,7 @@ class Finished:
     lr_factor: float
     is_skipped: bool
     votes: float
+    more: tuple[float, ...] = ()
 
 
 class Updates:
@@ -63,6 +65,8 @@ class Updates:
         """The last known factor that brings the gradient's norm down to the limit."""
         self.votes: Callable[[], float] = lambda: 0.0
         """What this rank gives along with a batch, to be summed over all."""
+        self.more: Callable[[int], Sequence[float]] | None = None
+        """What else it gives along with the batch of that number."""
 
     def reduce(self, step: Instruction, stamp: int, *, counts: bool) -> None:
         """A stage has all its gradients of a batch, which has this stamp on all ranks.
@@ -82,7 +86,12 @@ class Updates:
             keep=self._tries,  # a trial step may still read what is this replica's own
         )
         end.reduction = self._reducer.start(
-            step.batch, gradients, loss_sum=end.loss(), stamp=stamp, votes=self.votes()
+            step.batch,
+            gradients,
+            loss_sum=end.loss(),
+            stamp=stamp,
+            votes=self.votes(),
+            more=nothing_more if self.more is None else partial(self.more, step.batch),
         )
 
     def wait(self, batch: int) -> None:
@@ -127,6 +136,7 @@ class Updates:
                     lr_factor=self.settings.lr_factor(step.batch),
                     is_skipped=not reduced.is_finite,
                     votes=reduced.votes,
+                    more=reduced.more,
                 )
             )
 

@@ -56,6 +56,7 @@ def generate(
     stages_per_rank: int | None = None,
     num_sliced: int | None = None,
     lookahead: int = 0,
+    sweep: int = 1,
     recompute: Iterable[int] = (),
     first_batch: int = 0,
     updates_early: bool = False,
@@ -66,7 +67,8 @@ def generate(
     With `stages_per_rank`, a schedule of one stage on each rank has so many neighbours there, which compute
     what the one would of which they are parts. `num_sliced` is for `1f1b-sliced`; left out, it is the least
     that is best for equal stages whose backward takes twice the forward. `lookahead` lets 1f1b, 2bw and
-    2bw-fresh run further ahead where links are slow. `recompute` names the stages that keep only their
+    2bw-fresh run further ahead where links are slow; it counts sweeps of `sweep` micro-batches, which go
+    through a stage one after the other. `recompute` names the stages that keep only their
     inputs. `updates_early` is for pipelines that sum no gradients over ranks: see `weave.py`.
     """
     schedule = schedule_named(name)
@@ -76,7 +78,7 @@ def generate(
     per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
     if num_sliced is not None and not schedule.slices:
         raise BiremeError(f"{name} slices no micro-batches. Use 1f1b-sliced for that.")
-    shape = Shape(num_stages, num_microbatches, num_batches, per_rank, num_sliced or 0, lookahead)
+    shape = Shape(num_stages, num_microbatches, num_batches, per_rank, num_sliced or 0, lookahead, sweep)
     if num_sliced is None and schedule.slices:
         depth = schedule.whole(shape).num_stages
         shape = replace(shape, num_sliced=min(max(1, -(-(depth - 1) // 4)), depth, num_microbatches))

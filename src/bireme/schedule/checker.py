@@ -10,6 +10,7 @@ from itertools import chain, islice
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.deadlock import run_to_end
 from bireme.schedule.proofs.messages import message_problems
+from bireme.schedule.proofs.paging import paging_problems
 from bireme.schedule.proofs.places import misplaced
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Residency, resident
@@ -24,7 +25,7 @@ MOST_PROBLEMS = 20
 class Report:
     """What the checker found.
 
-    `deadlock` is the circle of waiting instructions under rendezvous semantics, or None;
+    `deadlock` is the circle of waiting instructions where sends are synchronous, or None;
     `deadlock_if_buffered` says whether it remains where sends complete at once. `ranks` is empty where
     instructions are out of place.
     """
@@ -52,11 +53,12 @@ def check(program: Program) -> Report:
     """Everything that is wrong with a program, and what each rank keeps."""
     problems = list(islice(misplaced(program), MOST_PROBLEMS))
     if problems:
-        # What stands in a wrong place makes nonsense of every other proof.
+        # An instruction in a wrong place makes nonsense of every other proof.
         return Report(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
-    problems = list(islice(chain(stage_problems(program), message_problems(program)), MOST_PROBLEMS))
-    stuck = run_to_end(program, rendezvous=True)
-    buffered = None if stuck is None else run_to_end(program, rendezvous=False)
+    proofs = chain(stage_problems(program), message_problems(program), paging_problems(program))
+    problems = list(islice(proofs, MOST_PROBLEMS))
+    stuck = run_to_end(program, synchronous_sends=True)
+    buffered = None if stuck is None else run_to_end(program, synchronous_sends=False)
     deadlock = None
     if stuck is not None and stuck.cycle:
         deadlock = tuple(stuck.waits[rank] for rank in stuck.cycle)

@@ -17,11 +17,13 @@ WRITTEN_OUT = 8
 """Up to so many batches a program is simply written out."""
 
 
-def fold(make: Callable[[int], Program], num_batches: int) -> Program:
-    """`make(num_batches)`, as a loop where it is long; `make` builds a program of so many batches."""
+def fold(make: Callable[[int], Program], num_batches: int, *, shortest: int = 2) -> Program:
+    """`make(num_batches)`, as a loop where it is long; `make` builds a program of so many batches, if they
+    are `shortest` or more.
+    """
     if num_batches <= WRITTEN_OUT:
         return make(num_batches)
-    short = 2
+    short = shortest
     while short + 2 < num_batches:
         first, second, third = make(short), make(short + 1), make(short + 2)
         folded = [_fold(a, b, num_batches - short) for a, b in zip(first.tracks, second.tracks, strict=True)]

@@ -49,7 +49,7 @@ MARKS = {
     frozenset({Kind.TRIAL}): ("'", "trial step"),
     MAKES_VERSION: ("!", "update and trial step"),
 }
-"""What is seen of the steps that make weight versions, in the place of the space before the next cell."""
+"""What is seen of the steps that make weight versions, instead of the space before the next cell."""
 
 MOST_STAGES = 4
 """Of a rank that are all named."""

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["BACKWARDS", "COMPUTE", "RECEIVES", "SENDS", "Instruction", "Kind", "Message"]
+__all__ = [
+    "BACKWARDS",
+    "COMPUTE",
+    "PAGING",
+    "RECEIVES",
+    "SENDS",
+    "Instruction",
+    "Item",
+    "Kind",
+    "Message",
+    "Page",
+]
 
 
 class Kind(StrEnum):
@@ -36,6 +47,10 @@ class Kind(StrEnum):
     They are this replica's own sum, which the step must not change; on the last stage it comes right after
     the REDUCE of that sum, which therefore must work on a copy.
     """
+    FETCH = "FETCH"
+    """Post the copy of a chunk from the tier below. It does not wait: the instruction that uses it does."""
+    EVICT = "EVICT"
+    """Give back a chunk's slot in a tier, once its copy to the tier below is complete if it needs one."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
@@ -43,6 +58,7 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """The kinds that take a gradient from the next stage and give one to the stage before."""
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+PAGING = frozenset({Kind.FETCH, Kind.EVICT})
 
 HALF_LETTERS = "ab"
 
@@ -69,13 +85,42 @@ class Message(NamedTuple):
         return f"{what} of {which} into stage {self.to_stage}"
 
 
+class Item(StrEnum):
+    """What of a stage is paged. The values are the words of tables."""
+
+    WEIGHTS = "weights"
+    """One bank."""
+    GRADIENT = "gradients"
+    """The sum of a batch; of a micro-batch where each has an update of its own."""
+    OPTIMIZER = "optimizer"
+    """Its state, with the master copy of the weights where it keeps one."""
+    STASH = "activations"
+    """What a micro-batch keeps between its forward and its backward."""
+
+
+class Page(NamedTuple):
+    """What FETCH and EVICT move: one chunk of an item, into the tier or out of it.
+
+    Tier 0 is the device's memory, 1 the one below it, and so on. The item is that of the instruction's stage
+    and of its version (weights), batch (gradients) or micro-batch (activations).
+    """
+
+    item: Item
+    chunk: int
+    tier: int = 0
+    is_copied: bool = True
+    """Whether EVICT copies the chunk to the tier below; it need not where a valid copy is there already, or
+    where nobody reads it again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One step of a rank.
 
     `version` is the weight version that a compute instruction runs on, and the one that UPDATE and TRIAL
     make; communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for
-    TRIAL, how many micro-batches of the batch before have their gradient in the accumulator.
+    TRIAL, how many micro-batches of the batch before have their gradient in the accumulator. `page` is what
+    FETCH and EVICT move.
     """
 
     kind: Kind
@@ -85,12 +130,20 @@ class Instruction:
     version: int | None = None
     half: int | None = None
     seen: int | None = None
+    page: Page | None = None
 
     def shifted(self, batches: int, versions: int) -> "Instruction":
         """The same instruction so many batches and versions later."""
         version = None if self.version is None else self.version + versions
         return Instruction(
-            self.kind, self.stage, self.batch + batches, self.microbatch, version, self.half, self.seen
+            self.kind,
+            self.stage,
+            self.batch + batches,
+            self.microbatch,
+            version,
+            self.half,
+            self.seen,
+            self.page,
         )
 
     def needs(self, num_stages: int) -> Message | None:
@@ -123,6 +176,8 @@ class Instruction:
 
     def __str__(self) -> str:
         """The token of torch's files and what torch lacks, such as `2F3b of batch 1 on version 0`."""
+        if self.page is not None:
+            return self._paged()
         where = "" if self.microbatch is None else str(self.microbatch)
         half = "" if self.half is None else HALF_LETTERS[self.half]
         text = f"{self.stage}{self.kind.value}{where}{half} of batch {self.batch}"
@@ -133,3 +188,15 @@ class Instruction:
         if self.seen is not None:
             text += f" having seen {self.seen} micro-batches"
         return text
+
+    def _paged(self) -> str:
+        """Such as `2FETCH of chunk 3 of weights of version 5 into tier 0`."""
+        assert self.page is not None, "FETCH and EVICT have a page"
+        what = f"{self.stage}{self.kind.value} of chunk {self.page.chunk} of {self.page.item}"
+        if self.version is not None:
+            what += f" of version {self.version}"
+        elif self.microbatch is not None:
+            what += f" of micro-batch {self.microbatch} of batch {self.batch}"
+        else:
+            what += f" of batch {self.batch}"
+        return f"{what} {'into' if self.kind is Kind.FETCH else 'from'} tier {self.page.tier}"

@@ -14,6 +14,7 @@ from typing import overload
 
 from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
 from bireme.schedule.rule import Rule, version_used
+from bireme.schedule.tiers import RankTiers
 
 __all__ = ["Block", "Program", "Track"]
 
@@ -32,7 +33,7 @@ class Track(Sequence[Instruction]):
     """One rank's instruction list, compressed: `head`, then `body` `repeats` times, then `tail`.
 
     Repetition i of the body is the body shifted by i batches, and by i · `versions_per_batch` versions;
-    head and tail stand as they are.
+    head and tail are read as they are.
     """
 
     head: tuple[Instruction, ...]
@@ -110,6 +111,8 @@ class Program:
     first_batch: int = 0
     recomputed: frozenset[int] = frozenset()
     """The stages that keep only their inputs and run their forward again before the backward."""
+    tiers: tuple[RankTiers | None, ...] = ()
+    """For each rank how its memory is cut, None where all stays on the device; empty where no rank pages."""
 
     @property
     def num_stages(self) -> int:
@@ -159,6 +162,10 @@ class Program:
             num_microbatches=self.num_microbatches,
             first_batch=self.first_batch,
         )
+
+    def tiers_of(self, rank: int) -> RankTiers | None:
+        """How a rank's memory is cut into chunks and tiers; None where all stays on the device."""
+        return self.tiers[rank] if self.tiers else None
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, in the model's order."""

@@ -8,13 +8,15 @@ A message under way is part of what its sender has stashed, and is not counted a
 """
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
-from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Kind
+from bireme.schedule.holding import Holding
+from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 
-__all__ = ["Residency", "Sizes", "gradient_sets", "resident"]
+__all__ = ["Residency", "Sizes", "TierUse", "gradient_sets", "item_bytes", "resident", "unpaged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,9 @@ class Sizes:
 
     `stash` and `inputs` are for one micro-batch: all activations kept for the backward, and the stage's
     input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
-    messages that come into the stage from the stages before and after. Where `master` is set, the newest
-    weights live in the optimiser's own master copy, counted in `optimizer`.
+    messages that come into the stage from the stages before and after. `workspace` is what a pass of a
+    micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
+    the optimiser's own master copy, counted in `optimizer`.
     """
 
     version: tuple[float, ...]
@@ -35,6 +38,17 @@ class Sizes:
     activation: tuple[float, ...]
     gradient_message: tuple[float, ...]
     master: bool = False
+    workspace: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a rank keeps in a tier at most, and the bytes that are copied into it during the window."""
+
+    name: str
+    budget_bytes: int | None
+    peak_bytes: float
+    copied_in_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,7 @@ class Residency:
     """The peaks of one rank. Counts are over all its stages, except versions: those of its greediest stage.
 
     `at_peak` says what the peak consists of; `series`, where asked for, holds the bytes kept while each
-    instruction runs.
+    instruction runs. All are of the device; `tiers` is of a rank that pages, the device first.
     """
 
     rank: int
@@ -53,14 +67,22 @@ class Residency:
     peak_index: int = 0
     at_peak: dict[str, float] = field(default_factory=dict)
     series: "array[float] | None" = None
+    tiers: tuple[TierUse, ...] = ()
 
 
-WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers")
+WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
+
+
+ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 3}
+"""Where chunks of an item are counted."""
 
 
 def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series: bool = False) -> Residency:
     """Count what a rank keeps, instruction by instruction."""
-    ledger = _Ledger(program, rank, sizes or _weightless(program.num_stages), series=series)
+    sizes = sizes or _weightless(program.num_stages)
+    if program.tiers_of(rank) is not None:
+        return _resident_in_tiers(program, rank, sizes, series=series)
+    ledger = _Ledger(program, rank, sizes, series=series)
     index = 0
     entries: dict[tuple[Kind, int, int | None], _Entry] = {}
     for block in program.tracks[rank].blocks():
@@ -72,6 +94,63 @@ def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series:
             ledger.book(index, entry, instruction.batch + block.batches, instruction.microbatch)
             index += 1
     return ledger.result()
+
+
+def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: bool) -> Residency:
+    """The same for a rank that pages: chunks where they are, and the rest as ever."""
+    tiers = program.tiers_of(rank)
+    assert tiers is not None, "the rank pages"
+    holding = Holding(program, tiers)
+    ledger = _Ledger(program, rank, unpaged(program, sizes, tiers.chunks.keys()), series=series)
+    for index, step in enumerate(program.tracks[rank]):
+        for _ in holding.start(step):
+            pass
+        ledger.hold({item: count * tiers.chunk_bytes for item, count in holding.on_device.items()})
+        ledger.book(index, ledger.entry(step), step.batch, step.microbatch)
+        holding.end(step)
+    result = ledger.result()
+    peaks = [result.peak_bytes, *(peak * tiers.chunk_bytes for peak in holding.peak[1:])]
+    return replace(
+        result,
+        tiers=tuple(
+            TierUse(tier.name, tier.budget_bytes, peak, num * tiers.chunk_bytes)
+            for tier, peak, num in zip(tiers.tiers, peaks, holding.num_copied_in, strict=True)
+        ),
+    )
+
+
+def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
+    """The bytes of an item that can be paged: one bank, one sum of gradients, one micro-batch."""
+    match item:
+        case Item.WEIGHTS:
+            return sizes.version[stage]
+        case Item.GRADIENT:
+            return sizes.gradient[stage]
+        case Item.OPTIMIZER:
+            has_newest = program.rule is Rule.FRESH and not sizes.master
+            return sizes.optimizer[stage] + (sizes.version[stage] if has_newest else 0.0)
+        case Item.STASH:
+            return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
+
+
+def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
+    """The sizes without the items that are paged: of messages, of what is recomputed, and of small items."""
+
+    def without(item: Item, values: tuple[float, ...], *, but: Collection[int] = ()) -> tuple[float, ...]:
+        return tuple(
+            0.0 if (item, stage) in paged and stage not in but else value
+            for stage, value in enumerate(values)
+        )
+
+    recomputed = program.recomputed
+    return replace(
+        sizes,
+        version=without(Item.WEIGHTS, sizes.version),
+        gradient=without(Item.GRADIENT, sizes.gradient),
+        optimizer=without(Item.OPTIMIZER, sizes.optimizer),
+        stash=without(Item.STASH, sizes.stash, but=recomputed),
+        inputs=without(Item.STASH, sizes.inputs, but=set(range(program.num_stages)) - recomputed),
+    )
 
 
 def gradient_sets(program: Program) -> tuple[int, ...]:
@@ -121,6 +200,8 @@ class _Ledger:
         self.kept = [0.0] * len(WHAT)
         self.kept[0] = sum(sizes.version[stage] for stage in stages)
         self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
+        if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
+            self.kept[6] = max(sizes.workspace[stage] for stage in stages)
         self.bytes = sum(self.kept)
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
@@ -131,6 +212,8 @@ class _Ledger:
         self.peak_index = 0
         self.at_peak = list(self.kept)
         self.series: array[float] | None = array("d") if series else None
+        self.chunks = [0] * len(WHAT)
+        """Bytes of chunks, in a rank that pages."""
 
     def _most_versions(self, stage: int) -> int:
         """The banks, and under FRESH the newest weights beside the trial versions."""
@@ -164,6 +247,15 @@ class _Ledger:
         entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry
+
+    def hold(self, chunks: dict[Item, int]) -> None:
+        """So many bytes of chunks are on the device."""
+        for item, num_bytes in chunks.items():
+            what = ITEM_WHAT[item]
+            change = num_bytes - self.chunks[what]
+            self.chunks[what] = num_bytes
+            self.kept[what] += change
+            self.bytes += change
 
     def book(self, index: int, entry: _Entry, batch: int, microbatch: int | None) -> None:
         """Let one instruction start and end."""

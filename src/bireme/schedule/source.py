@@ -6,7 +6,7 @@ somebody gives, such as one from a file, becomes a source by `source_of`, which 
 
 * If its tracks are loops, so are its windows: any number of batches from its shortest on, nobody needs to
   know how many.
-* A synchronous program of one batch is such a loop as it stands, for it drains before it steps.
+* A synchronous program of one batch is such a loop as it is, for it drains before it steps.
 * Any other runs as it is written: each window is just as many batches as it has, neither more nor fewer.
 """
 

@@ -34,7 +34,7 @@ CLASHES = {
     Kind.BACKWARD_INPUT: (Kind.BACKWARD_INPUT, Kind.BACKWARD),
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_WEIGHT, Kind.BACKWARD),
 }
-"""What of the same micro-batch and stage an action cannot stand beside; for the others, only itself."""
+"""What of the same micro-batch and stage an action cannot be beside; for the others, only itself."""
 
 _ACTION = re.compile(
     "([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)([0-9]{1,9})?"
@@ -131,7 +131,7 @@ class _Action:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell, where it stands and what it says: nothing, one action, or the parts of a compound."""
+    """A cell, where it is and what it says: nothing, one action, or the parts of a compound."""
 
     source: str
     rank: int
@@ -212,7 +212,7 @@ def _quoted(text: str) -> str:
 
 
 def _placement(sheet: _Sheet) -> tuple[int, ...]:
-    """For each stage the rank its actions stand in."""
+    """For each stage the rank whose row has its actions."""
     homes: dict[int, _Cell] = {}
     for cell, action in sheet.actions():
         home = homes.setdefault(action.stage, cell)

@@ -1,7 +1,7 @@
 """Weave versions and updates into a bare compute order.
 
 A generator says in which order a rank runs its forwards and backwards. What follows from the update rule
-is the same for all of them and is added here: the version each instruction runs on, RECOMPUTE before a
+is the same for all generators and is added here: the version each instruction runs on, RECOMPUTE before a
 backward, REDUCE as soon as a batch's last gradient is there, and TRIAL and UPDATE as late as the first use
 of what they make allows. Late, because the time between is where a slow network's all-reduce hides.
 

@@ -102,6 +102,7 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
 
     sent = (*costs.message_bytes[:-1], costs.input_bytes[-1])
     borders = tuple(sent[rank] for rank in rank_of_stage)
+    back = (*(costs.gradient_message_bytes or costs.message_bytes)[:-1], costs.input_bytes[-1])
     return replace(
         costs,
         forward_s=share(costs.forward_s),
@@ -116,9 +117,11 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         reduce_busy_s=share(costs.reduce_busy_s),
         reduce_bytes=share(costs.reduce_bytes),
         message_bytes=borders,
+        gradient_message_bytes=tuple(back[rank] for rank in rank_of_stage),
         weight_bytes=share(costs.weight_bytes),
         gradient_bytes=share(costs.gradient_bytes),
         optimizer_bytes=share(costs.optimizer_bytes),
         stash_bytes=share(costs.stash_bytes),
         input_bytes=(costs.input_bytes[0], *borders[:-1]),
+        workspace_bytes=tuple(costs.workspace_bytes[rank] for rank in rank_of_stage),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.instruction import PAGING, Instruction, Kind, Message
 from bireme.schedule.residency import Sizes
 
 __all__ = ["Costs", "PerStage"]
@@ -19,11 +19,12 @@ PerStage = float | Sequence[float]
 class Costs:
     """Seconds and bytes per stage, for one micro-batch where that matters.
 
-    `message_bytes[s]` crosses the border between stage s and s+1, in either direction. `reduce_s` is the
+    `message_bytes[s]` crosses the border from stage s to s+1, `gradient_message_bytes[s]` comes back over it;
+    where none are given that is as much. `reduce_s` is the
     gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
     besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
-    seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides. Make one
-    with `per_stage`.
+    seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides.
+    `workspace_bytes` is what a pass of a micro-batch takes and gives back. Make one with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -45,7 +46,9 @@ class Costs:
     rank_speed: tuple[float, ...] = ()
     master_weights: bool = False
     reduce_busy_s: tuple[float, ...] = ()
+    gradient_message_bytes: tuple[float, ...] = ()
     engine: EngineCost = NO_ENGINE
+    workspace_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -85,13 +88,15 @@ class Costs:
         rank_speed: Sequence[float] = (),
         master_weights: bool = False,
         reduce_busy_s: PerStage = 0.0,
+        gradient_message_bytes: PerStage | None = None,
         engine: EngineCost = NO_ENGINE,
+        workspace_bytes: PerStage = 0.0,
     ) -> "Costs":
         """Costs with what is left out filled in.
 
         Both parts of a split backward take half of it unless one is given; half a micro-batch takes half
         the forward, recomputing takes the forward, a trial step what an update takes; gradients are as
-        large as weights, a stage's input as large as the message that brings it.
+        large as weights, a stage's input as large as the message that brings it, and as much comes back.
         """
 
         def spread(name: str, value: PerStage) -> tuple[float, ...]:
@@ -139,7 +144,11 @@ class Costs:
             rank_speed=tuple(map(float, rank_speed)),
             master_weights=master_weights,
             reduce_busy_s=spread("reduce_busy_s", reduce_busy_s),
+            gradient_message_bytes=messages
+            if gradient_message_bytes is None
+            else spread("gradient_message_bytes", gradient_message_bytes),
             engine=engine,
+            workspace_bytes=spread("workspace_bytes", workspace_bytes),
         )
 
     def seconds(self, step: Instruction, rank: int, *, takes_bytes: float | None = None) -> float:
@@ -147,6 +156,8 @@ class Costs:
 
         What a message is under way and a sync with replicas run beside it.
         """
+        if step.kind in PAGING:
+            return 0.0  # Posted; a mover copies beside the track.
         speed = self.rank_speed[rank] if self.rank_speed else 1.0
         own_s = self.engine.instruction_s + self._work_s(step)
         return (own_s if takes_bytes is None else own_s + self.engine.taking_s(takes_bytes)) / speed
@@ -178,11 +189,13 @@ class Costs:
 
     def border_bytes(self, step: Instruction) -> float:
         """The bytes a send moves."""
-        return self.message_of(step.stage if step.kind is Kind.SEND_FORWARD else step.stage - 1, step.half)
+        return self.message_of(step.carries())
 
-    def message_of(self, border: int, half: int | None) -> float:
-        """The bytes that cross a border for a micro-batch, or for half of one."""
-        return self.message_bytes[border] * (1.0 if half is None else 0.5)
+    def message_of(self, message: Message) -> float:
+        """The bytes of a message: of a micro-batch, or of half of one."""
+        border = min(message.from_stage, message.to_stage)
+        table = self.message_bytes if message.forward else self.gradient_message_bytes or self.message_bytes
+        return table[border] * (1.0 if message.half is None else 0.5)
 
     def sizes(self) -> Sizes:
         """What each stage keeps, for the account of memory."""
@@ -194,6 +207,7 @@ class Costs:
             stash=self.stash_bytes,
             inputs=self.input_bytes,
             activation=into,
-            gradient_message=self.message_bytes,
+            gradient_message=self.gradient_message_bytes or self.message_bytes,
             master=self.master_weights,
+            workspace=self.workspace_bytes,
         )

@@ -44,6 +44,9 @@ class CostsFile(BaseModel):
     trial_s: StageValue | None = Field(None, description="seconds of a trial step")
     reduce_s: StageValue = Field(0.0, description="seconds of a batch's gradient sync between replicas")
     message_bytes: StageValue = Field(0.0, description="bytes sent after each stage, in each direction")
+    gradient_message_bytes: StageValue | None = Field(
+        None, description="bytes of the gradients that come back, where they are not as many"
+    )
     weight_bytes: StageValue = Field(0.0, description="bytes of one weight version")
     gradient_bytes: StageValue | None = Field(None, description="bytes of one batch's gradient")
     optimizer_bytes: StageValue = Field(0.0, description="bytes of the optimiser's state")

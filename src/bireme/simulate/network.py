@@ -126,7 +126,7 @@ class _Flow:
 
 
 class Traffic:
-    """The messages on a shared network at a moment, and when each will be through as things stand."""
+    """The messages on a shared network at a moment, and when each will be through if nothing changes."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

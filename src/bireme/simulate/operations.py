@@ -31,6 +31,16 @@ class Op(NamedTuple):
     instruction: Instruction
 
 
+class _Like(NamedTuple):
+    """What operations of one kind, stage and half share; `key` is that of micro-batch 0 of batch 0."""
+
+    code: int
+    seconds: float
+    key: int
+    channel: int
+    num_bytes: float
+
+
 class Operations:
     """The operations of a program's ranks, and the channels that their messages go through."""
 
@@ -44,56 +54,52 @@ class Operations:
 
     def of_rank(self, rank: int) -> Iterator[tuple[Op, int]]:
         """A rank's track as operations, each with the shift of its key."""
-        stride = self._program.num_microbatches * self._program.num_stages * 8
+        num_microbatches, each = self._program.num_microbatches, self._program.num_stages * 8
         ready: dict[int, list[Op]] = {}
+        alike: dict[tuple[Kind, int, int | None], _Like] = {}
+
+        def made(step: Instruction) -> Op:
+            what = step.kind, step.stage, step.half
+            like = alike.get(what)
+            if like is None:
+                like = alike[what] = self._like(step, rank)
+            code, seconds, key, channel, num_bytes = like
+            if code != LOCAL:
+                key += (step.batch * num_microbatches + (step.microbatch or 0)) * each
+            return Op(code, seconds, key, channel, num_bytes, step)
+
         for block in self._program.tracks[rank].blocks():
             ops = ready.get(id(block.instructions))
             if ops is None:
-                ops = ready[id(block.instructions)] = [self._op(step, rank) for step in block.instructions]
-            shift = block.batches * stride
+                ops = ready[id(block.instructions)] = [made(step) for step in block.instructions]
+            shift = block.batches * num_microbatches * each
             for op in ops:
                 yield op, shift
 
-    def _op(self, step: Instruction, rank: int) -> Op:
-        program = self._program
+    def _like(self, step: Instruction, rank: int) -> _Like:
+        program, costs = self._program, self._costs
         if step.kind in SENDS or step.kind in RECEIVES:
             ends = channel_of(program, step)
             if ends is None:
                 raise BiremeError(f"Rank {rank} holds {step}, but there is no stage on the other side.")
             is_send = step.kind in SENDS
-            num_bytes = self._costs.border_bytes(step) if is_send else 0.0
-            return Op(
-                SEND if is_send else RECEIVE,
-                self._costs.seconds(step, rank),
-                self._key(step.carries()),
-                self._channel(*ends),
-                num_bytes,
-                step,
-            )
+            num_bytes = costs.border_bytes(step) if is_send else 0.0
+            code, key = SEND if is_send else RECEIVE, _key(step.carries())
+            return _Like(code, costs.seconds(step, rank), key, self._channel(*ends), num_bytes)
         if step.kind in (Kind.REDUCE, Kind.UPDATE):
-            key = self._number(step.batch, step.microbatch or 0, step.stage) * 8 + 4
-            num_bytes = self._costs.reduce_bytes[step.stage]
-            seconds = self._costs.seconds(step, rank)
+            key = step.stage * 8 + 4
+            num_bytes = costs.reduce_bytes[step.stage]
             code = REDUCE if step.kind is Kind.REDUCE else UPDATE
             if code == UPDATE and self._agree:
                 key += AGREED
-            return Op(code, seconds, key, self._channel(rank, rank), num_bytes, step)
+            return _Like(code, costs.seconds(step, rank), key, self._channel(rank, rank), num_bytes)
         needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
         if needed is not None:
             source = program.rank_of_stage[needed.from_stage]
             if source != rank:
-                num_bytes = self._costs.message_of(min(needed.from_stage, needed.to_stage), needed.half)
-                seconds = self._costs.seconds(step, rank, takes_bytes=num_bytes)
-                return Op(USE, seconds, self._key(needed), self._channel(source, rank), 0.0, step)
-        return Op(LOCAL, self._costs.seconds(step, rank), 0, -1, 0.0, step)
-
-    def _key(self, message: Message) -> int:
-        half = 0 if message.half is None else message.half + 1
-        kind = half if message.forward else 3
-        return self._number(message.batch, message.microbatch or 0, message.to_stage) * 8 + kind
-
-    def _number(self, batch: int, microbatch: int, stage: int) -> int:
-        return (batch * self._program.num_microbatches + microbatch) * self._program.num_stages + stage
+                seconds = costs.seconds(step, rank, takes_bytes=costs.message_of(needed))
+                return _Like(USE, seconds, _key(needed), self._channel(source, rank), 0.0)
+        return _Like(LOCAL, costs.seconds(step, rank), 0, -1, 0.0)
 
     def _channel(self, source: int, destination: int) -> int:
         ends = source, destination
@@ -118,3 +124,9 @@ class Operations:
                 "Give sync_paths, or the time as reduce_s."
             )
         return Path(()) if path is None else path
+
+
+def _key(message: Message) -> int:
+    """The key of a message of micro-batch 0 of batch 0."""
+    half = 0 if message.half is None else message.half + 1
+    return message.to_stage * 8 + (half if message.forward else 3)

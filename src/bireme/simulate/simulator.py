@@ -2,10 +2,10 @@
 
 A rank goes through its track in order. A compute instruction starts when the rank is free and its message
 has arrived. A message sets out when it has been sent, its receive posted, and the one before it on its
-channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank stands still while a
+channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank waits while a
 message crosses, as blocking runtimes do; messages of one pair of ranks then cross in the order they are
 used. A gradient sync runs beside the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
-batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all of them.
+batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks.
 
 Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
 can; else all ranks go forward together in the order of time, so that messages and work meet when they would.
@@ -20,6 +20,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.program import Program
 from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
+from bireme.simulate.copies import RankMover, TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Traffic
 from bireme.simulate.operations import AGREED, LOCAL, RECEIVE, REDUCE, SEND, USE, Op, Operations
@@ -40,13 +41,15 @@ def simulate(
     agree: bool = False,
     memory_series: bool = False,
     processors: Processors | None = None,
+    tier_links: TierLinks | None = None,
 ) -> Timeline:
     """The timeline of a lowered program.
 
     Without a network messages take no time. `overlap_reduce=False` keeps a rank busy during its gradient
     sync. `agree` lets no rank update before all have a batch's gradients, as it is in the engine.
     `memory_series` keeps the bytes at every instruction, not only the peak. With `processors` ranks of one
-    machine share its cores; otherwise each has its own.
+    machine share its cores; otherwise each has its own. `tier_links` say how fast the chunks of a program
+    that pages travel; without them copies take no time.
     """
     if costs.num_stages != program.num_stages:
         raise BiremeError(
@@ -60,7 +63,14 @@ def simulate(
         raise BiremeError(f"Under {program.name} stages step one by one, so ranks cannot agree before.")
     network = network or Network.dedicated(pairs_that_talk(program))
     run = _Run(
-        program, costs, network, processors, overlap=overlap, overlap_reduce=overlap_reduce, agree=agree
+        program,
+        costs,
+        network,
+        processors,
+        tier_links or TierLinks(),
+        overlap=overlap,
+        overlap_reduce=overlap_reduce,
+        agree=agree,
     )
     run.to_end()
     sizes = costs.sizes()
@@ -74,6 +84,7 @@ def simulate(
         memory=tuple(
             resident(program, rank, sizes, series=memory_series) for rank in range(program.num_ranks)
         ),
+        paging=tuple(rank.mover.result() for rank in run.ranks if rank.mover is not None),
     )
 
 
@@ -84,6 +95,11 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     return {(a, b) for a, b in neighbours if a != b}
 
 
+def _mover(program: Program, rank: int, links: TierLinks) -> RankMover | None:
+    tiers = program.tiers_of(rank)
+    return None if tiers is None else RankMover(program, rank, tiers, links)
+
+
 GOES_ON, WORKED = range(2)
 """What an entry of the agenda says of a rank: that it may go on, or that the work it was at is done."""
 
@@ -91,9 +107,11 @@ GOES_ON, WORKED = range(2)
 class _Rank:
     """A rank, how far it has got, and the times so far."""
 
-    def __init__(self, number: int, ops: Iterator[tuple[Op, int]]) -> None:
+    def __init__(self, number: int, ops: Iterator[tuple[Op, int]], mover: RankMover | None) -> None:
         self.number = number
         self.ops = ops
+        self.mover = mover
+        """Who copies its chunks, where it pages."""
         self.now_s = 0.0
         self.held: tuple[Op, int] | None = None
         """The operation it waits in, and the shift of its key."""
@@ -113,6 +131,7 @@ class _Run:
         costs: Costs,
         network: Network,
         processors: Processors | None,
+        tier_links: TierLinks,
         *,
         overlap: bool,
         overlap_reduce: bool,
@@ -130,7 +149,10 @@ class _Run:
         self.traffic = Traffic(network)
         self.operations = Operations(program, costs, network, agree=agree)
         self.channels = self.operations.channels
-        self.ranks = [_Rank(number, self.operations.of_rank(number)) for number in range(program.num_ranks)]
+        self.ranks = [
+            _Rank(number, self.operations.of_rank(number), _mover(program, number, tier_links))
+            for number in range(program.num_ranks)
+        ]
         self.agenda = [(0.0, rank.number, GOES_ON, 0) for rank in self.ranks]
         """When which rank goes on or has worked, or (rank −1) which flow is through; work and flows with the
         stamp that makes it valid."""
@@ -170,6 +192,13 @@ class _Run:
         for op, shift in chain((held,), rank.ops) if held else rank.ops:
             code, seconds, key = op.code, op.seconds, op.key + shift
             begun = now if since is None else since
+            if rank.mover is not None:
+                chunks_s = rank.mover.start(len(rank.start_s), now)
+                if self.in_order and chunks_s > now:
+                    rank.since_s = begun
+                    self._hold(rank, op, shift, now, chunks_s)
+                    return
+                now = max(now, chunks_s)
             if code == RECEIVE:
                 if self.overlap:
                     self._ready(op, key, len(rank.start_s), now)
@@ -230,6 +259,8 @@ class _Run:
             self._sent(op, key, len(rank.end_s), now)
         elif op.code == REDUCE and self.overlap_reduce:
             self._sync(op, key, len(rank.end_s), now)
+        if rank.mover is not None:
+            rank.mover.end(now)
         rank.end_s.append(now)
 
     def _hold(self, rank: _Rank, op: Op, shift: int, now: float, arrival: float | None) -> None:

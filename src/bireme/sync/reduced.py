@@ -1,7 +1,7 @@
 """What the ranks tell each other about a batch, and what comes of it."""
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,25 +22,31 @@ STAMP_LIMIT = 2**20
 class Reduced:
     """What a batch came to, of the whole model, and the same on every rank.
 
-    `votes` is the sum of the numbers that ranks gave along, for whoever wants them to agree on something.
+    `votes` is the sum of the numbers that ranks gave along, for whoever wants them to agree on something;
+    `more` are the sums of further ones, if there are any.
     """
 
     loss: float
     grad_norm: float
     is_finite: bool
     votes: float = 0.0
+    more: tuple[float, ...] = ()
 
 
-def numbers_of(*, loss_sum: float | Tensor, squared_norm: float, stamp: int, votes: float) -> Tensor:
-    """One rank's part of what is summed over all: its loss, the square of its norm, its stamp, its votes."""
+def numbers_of(
+    *, loss_sum: float | Tensor, squared_norm: float, stamp: int, votes: float, more: Sequence[float] = ()
+) -> Tensor:
+    """One rank's part of what is summed over all: its loss, the square of its norm, its stamp, its votes, and
+    what else there is.
+    """
     stamp %= STAMP_LIMIT
-    numbers = [float(loss_sum), squared_norm, float(stamp), float(stamp**2), votes]
+    numbers = [float(loss_sum), squared_norm, float(stamp), float(stamp**2), votes, *more]
     return torch.tensor(numbers, dtype=torch.float64)
 
 
 def reduced_of(total: Tensor, batch: Hashable, *, num_ranks: int) -> Reduced:
     """The outcome of a batch from the sum of all ranks' numbers; raises where their stamps differ."""
-    loss, norm, stamps, squares, votes = total.tolist()
+    loss, norm, stamps, squares, votes, *more = total.tolist()
     if int(stamps) ** 2 != num_ranks * int(squares):
         # The square of a sum is so large only where all of its parts are equal.
         raise BiremeError(
@@ -49,4 +55,4 @@ def reduced_of(total: Tensor, batch: Hashable, *, num_ranks: int) -> Reduced:
             "between ranks, because the pipeline does that."
         )
     # One element that is not finite anywhere makes every sum that it enters so.
-    return Reduced(loss, math.sqrt(norm), math.isfinite(norm), votes)
+    return Reduced(loss, math.sqrt(norm), math.isfinite(norm), votes, tuple(more))

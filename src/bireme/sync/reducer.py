@@ -7,7 +7,7 @@ are, a thread would cost more than that, and the rank's own does it.
 
 import queue
 import threading
-from collections.abc import Collection, Hashable, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,17 @@ from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
 from bireme.sync.norm import squared_norm
 from bireme.sync.reduced import Reduced, numbers_of, reduced_of
 
-__all__ = ["Reducer", "Reduction"]
+__all__ = ["More", "Reducer", "Reduction", "nothing_more"]
+
+More = Callable[[], Sequence[float]]
+"""Gives further numbers to be summed over all ranks. It is asked when the batch's gradients are there, by
+whatever thread sums them up.
+"""
+
+
+def nothing_more() -> Sequence[float]:
+    """No further numbers."""
+    return ()
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +41,7 @@ class Reduction:
     loss_sum: float | Tensor
     stamp: int
     votes: float
+    more: "More"
     numbers: Tensor | None = None
     pending: Pending | None = None
     begin: torch.Event | None = None
@@ -97,16 +108,18 @@ class Reducer:
         loss_sum: float | Tensor,
         stamp: int = 0,
         votes: float = 0.0,
+        more: More = nothing_more,
     ) -> Reduction:
         """Begin to sum up a batch; returns at once.
 
-        `loss_sum` is this rank's part of the batch's loss; all ranks' parts are added, as are their `votes`.
+        `loss_sum` is this rank's part of the batch's loss; all ranks' parts are added, as are their `votes`
+        and what `more` gives, which is as many numbers on every rank.
         Nothing given may be read or written before `finish`, but by the reducer. `stamp` tells batches apart:
         where it is not the same on all ranks, `finish` raises a `BiremeError` on all of them. Raises what
         went wrong in a batch before.
         """
         self._check_usable(batch)
-        reduction = Reduction(batch, gradients, loss_sum, stamp, votes)
+        reduction = Reduction(batch, gradients, loss_sum, stamp, votes, more)
         if self._thread is None:
             self._begin(reduction)
         else:
@@ -195,6 +208,7 @@ class Reducer:
             squared_norm=squared_norm(counted),
             stamp=reduction.stamp,
             votes=reduction.votes,
+            more=reduction.more(),
         )
         reduction.pending = self._control.all_reduce(numbers)
 

@@ -15,7 +15,7 @@ from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.residency import Residency
 
-__all__ = ["BUSY", "Interval", "RankTimeline", "Timeline", "Transfers"]
+__all__ = ["BUSY", "Copies", "Interval", "RankCopies", "RankTimeline", "Timeline", "Transfers"]
 
 BUSY = COMPUTE | {Kind.UPDATE, Kind.TRIAL}
 """The kinds that use the device."""
@@ -83,6 +83,30 @@ class Transfers:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """The chunks of a rank that went from one tier to the next, in order.
+
+    `posted_by` is the index of the FETCH or EVICT in the rank's track.
+    """
+
+    source: str
+    destination: str
+    start_s: "array[float]"
+    end_s: "array[float]"
+    num_bytes: "array[float]"
+    posted_by: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class RankCopies:
+    """All copies of a rank that pages, and the seconds in which it waited for chunks or for their slots."""
+
+    rank: int
+    waited_s: float
+    copies: tuple[Copies, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """A program's window in time: what each rank did, what crossed the links, what was kept."""
 
@@ -91,6 +115,8 @@ class Timeline:
     transfers: tuple[Transfers, ...]
     memory: tuple[Residency, ...]
     source: str = "predicted"
+    paging: tuple[RankCopies, ...] = ()
+    """Of the ranks that page."""
 
     @property
     def makespan_s(self) -> float:

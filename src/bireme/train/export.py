@@ -14,6 +14,7 @@ from torch import Tensor
 from bireme.files import new_folder
 from bireme.model.graph import Graph, State
 from bireme.model.sources import load_source
+from bireme.train.base_weights import BaseWeights, base_of_checkpoint, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import TensorEntry
 from bireme.train.checkpoint.shard import element_bytes, write_tensors
@@ -29,19 +30,32 @@ ABOUT = "bireme.json"
 class NewestWeights(Mapping[str, Tensor]):
     """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once.
 
-    Each is read whenever it is asked for, and is new then.
+    Each is read whenever it is asked for, and is new then: frozen ones from the run's base, where the
+    checkpoint leaves them out. Use it as a context.
     """
 
-    def __init__(self, graph: Graph, checkpoint: Checkpoint) -> None:
+    def __init__(self, run: RunFile, graph: Graph, checkpoint: Checkpoint) -> None:
         self._saved = checkpoint.snapshot().tensors
+        identity = base_of_checkpoint(checkpoint.manifest)
+        self._base = None
+        if identity is not None:
+            self._base = BaseWeights(run, graph, identity, str(checkpoint.folder))
+        in_base = frozenset[str]() if identity is None else names_in_base(graph)
         self._keys: dict[str, str] = {}
         self._entries: dict[str, TensorEntry] = {}
         for section, states in (("weights", graph.parameters), ("buffers", graph.buffers)):
             for state in states:
                 key = f"{section}/{state.name}"
-                if state.persistent and key in self._saved:
+                if state.persistent and (key in self._saved or state.name in in_base):
                     self._keys[state.name] = key
                     self._entries[state.name] = _entry(state)
+
+    def __enter__(self) -> "NewestWeights":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._base is not None:
+            self._base.__exit__(*error)
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +63,9 @@ class NewestWeights(Mapping[str, Tensor]):
         return sum(map(element_bytes, self._entries.values()))
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._saved[self._keys[name]].to(getattr(torch, self._entries[name].dtype))
+        key = self._keys[name]
+        found = self._base[name] if self._base is not None and key not in self._saved else self._saved[key]
+        return found.to(getattr(torch, self._entries[name].dtype))
 
     def __contains__(self, name: object) -> bool:
         return name in self._keys
@@ -79,12 +95,18 @@ def has_ended(run: RunFile, folder: RunFolder, step: int) -> bool:
 def export_checkpoint(
     run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path, *, merged: bool | None = None
 ) -> None:
-    """Write a checkpoint's model into a folder, in the place of what was there: whole, or not at all.
+    """Write a checkpoint's model into a folder, where it replaces what was there: whole, or not at all.
 
     Of a run with an adapter that is the adapter alone, or with `merged` the whole model with the adapter
     added to its weights; None leaves it to the run file.
     """
-    weights: Mapping[str, Tensor] = NewestWeights(graph, checkpoint)
+    with NewestWeights(run, graph, checkpoint) as weights:
+        _export(run, graph, weights, checkpoint.manifest.step, to, merged=merged)
+
+
+def _export(
+    run: RunFile, graph: Graph, weights: Mapping[str, Tensor], step: int, to: Path, *, merged: bool | None
+) -> None:
     adapter = load_source(run.model.source, part=run.model.part).adapter if run.model.part.lora else None
     if adapter is not None and (run.model.lora.merge if merged is None else merged):
         weights, graph = adapter.merged(weights), adapter.base_graph(graph)
@@ -101,7 +123,7 @@ def export_checkpoint(
             states = (*graph.parameters, *graph.buffers)
             entries = [_entry(state) for state in states if state.name in weights]
             _write_weights(entries, weights, run.export.shard_bytes, draft)
-        about = {"format": 1, "model": run.model.source, "step": checkpoint.manifest.step}
+        about = {"format": 1, "model": run.model.source, "step": step}
         (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 

@@ -141,9 +141,19 @@ class RunFolder:
         return self.path / "data.json"
 
     @property
+    def base(self) -> Path:
+        """Which frozen weights it trains a part beside; only where checkpoints leave these out."""
+        return self.path / "base.json"
+
+    @property
     def metrics(self) -> Path:
         """What happened, a line each."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def private(self) -> Path:
+        """How many private samples each server holds, where some do."""
+        return self.path / "private.json"
 
     @property
     def starts(self) -> Path:

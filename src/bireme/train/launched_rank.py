@@ -15,11 +15,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bireme.balance.slow_stage import SlowStage
 from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import read_cluster
 from bireme.cluster.cluster_text import cluster_text
 from bireme.cluster.machine import host_name, num_cores
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
+from bireme.model.graph_file import load_graph
+from bireme.plan.homes import servers_of_places
+from bireme.plan.plan_file import load_plan
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.stores import PrefixStore, Store
@@ -27,13 +32,24 @@ from bireme.runtime.world import Backend, World
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.launching import DONE, Finished, finish
 from bireme.train.machine_devices import Member, nodes_of, server_here
+from bireme.train.model import RunModel
 from bireme.train.network_card import let_gloo_use_the_way_to
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.prepare import Prepared
+from bireme.train.private_census import (
+    Census,
+    census_from,
+    census_of,
+    check_same_census,
+    load_census,
+    plain_census,
+    write_census,
+)
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import Environment, Talk, rendezvous, until
 from bireme.train.restart_limit import RestartLimitError
-from bireme.train.resume_checks import check_data_here
+from bireme.train.resume_checks import check_files_here
+from bireme.train.run_data import data_of
 from bireme.train.worker import Start, train_rank
 
 __all__ = ["join"]
@@ -149,6 +165,7 @@ class _Joined:
                 talk.say("orders", asdict(orders))
                 self._take(orders, nodes)
                 self._hear_complaints()
+                led = self._gather_census(led)
         except BiremeError as error:
             _tell(str(error))
             status = NO_PROGRESS if isinstance(error, RestartLimitError) else USER_ERROR
@@ -159,6 +176,16 @@ class _Joined:
             show(led.prepared, led.folder)
         talk.say("status", status)
         return None if status else led
+
+    def _gather_census(self, led: RunSetup) -> RunSetup:
+        """What all owners have said of their private samples, which then all are told."""
+        told = [self._talk.hear(f"census/{rank}") for rank in range(self._environment.size)]
+        census = census_from({server: one for own in told for server, one in own.items()})
+        if led.checkpoint is not None:
+            check_same_census(load_census(led.folder.private), census, str(led.folder.path), _tell)
+        write_census(led.folder.private, census)
+        self._talk.say("census", plain_census(census))
+        return replace(led, prepared=replace(led.prepared, census=census))
 
     def _hear_complaints(self) -> None:
         """Wait until all are ready; what the first of those who are not says is the run's mistake."""
@@ -204,12 +231,28 @@ class _Joined:
 
     def _take(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
+        census: Census = {}
         try:
             self._check(orders, nodes)
-            complaint = ""
+            census, complaint = self._census(orders, nodes), ""
         except BiremeError as error:
             complaint = f"On {host_name()}: {error}"
+        self._talk.say(f"census/{self._environment.rank}", plain_census(census))
         self._talk.say(f"ready/{self._environment.rank}", complaint)
+
+    def _census(self, orders: _Orders, nodes: dict[str, list[Member]]) -> Census:
+        """The private samples of the servers that this machine is, which its first process counts for all."""
+        rank = self._environment.rank
+        here = next(ranks for node in nodes.values() if rank in (ranks := [one.rank for one in node]))
+        folder = RunFolder(Path(orders.folder))
+        run = folder.load_run()
+        if rank != here[0] or not run.data.private:
+            return {}
+        servers = servers_of_places(load_plan(folder.plan).plan, read_cluster(folder.cluster))
+        own = {server for server, place in zip(servers, orders.places, strict=True) if place in here}
+        model = RunModel.of(run, 1)
+        owned = sorted(own & run.data.private.keys())
+        return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
 
     def _check(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
         folder = RunFolder(Path(orders.folder))
@@ -221,7 +264,7 @@ class _Joined:
         firsts = [members[0].rank for members in nodes.values()]
         if self._environment.rank in firsts[1:]:
             # Rank 0 has made the data ready on its own machine; here the first one does.
-            check_data_here(folder)
+            check_files_here(folder)
 
     def _train(self, orders: _Orders, num_local: int) -> None:
         """Train in the place that this process has, or wait until the others have."""
@@ -245,7 +288,16 @@ class _Joined:
             device=orders.device,
         ) as world:
             passed_over = tuple(map(Path, orders.passed_over))
-            start = Start(Path(orders.folder), checkpoint, threads, place == 0, orders.words, passed_over)
+            census = census_from(self._talk.hear("census"))
+            start = Start(
+                Path(orders.folder),
+                checkpoint,
+                threads,
+                place == 0,
+                orders.words,
+                passed_over,
+                census=census,
+            )
             outcome = train_rank(world, start)
             if outcome.reason not in DONE:
                 # All is saved. Who asked for the end asks more than once, and may kill who has not ended.
@@ -288,8 +340,9 @@ def _digest(folder: RunFolder) -> str:
 
 
 def _outcome(told: dict[str, Any]) -> Outcome:
-    own = RankOutcome(**told["own"])
-    return replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
+    own, slow = RankOutcome(**told["own"]), told["slow"]
+    found = replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
+    return found if slow is None else replace(found, slow=SlowStage(**slow))
 
 
 def _tell(sentence: str) -> None:

@@ -10,20 +10,22 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 from bireme.devices import num_accelerators
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
+from bireme.train.chosen_batch import chooses_batch, with_batch_of
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
 from bireme.train.loop import RECORDED
 from bireme.train.machines import visible_gpus
-from bireme.train.outcome import Outcome
+from bireme.train.outcome import REPLAN, Outcome
 from bireme.train.predicted import write_predicted
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import Prepared, write_prepared
+from bireme.train.replan import replanned
 from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
 from bireme.train.worker import Start, first_of, train_rank
@@ -52,7 +54,25 @@ class Finished:
 def start(
     prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool
 ) -> Finished:
-    """Run the processes of a prepared run to their end, then write what came of it."""
+    """Run the processes of a prepared run to their end, then write what came of it.
+
+    One that ends because a stage has become slow goes on with a new plan, once.
+    """
+    outcomes = _run(prepared, folder, checkpoint, is_shown=is_shown, may_replan=True)
+    if first_of(outcomes).reason == REPLAN:
+        if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
+            prepared = replace(prepared, run=with_batch_of(prepared.run, folder.load_run()))
+        prepared = replanned(prepared, first_of(outcomes))
+        write_prepared(prepared, folder)
+        newest = newest_good(folder.checkpoints(prepared.run))
+        outcomes = _run(prepared, folder, newest, is_shown=is_shown, may_replan=False)
+    return finish(prepared, folder, outcomes)
+
+
+def _run(
+    prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool, may_replan: bool
+) -> list[Outcome]:
+    """What the ranks of a run come to."""
     plan = prepared.plan.plan
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     words = first_words(prepared)
@@ -63,9 +83,11 @@ def start(
         is_shown,
         words,
         () if checkpoint is None else checkpoint.passed_over,
+        may_replan,
+        prepared.census,
     )
     with _signals_passed_on(), _gpus_as_planned(prepared):
-        outcomes = launch(
+        return launch(
             train_rank,
             plan.num_ranks,
             begin,
@@ -74,7 +96,6 @@ def start(
             backend="nccl" if prepared.machines.backend == "nccl" else "gloo",
             device=prepared.machines.device,
         )
-    return finish(prepared, folder, outcomes)
 
 
 def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Finished:
@@ -85,8 +106,8 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
     if own.reason in DONE and newest is not None:
         if prepared.run.export.at_end:
             export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
-        weights = NewestWeights(prepared.graph, newest)
-        sample = written(prepared.run, weights, prepared.data.tokenizer)
+        with NewestWeights(prepared.run, prepared.graph, newest) as weights:
+            sample = written(prepared.run, weights, prepared.data.tokenizer)
     summary = summary_of(prepared, folder, outcomes, sample)
     summary.write(folder.summary)
     return Finished(summary, own.reason)
@@ -128,9 +149,9 @@ def _gpus_as_planned(prepared: Prepared) -> Iterator[None]:
 
 @contextmanager
 def _signals_passed_on() -> Iterator[None]:
-    """Pass signals to the ranks as a wish to stop. The second interrupt ends everything.
+    """Pass signals to the ranks as a request to stop. The second interrupt ends everything.
 
-    Processes that are started inside hold such wishes back until they can take them, for this thread holds
+    Processes that are started inside hold such requests back until they can take them, for this thread holds
     them back and they inherit that; another one is there to take them here.
     """
     interrupts = 0

@@ -17,15 +17,17 @@ from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
-from bireme.train.checkpoint.manifest import CheckpointMeta
+from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.mixture import shares_of
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.evaluation_set import Figures, combined, sets_of_run
+from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
-from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.outcome import REPLAN, Outcome, RankOutcome
 from bireme.train.run_file import RunFile
+from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
 
 __all__ = ["RECORDED", "Loop", "ScheduleSwitch", "Tell"]
@@ -54,8 +56,9 @@ class ScheduleSwitch:
 class Loop:
     """The steps of a run, from where its pipeline is; `later` takes over after the first schedule.
 
-    The final schedule begins after step `first_delayed_step`, which may be long past. `notes` are warnings
-    about the data.
+    The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
+    the weights in `not_saved`. `notes` are warnings about the data; `home` is what this rank reads in the
+    place of `data.training` where some is private.
     """
 
     def __init__(
@@ -73,7 +76,10 @@ class Loop:
         control: Control | None = None,
         later: ScheduleSwitch | None = None,
         first_delayed_step: int = 0,
+        not_saved: frozenset[str] = frozenset(),
         notes: Sequence[str] = (),
+        replicas: ReplicaNotes | None = None,
+        home: HomeData | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
@@ -93,7 +99,8 @@ class Loop:
         self._evaluated_at = -1
         self._newest: int | None = None
         self._warnings: list[str] = []
-        self._notes = notes
+        self._notes, self._not_saved, self._home = notes, not_saved, home
+        self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = True
@@ -109,6 +116,8 @@ class Loop:
         steps = self.run.training.steps
         for text in self._notes:
             self._warn(text)
+        if self._home is not None:
+            self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
         with ExitStack() as self._reading:
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
@@ -118,7 +127,7 @@ class Loop:
                     self._evaluate_if_due()
         if self.step >= steps:
             self._reason = Reason.NONE  # who asked to stop has come too late
-        is_done = self._reason in (Reason.NONE, Reason.TIME)
+        is_done = self._reason in (Reason.NONE, Reason.TIME) and not self._is_to_replan
         if is_done and self._evaluated_at != self.step:
             self._evaluate()
         if self.run.checkpoint.at_end if is_done else not self._depends_on_drains:
@@ -148,7 +157,7 @@ class Loop:
 
     def _switch_schedule(self, later: ScheduleSwitch) -> None:
         """Go on with the other pipeline from where this one is, which is drained."""
-        snapshot = self.pipeline.snapshot(all_held=True)
+        snapshot = self.pipeline.snapshot(all_held=True, but=self._not_saved)
         self._reading.close()
         self._read = None
         self.pipeline.close()
@@ -217,10 +226,13 @@ class Loop:
         ready when an evaluation is over.
         """
         asked, first = self.run.data, self.step
+        samples, order = self.data.training, self.data.order(asked.seed)
+        if self._home is not None:
+            samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
         if self._read is None:
             loader = RankBatches(
-                self.data.training,
-                self.data.order(asked.seed),
+                samples,
+                order,
                 self.run.training.batch_size,
                 first,
                 self.run.training.steps - first,
@@ -229,13 +241,19 @@ class Loop:
                 wanted=self.pipeline.cutter.wanted,
             )
             self._read = iter(self._reading.enter_context(loader))
+            if self.pipeline.balancer is not None:
+                self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
         for number, batch in zip(range(first, end), self._read, strict=False):
             if self._ends is not None and number >= self._ends:
                 return
             yield batch
 
+    def _rows_of_replicas(self, step: int) -> tuple[int, ...]:
+        """The rows of a batch that each replica has."""
+        return self.pipeline.cutter.rows_of_replicas(step, self.run.training.batch_size)
+
     def _note(self, result: Result, *, is_first: bool) -> None:
-        """What follows from a batch: the log, a checkpoint, the wish to stop."""
+        """What follows from a batch: the log, a checkpoint, the request to stop."""
         step = result.batch + 1
         tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
@@ -245,6 +263,9 @@ class Loop:
             self._batch_s.append(result.seconds)
             if self._control is not None:
                 self._control.time_if_due()
+        warning = self._replicas.note(result, self.pipeline.plan.source)
+        if warning is not None:
+            self._warn(warning, step)
         self._note_skipped(result)
         if not result.is_skipped:
             self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
@@ -258,6 +279,14 @@ class Loop:
                 self._save()  # now, for nobody knows how long there is
         elif self._is_due(step) or reason is Reason.SAVE:
             self._save()
+            if self._replicas.slow is not None and self._ends is None:
+                self._ends = step + self.pipeline.read_ahead
+
+    @property
+    def _is_to_replan(self) -> bool:
+        """Whether the run has ended early so that another plan takes over."""
+        is_early = self._reason is Reason.NONE and self.step < self.run.training.steps
+        return self._replicas.slow is not None and is_early
 
     def _note_skipped(self, result: Result) -> None:
         self._num_skipped += result.is_skipped
@@ -305,8 +334,11 @@ class Loop:
     def _save(self) -> None:
         self.stops.saved()
         begin_s = perf_counter()
-        snapshot = self.pipeline.snapshot()
-        meta = replace(self.meta, next_batch=snapshot.num_trained)
+        snapshot = self.pipeline.snapshot(but=self._not_saved)
+        extra = dict(self.meta.extra)
+        if snapshot.shares is not None:
+            extra[SHARES] = dict(snapshot.shares)
+        meta = replace(self.meta, next_batch=snapshot.num_trained, extra=extra)
         self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
         if not self.run.checkpoint.background:
             self.writer.wait()
@@ -351,7 +383,7 @@ class Loop:
             busy = self.timeline.ranks[rank].busy_s / self.timeline.makespan_s
         return Outcome(
             steps=self.step,
-            reason=str(self._reason),
+            reason=REPLAN if self._is_to_replan else str(self._reason),
             train_loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
             eval_loss=None if evaluated is None else evaluated.loss,
             eval_perplexity=None if evaluated is None else evaluated.perplexity,
@@ -368,4 +400,6 @@ class Loop:
                 None if self._control is None or not self._control.seconds else self._control.mean_s,
             ),
             warnings=tuple(self._warnings),
+            slow=self._replicas.slow,
+            placement=None if self._home is None else self._home.placement,
         )

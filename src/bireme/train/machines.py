@@ -91,12 +91,18 @@ def _here(device: str, workers: int, num_cuda: int) -> Cluster:
 def shared(server: Server, workers: int) -> Server:
     """A server whose devices are shared by more processes, as the devices that these find.
 
-    Processes take turns on a device, so each has its part of the memory and, while all work, of the speed.
+    Processes take turns on a device, so each has its part of the memory and, while all work, of the speed and
+    of the power.
     """
     num = len(server.devices)
     sharers = [len(range(place, workers, num)) for place in range(num)]
     parts = [
-        replace(device, memory_bytes=device.memory_bytes // each, speed=device.speed / each)
+        replace(
+            device,
+            memory_bytes=device.memory_bytes // each,
+            speed=device.speed / each,
+            watts=device.watts / each,
+        )
         for device, each in zip(server.devices, sharers, strict=True)
     ]
     return Server(server.name, tuple(parts[place % num] for place in range(workers)))

@@ -1,8 +1,14 @@
 """The results of a run as plain data: each rank's part, and the whole beside its prediction."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Outcome", "RankOutcome"]
+from bireme.balance.slow_stage import SlowStage
+
+__all__ = ["REPLAN", "Outcome", "RankOutcome"]
+
+REPLAN = "new plan"
+"""The reason of a run that has ended so that a new plan takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,9 @@ class Outcome:
     """What one rank can tell at the end. What is not of the rank itself is the same on all.
 
     `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
-    step of the newest one. The figures of the last evaluation are None where they mean nothing.
+    step of the newest one. The figures of the last evaluation are None where they mean nothing. A run that
+    ended to be planned anew says which stage is slow. `placement` is what an epoch takes of private and
+    public samples, None where all are public.
     """
 
     steps: int
@@ -38,3 +46,5 @@ class Outcome:
     eval_perplexity: float | None = None
     eval_bits_per_byte: float | None = None
     warnings: tuple[str, ...] = field(default=())
+    slow: SlowStage | None = None
+    placement: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Preparation before any process starts: check, measure, plan, and write the run's folder."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +17,7 @@ from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
+from bireme.plan.homes import check_homes, check_servers
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
@@ -31,25 +32,31 @@ from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
 from bireme.schedule.rule import Rule
+from bireme.train.base_weights import keep_base
+from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
 from bireme.train.data.checks import check_sizes
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
+from bireme.train.home_data import readers_of
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
+from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_length import is_short
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
+from bireme.train.shares import sharing_of
 from bireme.train.tracker import check_trackers
 
 __all__ = [
     "Prepared",
-    "data_of",
-    "is_short",
     "plan_request_of",
+    "planned",
     "prepare",
     "prepared_again",
     "prepared_document",
@@ -59,19 +66,13 @@ __all__ = [
 LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
 
-SHORT_S = 10.0
-"""A run that is over sooner is measured and planned briefly."""
-
-FLOPS_PER_S, CALL_S, MICRO_BATCHES = 2e10, 2e-5, 4
-"""What a slow core computes, what it takes to call an operator, and how often one is called in a step."""
-
 Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A run that is ready to start. `answer`, `profile` and the seconds of planning are None where the plan
-    came from a file.
+    came from a file. `census` counts the private samples, as far as they are known here.
     """
 
     run: RunFile
@@ -84,48 +85,54 @@ class Prepared:
     data: RunData
     identity: DataIdentity
     planning_s: float | None = None
+    census: Census = field(default_factory=dict)
+
+    def __post_init__(self) -> None:  # refuses shares that cannot be
+        sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
 
 
-def prepare(run: RunFile, progress: Progress) -> Prepared:
-    """Make a run ready; every mistake that can be known before it starts is a `BiremeError`."""
+def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepared:
+    """Make a run ready; every mistake that can be known before it starts is a `BiremeError`.
+
+    With `is_alone` all servers are on this machine, which so reads their private samples too.
+    """
     check_trackers(run.log.trackers)
     progress(0.0, "loading the model")
     machines = _machines(run)
     _check_devices(run, machines)
     sizes = _micro_batches(run)
-    model = RunModel.of(run, max(sizes))
-    data = data_of(run, model, progress)
-    progress(0.0, "capturing the model")
-    graph = model.training.graph(sizes[0])
-    model.check_loss(graph)
-    _check_samples(data, graph)
-    evaluation = model.evaluation.graph(sizes[0])
+    with evaluation_beside(run, max(sizes), sizes[0]) as captured:
+        model = RunModel.of(run, max(sizes))
+        data = data_of(run, model, progress)
+        progress(0.0, "capturing the model")
+        graph = model.training.graph(sizes[0])
+        model.check_loss(graph)
+        _check_samples(data, graph)
+        evaluation = captured(model)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
+    owners = sorted(run.data.private or ())
+    census = census_of(run, model, graph, data, owners if is_alone else ())
     if run.plan.file is not None:
         plan = _of_file(Path(run.plan.file), graph, machines)
+        check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         identity = data_identity(run, data)
-        return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity)
+        return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
         sizes = sizes[::-2]
     measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
     begin_s = perf_counter()
-    answer = _planned(run, measured, machines, progress, is_brief=is_brief)
+    answer = planned(run, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
     plan = saved_plan(answer, planned_units(measured))
     if run.plan.largest_batch is not None:
-        run = _with_batch(run, summarize(answer.best).batch_size)
+        run = with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
     identity = data_identity(run, data)
-    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, identity, planning_s)
-
-
-def _with_batch(run: RunFile, batch_size: int) -> RunFile:
-    """The run with the batch that the planner has chosen, which it keeps from then on."""
-    plan = run.plan.model_copy(update={"largest_batch": None})
-    training = run.training.model_copy(update={"batch_size": batch_size})
-    return run.model_copy(update={"plan": plan, "training": training})
+    return Prepared(
+        run, machines, graph, evaluation, plan, answer, measured, data, identity, planning_s, census
+    )
 
 
 def prepared_again(
@@ -134,28 +141,36 @@ def prepared_again(
     progress: Progress,
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None],
+    *,
+    is_alone: bool = True,
 ) -> Prepared:
     """A run that was begun, ready to go on from a checkpoint: with its own plan, unless what that rests on
-    was changed. `tell` is for sentences to people.
+    was changed. `tell` is for sentences to people; `is_alone` is as for `prepare`.
     """
     check_trackers(run.log.trackers)
-    if run.plan.largest_batch is not None:  # a launcher that starts a run again gives the file it began with
-        run = _with_batch(run, folder.load_run().training.batch_size)
+    if chooses_batch(run):  # a launcher that starts a run again gives the file it began with
+        run = with_batch_of(run, folder.load_run())
     progress(0.0, "reading the run")
     if _keeps_plan(run, folder):
         machines = _machines(run)
         measured = load_profile(folder.profile) if folder.profile.is_file() else None
         graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
-        data, plan = data_of(run, RunModel.of(run, 1), progress), load_plan(folder.plan)
+        model, plan = RunModel.of(run, 1), load_plan(folder.plan)
+        data = data_of(run, model, progress)
         _check_samples(data, graph)
+        census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
         identity = data_identity(run, data)
-        found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity)
+        found = Prepared(
+            run, machines, graph, evaluation, plan, None, measured, data, identity, census=census
+        )
     else:
         tell("What the plan rests on was changed, so a new one is made.")
-        found = prepare(run, progress)
+        found = prepare(run, progress, is_alone=is_alone)
+    if checkpoint is not None and is_alone:
+        check_same_census(load_census(folder.private), found.census, str(folder.path), tell)
     if checkpoint is not None:
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
-    write_prepared(found, folder)
+    write_prepared(found, folder, checkpoint)
     return found
 
 
@@ -178,6 +193,7 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         run.model.dtype,
         run.model.loss,
         run.data.length,
+        sorted(run.data.private or ()),
         run.training.batch_size,
         run.training.optimizer,
     )
@@ -212,14 +228,16 @@ def _machines(run: RunFile) -> Machines:
     return machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
 
 
-def write_prepared(prepared: Prepared, folder: RunFolder) -> None:
+def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
     """Write what the processes of a run read, and what people may want to look up."""
+    keep_base(folder.base, prepared.run, None if checkpoint is None else checkpoint.manifest)
     folder.write_run(prepared.run)
     write_plan(folder.plan, prepared.plan)
     save_graph(prepared.graph, folder.graph)
     save_graph(prepared.evaluation, folder.evaluation_graph)
     save_cluster(prepared.machines.cluster, folder.cluster)
     write_identity(folder.data, prepared.identity)
+    write_census(folder.private, prepared.census)
     if prepared.profile is not None:
         save_profile(prepared.profile, folder.profile)
 
@@ -237,6 +255,7 @@ def prepared_document(prepared: Prepared) -> dict[str, Any]:
 
 def _check_devices(run: RunFile, machines: Machines) -> None:
     """A plan for more devices than there are is refused before anything is measured."""
+    check_servers(run.data.private or (), machines.cluster)
     needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
     for name in run.plan.devices or ():
         machines.cluster.number_of(name)
@@ -290,16 +309,6 @@ def _micro_batches(run: RunFile) -> list[int]:
 def _divides(width: int, run: RunFile) -> bool:
     assert run.plan.microbatches is not None
     return run.training.batch_size % (width * run.plan.microbatches) == 0
-
-
-def is_short(run: RunFile, graph: Graph) -> bool:
-    """Whether a run will be over so soon that to measure and to plan well would take longer than it saves.
-
-    That is a guess from what its operators compute, and how many they are.
-    """
-    computed = 3 * run.training.batch_size * sum(one.flops for one in graph.operators) / graph.batch
-    called = 3 * MICRO_BATCHES * len(graph.operators)  # a backward is worth two forwards
-    return run.training.steps * (computed / FLOPS_PER_S + called * CALL_S) < SHORT_S
 
 
 def _measured(
@@ -361,6 +370,7 @@ def plan_request_of(run: RunFile) -> PlanRequest:
         devices=asked.devices or (),
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
+        owners=tuple(sorted(run.data.private or ())),
     )
 
 
@@ -373,23 +383,24 @@ def _start(run: RunFile) -> float | None:
     return delay_warmup_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
-def _planned(
+def planned(
     run: RunFile, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
 ) -> Answer:
+    """The plans that a search finds for a run on some machines; a `BiremeError` where none fits."""
     asked, names = run.plan, [unit.name for unit in measured.units]
-    wishes = replace(
+    request = replace(
         plan_request_of(run),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
     if asked.depth is None and asked.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
-        num_devices = len(wishes.devices) or machines.cluster.num_devices
-        wishes = replace(wishes, depth=min(num_devices, len(names)))
+        num_devices = len(request.devices) or machines.cluster.num_devices
+        request = replace(request, depth=min(num_devices, len(names)))
     found = find_plan(
         measured,
         machines.cluster,
-        wishes,
+        request,
         progress=lambda done: progress(done, "planning"),
         is_brief=is_brief,
     )

@@ -84,7 +84,7 @@ def set_up_run(
         folder = begun
         with progress_bar("preparing") as progress:
             again = _with_source(settled, cluster, begun.cluster)
-            prepared = prepared_again(again, begun, progress, checkpoint, tell)
+            prepared = prepared_again(again, begun, progress, checkpoint, tell, is_alone=False)
     else:
         prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint, tell)
     if begun is not None:
@@ -173,7 +173,8 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
     backend = "gloo" if device == "cpu" else asked.backend.replace("auto", "nccl")
     changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
     plan = run.plan
-    if asked.source is None and plan.file is None and plan.depth is None and plan.width is None:
+    is_free = plan.file is None and plan.depth is None and plan.width is None and not run.data.private
+    if asked.source is None and is_free:
         # What joins the machines is not known, and a pipeline needs least of it.
         plan = plan.model_copy(update={"depth": num_ranks})
     return run.model_copy(update={"cluster": asked.model_copy(update=changed), "plan": plan})
@@ -200,13 +201,13 @@ def _prepared_anew(
         path = Path(scratch) / "cluster.toml"
         if cluster is not None:
             save_cluster(cluster, path)
-        prepared = prepare(_with_source(run, cluster, path), progress)
+        prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False)
     if checkpoint is not None and begun is not None:
         check_same_run(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
     chosen = run.model_copy(update={"training": prepared.run.training, "plan": prepared.run.plan})
     prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster))
-    write_prepared(prepared, folder)
+    write_prepared(prepared, folder, checkpoint)
     return prepared, folder
 
 

@@ -10,6 +10,13 @@ from pydantic import JsonValue
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
+from bireme.train.base_weights import (
+    BASE,
+    BaseIdentity,
+    base_of_checkpoint,
+    check_same_base,
+    load_base,
+)
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
@@ -25,7 +32,7 @@ from bireme.train.same_data import (
     load_identity,
 )
 
-__all__ = ["check_data_here", "check_finds_checkpoints", "check_rate", "check_same_run", "run_conditions"]
+__all__ = ["check_files_here", "check_finds_checkpoints", "check_rate", "check_same_run", "run_conditions"]
 
 SAME_RATE = 0.01
 """Rates that differ by no more than this part of the higher one are not worth a word."""
@@ -33,22 +40,28 @@ SAME_RATE = 0.01
 BATCH_SIZE, NUM_SAMPLES, OPTIMIZER, DATA = "batch_size", "num_samples", "optimizer", "data"
 
 
-def run_conditions(run: RunFile, identity: DataIdentity) -> dict[str, JsonValue]:
+def run_conditions(
+    run: RunFile, identity: DataIdentity, base: BaseIdentity | None = None
+) -> dict[str, JsonValue]:
     """What a checkpoint keeps, beside the seed and the batch's number, of what it was made under."""
-    return {
+    found: dict[str, JsonValue] = {
         BATCH_SIZE: run.training.batch_size,
         NUM_SAMPLES: identity.num_samples,
         OPTIMIZER: run.training.optimizer,
         DATA: identity.plain(),
     }
+    return found if base is None else found | {BASE: base.plain()}
 
 
-def check_data_here(folder: RunFolder) -> None:
-    """Make the data of a run ready on this machine, and refuse others than rank 0 has found on its own."""
-    run = folder.load_run()
+def check_files_here(folder: RunFolder) -> None:
+    """Make the data of a run ready on this machine, and refuse data or frozen weights other than rank 0's."""
+    run, there = folder.load_run(), f"{folder.path} on rank 0's machine"
+    base = load_base(folder.base)
+    if base is not None:
+        check_same_base(base, run, there)
     data, identity = data_of(run, RunModel.of(run, 1)), load_identity(folder.data)
     if identity is not None:
-        check_same_data(identity, data_identity(run, data), data, f"{folder.path} on rank 0's machine")
+        check_same_data(identity, data_identity(run, data), data, there)
 
 
 def check_finds_checkpoints(run: RunFile, folder: RunFolder) -> None:
@@ -80,7 +93,7 @@ def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Callable[[str],
     asks = new.schedule_steps is not None
     if step < old.steps or asks:
         tell(
-            f"With training.steps = {new.steps} in the place of {old.steps}, the learning rate of the next "
+            f"With training.steps = {new.steps} instead of {old.steps}, the learning rate of the next "
             f"step is {has} and not {had}."
         )
         return
@@ -102,7 +115,7 @@ def check_same_run(
     identity: DataIdentity,
     tell: Callable[[str], None],
 ) -> None:
-    """Refuse a checkpoint of another model, of other data, or of the same in another order.
+    """Refuse a checkpoint of another model, of other frozen weights or data, or of data in another order.
 
     `tell` gets a sentence where something cannot be known.
     """
@@ -113,6 +126,9 @@ def check_same_run(
             f"{where} is from another model than model.source = {run.model.source} with data.length = "
             f"{run.data.length}. Set them to what the run was trained with, or start a new run."
         )
+    base = base_of_checkpoint(manifest)
+    if base is not None:
+        check_same_base(base, run, str(where))
     optimizer = manifest.extra.get(OPTIMIZER, run.training.optimizer)
     if optimizer != run.training.optimizer:
         raise BiremeError(

@@ -36,7 +36,9 @@ class Screen:
                 self._say(
                     f"step {self._of(step)}  switches to {values['schedule']}; updates are delayed from here"
                 )
-            case "warning":
+            case "shares" if step:
+                self._say(f"step {self._of(step)}  shares {' + '.join(map(str, values['shares']))}")
+            case "warning" | "private":
                 self._say(f"step {self._of(step)}  {values['text']}")
 
     def _line(self, step: int, values: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from bireme.model.sources import load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.prepared import Weights
+from bireme.train.base_weights import base_of_checkpoint, check_same_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_step
 from bireme.train.folder import RunFolder
@@ -65,11 +66,15 @@ class Subject:
         """Refuse weights that are not those of the model, or not there."""
         if self.folder is not None:
             check_weights(graph, self.folder, model=model.source.model)
-        elif self.checkpoint is None and model.source.folder is None:
+        elif self.checkpoint is not None:
+            base = base_of_checkpoint(open_checkpoint(self.checkpoint).manifest)
+            if base is not None:
+                check_same_base(base, self.run, str(self.checkpoint))
+        elif model.source.folder is None:
             raise BiremeError(
                 f"{self.name} holds a model without weights: there are no safetensors beside its config.json."
             )
-        elif self.checkpoint is None:
+        else:
             model.check_weights(graph)
 
 

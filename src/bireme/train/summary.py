@@ -2,19 +2,23 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.plan.energy import joules_per_sample
+from bireme.report.page.metrics import read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
 from bireme.train.worker import first_of
 
-__all__ = ["ControlSummary", "RankSummary", "StageSummary", "Summary", "summary_of"]
+__all__ = ["ControlSummary", "RankSummary", "ShareSummary", "StageSummary", "Summary", "summary_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,18 @@ class ControlSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareSummary:
+    """The samples of a batch that each replica trained, from a step on."""
+
+    step: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
-    updates are delayed, if the schedule delays them, after step `first_delayed_step`.
+    updates are delayed, if the schedule delays them, after step `first_delayed_step`. There are `shares`
+    where there are replicas.
     """
 
     steps: int
@@ -84,11 +97,23 @@ class Summary:
     checkpoint: int | None
     sample: str
     warnings: tuple[str, ...]
+    shares: tuple[ShareSummary, ...] = ()
+    private_samples: Mapping[str, int] = field(default_factory=dict)
+    """How many private samples each server holds."""
+    placement: Mapping[str, Any] | None = None
+    """What an epoch takes of them and of public ones; both are in the document where there are any."""
+    joules_per_sample: float | None = None
+    """By the watts of the devices, in the document where they are known."""
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
         names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte")
-        return asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        if not self.private_samples:
+            del found["private_samples"], found["placement"]
+        if self.joules_per_sample is None:
+            del found["joules_per_sample"]
+        return found
 
     def write(self, path: Path) -> None:
         """Into a file: whole, or not at all."""
@@ -125,7 +150,27 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         checkpoint=own.checkpoint,
         sample=sample,
         warnings=(*own.warnings, *_diverged(own)),
+        shares=_shares(folder),
+        private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
+        placement=own.placement,
+        joules_per_sample=_joules(prepared, own),
     )
+
+
+def _shares(folder: RunFolder) -> tuple[ShareSummary, ...]:
+    """From the log, which knows the run's earlier starts too; nothing where it could not be written."""
+    try:
+        known = read_metrics(folder.metrics).shares
+    except (BiremeError, OSError):
+        return ()
+    return tuple(ShareSummary(one.step, one.shares) for one in known)
+
+
+def _joules(prepared: Prepared, own: Outcome) -> float | None:
+    forecast = prepared.plan.forecast
+    if forecast is None or not own.samples_per_s:
+        return None
+    return joules_per_sample(forecast.watts, own.samples_per_s)
 
 
 def _bubble(outcomes: list[Outcome]) -> float | None:

@@ -2,41 +2,51 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.profile.control import Control
+from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
+from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.chosen_batch import grown
 from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
+from bireme.train.data.samples import Samples
 from bireme.train.delay_warmup import first_delayed_step, flush_twin
 from bireme.train.folder import RunFolder
+from bireme.train.home_data import HomeData, home_data
 from bireme.train.loop import Loop, ScheduleSwitch
+from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.metrics import Metrics
 from bireme.train.mlflow_tracker import MLflow
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
-from bireme.train.prepare import data_of
+from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import run_conditions
+from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.screen import Screen
+from bireme.train.shares import measures_first, sharing_of
+from bireme.train.slow_stages import ReplicaNotes, stage_watch_of
 from bireme.train.stops import Stops
 from bireme.train.tensorboard import TensorBoard
 from bireme.train.tracker import Tracker
@@ -55,7 +65,8 @@ class Start:
     """Which run, from which checkpoint if any, and what the processes are told beside what its folder says.
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
-    damaged checkpoints after the one to resume from.
+    damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new
+    plan for it if it ends to that end. `census` counts the private samples of all servers.
     """
 
     folder: Path
@@ -64,6 +75,8 @@ class Start:
     is_shown: bool
     words: dict[str, Any]
     passed_over: tuple[Path, ...] = ()
+    may_replan: bool = False
+    census: Census = field(default_factory=dict)
 
 
 def train_rank(world: World, start: Start) -> Outcome:
@@ -85,7 +98,7 @@ def train_rank(world: World, start: Start) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank has before it has a pipeline."""
+    """What a rank has before it has a pipeline; `home` is what it reads where some samples are private."""
 
     world: World
     start: Start
@@ -93,6 +106,17 @@ class _Part:
     run: RunFile
     model: RunModel
     data: RunData
+    home: HomeData | None = None
+
+    @property
+    def samples(self) -> Samples:
+        """What it reads to train on."""
+        return self.data.training if self.home is None else self.home.samples
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices that the run was planned for."""
+        return read_cluster(self.folder.cluster)
 
 
 def _stops(run: RunFile, world: World) -> Stops:
@@ -103,12 +127,22 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     world, folder, run = part.world, part.folder, part.run
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
+    part = replace(part, home=_home(part, saved))
     begin, step = first_delayed_step(run, saved), 0
     if checkpoint is not None:
         step = checkpoint.manifest.step
         if checkpoint.manifest.schedule == saved.plan.schedule:
             begin = min(begin, step)  # a run that was made longer does not go back
     pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
+    if checkpoint is None and measures_first(run, saved.plan, part.cluster):
+        shares = measured_shares(pipeline, run, part.data.training)
+        if run.balance.batch == "grow":
+            pipeline.close()
+            del pipeline
+            part = _grown(part, saved, sum(shares))
+            run = part.run
+            pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
+        pipeline.begin_with(shares)
     log = _Log(world, folder, run, part.start) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
@@ -136,7 +170,14 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             first_delayed_step=begin,
+            not_saved=_not_saved(part, pipeline),
             notes=() if log is None else data_notes(part.data),
+            replicas=ReplicaNotes(
+                stage_watch_of(saved, part.cluster),
+                _silent if log is None else log.tell,
+                may_replan=run.balance.replan and part.start.may_replan,
+            ),
+            home=part.home,
         )
         del pipeline  # the loop may have another one later, and no room for two
         if log is not None:
@@ -151,12 +192,37 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     return outcome
 
 
+def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:
+    """The run with the batch that its replicas are fast enough for, which its folder remembers."""
+    run = grown(part.run, batch_size)
+    if part.world.rank == 0:
+        part.folder.write_run(run)
+    part = replace(part, run=run)
+    return replace(part, home=_home(part, saved))
+
+
+def _home(part: _Part, saved: SavedPlan) -> HomeData | None:
+    """What this rank reads where some samples are private."""
+    if not part.start.census:
+        return None
+    graph, cluster = load_graph(part.folder.graph), read_cluster(part.folder.cluster)
+    return home_data(
+        part.run,
+        part.model,
+        graph,
+        part.data.training,
+        part.start.census,
+        saved.plan,
+        cluster,
+        part.world.rank,
+    )
+
+
 def _control(part: _Part) -> Control | None:
     """What is timed in turns with training on a processor. That ranks share its cores is predicted."""
     if part.world.device.type != "cpu":
         return None
-    servers = read_cluster(part.folder.cluster).servers
-    return Control(counts_waits=not any(server.num_cores for server in servers))
+    return Control(counts_waits=not any(server.num_cores for server in part.cluster.servers))
 
 
 def _checkpoint(start: Start) -> Checkpoint | None:
@@ -180,6 +246,7 @@ def _pipelines(
 
 def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
     run, world, graph = part.run, part.world, load_graph(part.folder.graph)
+    profile = load_profile(part.folder.profile) if part.folder.profile.is_file() else None
     return Pipeline(
         graph,
         plan,
@@ -193,6 +260,8 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         device=world.device,
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
         compile=run.model.compile,
+        sharing=sharing_of(run, plan, part.cluster, profile, part.samples),
+        reads_apart=bool(part.start.census),
     )
 
 
@@ -217,8 +286,13 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
         num_stages=plan.num_stages,
         width=plan.width,
         graph_hash=graph_hash(pipeline.graph),
-        extra=run_conditions(part.run, _identity(part)),
+        extra=run_conditions(part.run, _identity(part), load_base(part.folder.base)),
     )
+
+
+def _not_saved(part: _Part, pipeline: Pipeline) -> frozenset[str]:
+    """The weights that checkpoints leave out, because they are in the run's base."""
+    return frozenset() if load_base(part.folder.base) is None else names_in_base(pipeline.graph)
 
 
 def _identity(part: _Part) -> DataIdentity:

@@ -36,7 +36,7 @@ HEATS = (0.02, 0.004, 0.004, 0.004, 0.004)
 """Temperatures that the passes begin at, as parts of the value. Each pass takes the same time."""
 
 USUAL_ITEMS = 300
-"""For so many items the temperatures are as they stand; fewer are larger, each, and need more heat."""
+"""For so many items the temperatures are used as they are; fewer are larger, each, and need more heat."""
 
 COLD = 0.0003
 """The temperature that each pass ends at."""

@@ -1,7 +1,7 @@
 """Contiguous splits of graphs with too many ideals: the best cut of a line of all items, for many lines.
 
 Every topological order makes the graph a line, which `chain.py` cuts in the best way. A walk in depth is a
-good order, as what feeds each other stands together. From the best order so far others are drawn that differ
+good order, because neighbours in it feed each other. From the best order so far others are drawn that differ
 from it by chance, and a better cut is kept; so the answer never gets worse and the same seed gives the same.
 """
 

@@ -103,7 +103,7 @@ class Contiguous:
         return self._best_apart(Split(items, found, len(lattice)) if found else None, relaxed.lower_bound)
 
     def _best_apart(self, joined: Split | None, lower_bound: float) -> Split | None:
-        """The best split where what takes no time may stand apart from its neighbour, if there is time."""
+        """The best split where what takes no time may be apart from its neighbour, if there is time."""
         items = self._items(Weightless.STAY)
         lattice = None if self._is_over() else self._lattice(items)
         if lattice is not None:

@@ -1,6 +1,6 @@
 """The best contiguous placement as an integer program on HiGHS.
 
-The devices stand in a line of slots, and no edge of the order leads back in it:
+The devices are in a line of slots, and no edge of the order leads back in it:
 
     slot       0        1        2        3
             [ a b ]  [ c e ]  [ d ]    [ f ]        an accelerator or a CPU in each
@@ -178,12 +178,12 @@ class _Model:
 
 def _line_of(items: Items, where: Sequence[int]) -> list[int]:
     """The devices in use, in an order that no edge leads back in."""
-    behind: dict[int, set[int]] = {device: set() for device in sorted(where)}
+    waits_for: dict[int, set[int]] = {device: set() for device in sorted(where)}
     for item, device in enumerate(where):
-        behind[device].update(where[other] for other in items.before.row(item))
+        waits_for[device].update(where[other] for other in items.before.row(item))
     line: list[int] = []
-    while len(line) < len(behind):
-        ready = (d for d in behind if d not in line and behind[d] <= {d, *line})
+    while len(line) < len(waits_for):
+        ready = (d for d in waits_for if d not in line and waits_for[d] <= {d, *line})
         following = next(ready, None)
         if following is None:
             raise BiremeError(

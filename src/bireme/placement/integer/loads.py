@@ -151,7 +151,7 @@ def _by_order(items: Items, objective: Objective) -> Found | None:
 def _checked(items: Items, objective: Objective, start: Sequence[int]) -> Found:
     if len(start) != len(items) or not fits(items, start):
         raise BiremeError(
-            "The placement to start from is none of these items: an accelerator can not run or hold what it "
+            "The placement to start from does not fit these items: an accelerator cannot run or hold what it "
             "is given, or the number of items differs. Start from another one, or from none."
         )
     return Found(tuple(start), value_of(loads_of(items, start), objective), 0.0)

@@ -28,7 +28,7 @@ NUM_ROOTS = (4, 12)
 """The bound hardly rises with more roots. A few are tried first, to learn how long it takes."""
 
 TIMES_LONGER = 5.0
-"""How much longer all of them take than the few."""
+"""How much longer all devices take than the few."""
 
 
 def bounded(frame: Frame, *, time_limit_s: float) -> Frame:

@@ -117,7 +117,7 @@ def solution_of(program: LatencyProgram, line: Line, finish: Sequence[float]) ->
 
 
 def _gaps(steps: Steps, places: Sequence[int]) -> list[int]:
-    """For each step, how many places in the line are behind it: one more than its own, or than it needs."""
+    """For each step, how many places in the line are over once it has run: up to its own, or as it needs."""
     gaps = [0] * len(places)
     for step, place in enumerate(places):
         needed = max((gaps[other] for other in steps.before.row(step)), default=0)

@@ -1,6 +1,6 @@
 """The integer program for the shortest latency: its columns and rows, and what a placement is in them.
 
-The pieces of all accelerators stand in one line, such that nothing in a piece needs a later one; there is
+The pieces of all accelerators are in one line, such that nothing in a piece needs a later one; there is
 such a line as long as no pieces wait for each other in a circle, and in it no path leaves a piece and enters
 it again. A step is in a piece or, on a CPU, somewhere between two:
 

@@ -127,7 +127,7 @@ class _Merging:
           what moved between the two does so no more.
         - Nobody outside uses it, and one group alone feeds it: the same, mirrored.
         - It needs one output, used by nobody else, and what leaves it costs no more than that: the host
-          moves out the cheaper outputs in place of the dearer one; where the group was, they come in
+          moves out the cheaper outputs instead of the dearer one; where the group was, they come in
           instead, if at all; all who use them get them as early as before.
 
         In each case no new path arises between two pieces, so nothing comes to wait in a circle.

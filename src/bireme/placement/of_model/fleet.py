@@ -2,7 +2,7 @@
 
 There all accelerators are equal, all CPUs are, and every output goes by way of the host's memory at one price
 for its bytes. A cluster whose devices differ in what counts is refused; of links that differ the slowest
-stands for all.
+represents all.
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ def _check_equal(devices: Sequence[PlacedDevice], what: str) -> None:
         if not (is_as_fast and is_as_large):
             raise BiremeError(
                 f"{first.name} ({_words(first.device)}) and {other.name} ({_words(other.device)}) differ, "
-                f"and placing operators takes all {what} for equal. Use bireme plan, which handles unequal "
+                f"and placing operators treats all {what} for equal. Use bireme plan, which handles unequal "
                 "devices, or name only devices that are equal."
             )
 

@@ -85,7 +85,7 @@ def workload_of(
     writer.write_forward()
     if training:
         writer.write_backward()
-    behind = [pieces.pieces[number] for number in writer.piece_of]
+    of_nodes = [pieces.pieces[number] for number in writer.piece_of]
     return ModelWorkload(
         workload=Workload(
             tuple(writer.nodes),
@@ -94,8 +94,8 @@ def workload_of(
             fleet.num_cpus,
             float(fleet.accelerator_bytes),
         ),
-        units=tuple(piece.unit for piece in behind),
-        operators=tuple(piece.operators for piece in behind),
+        units=tuple(piece.unit for piece in of_nodes),
+        operators=tuple(piece.operators for piece in of_nodes),
         unit_names=tuple(unit.name for unit in source.units),
         device_names=fleet.names,
         micro_batch=micro_batch,

@@ -53,7 +53,7 @@ def estimates_of(
 
 
 def divided(total: float, weights: Mapping[int, float]) -> dict[int, float]:
-    """A total in proportion to weights; in equal parts where all of them are zero."""
+    """A total in proportion to weights; in equal parts if each weight is zero."""
     weight = sum(weights.values())
     if not weight:
         return {key: total / len(weights) for key in weights}

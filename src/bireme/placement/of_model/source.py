@@ -85,5 +85,5 @@ class StateBytes:
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
+        """The bytes of all its states."""
         return self.parameter_bytes + self.training_bytes + self.buffer_bytes

@@ -54,7 +54,7 @@ def plan_of(
     """The plan that runs each unit where the placement has it, stages in the order of the chain.
 
     A placement that is no chain of stages at the borders of units is refused, unless it may be `snapped`.
-    Then the devices stand in the order of what they run, each cut goes to the nearest border in time, and who
+    Then the devices are in the order of what they run, each cut goes to the nearest border in time, and who
     is left without a unit is not used. Units that a colour binds together stay so.
     """
     if len(placement.devices) != len(model.workload.nodes):
@@ -97,7 +97,7 @@ def _out_of_line(model: ModelWorkload, devices: Sequence[int]) -> str:
             return (
                 f"{_operator(model, nodes[place], place)} is on {model.device_names[there]}, and what comes "
                 f"before it in its unit is on {model.device_names[device]}, but a plan cuts only between "
-                "units. Place units in place of operators, or have the cuts moved to the borders of units."
+                "units. Place units instead of operators, or have the cuts moved to the borders of units."
             )
         if there in left:
             return (

@@ -89,9 +89,9 @@ class _View:
         hue, variant = CPU_HUE, number
         if number < 0:
             hue, variant = ACCELERATOR_HUES[device % len(ACCELERATOR_HUES)], device // len(ACCELERATOR_HUES)
-        ground = palette.hex_of(palette.fill(hue, Kind.BACKWARD if is_backward else Kind.FORWARD))
+        fill = palette.hex_of(palette.fill(hue, Kind.BACKWARD if is_backward else Kind.FORWARD))
         second = (None, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)[variant % 3]
-        return ground if second is None else f"{ground}:{palette.hex_of(palette.fill(hue, second))}"
+        return fill if second is None else f"{fill}:{palette.hex_of(palette.fill(hue, second))}"
 
     def ink(self, device: int, *, is_backward: bool) -> str:
         """The colour of text on it."""
@@ -121,7 +121,7 @@ def _device(view: _View, device: int, name: str) -> str:
     bar = max(round(LOAD_BAR * loads[device] / most), 1) if most else 1
     fill = view.fill(device, is_backward=True)
     widths = ((bar, f' BGCOLOR="{fill}"'), (LOAD_BAR + 1 - bar, ""))
-    cells = (f'<TD FIXEDSIZE="TRUE" WIDTH="{width}" HEIGHT="8"{ground}></TD>' for width, ground in widths)
+    cells = (f'<TD FIXEDSIZE="TRUE" WIDTH="{width}" HEIGHT="8"{colour}></TD>' for width, colour in widths)
     load = f'<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="0"><TR>{"".join(cells)}</TR></TABLE>'
     return (
         f'<TD WIDTH="14" HEIGHT="14" BGCOLOR="{view.fill(device, is_backward=False)}"></TD>'
@@ -180,7 +180,7 @@ def _label(view: _View, part: Part) -> str:
         return f"{len(part.places)} nodes"
     node = view.workload.nodes[part.places[0]]
     parts = _printable(node.name.strip() or str(node.id)).split("/")
-    # What tells neighbours apart stands at the end.
+    # What tells neighbours apart is at the end.
     tails = ["/".join(parts[first:]) for first in range(len(parts))]
     tail = next((tail for tail in tails if fitted(tail, 9, WIDTH - 4) == tail), parts[-1])
     return fitted(tail, 9, WIDTH - 4)

@@ -27,7 +27,7 @@ class Chain:
     """The units in the order they run, on a device of speed 1.
 
     The seconds are per unit and mean what they do in a `UnitCost`; `boundary_bytes` goes over the cut after
-    each unit.
+    each unit, and `returned_bytes` comes back as gradients.
     """
 
     names: tuple[str, ...]
@@ -40,6 +40,7 @@ class Chain:
     update_s: Seconds
     trial_s: Seconds
     boundary_bytes: Bytes
+    returned_bytes: Bytes
     bytes: RangeBytes
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class Chain:
             update_s=np.add.reduceat(self.update_s, starts),
             trial_s=np.add.reduceat(self.trial_s, starts),
             boundary_bytes=self.boundary_bytes[[end - 1 for end in bounds[1:]]],
+            returned_bytes=self.returned_bytes[[end - 1 for end in bounds[1:]]],
             bytes=self.bytes.between(bounds),
         )
 
@@ -105,6 +107,10 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
         update_s=np.array([unit.update_s for unit in units]),
         trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
+        returned_bytes=np.array(
+            [cost.boundary_bytes if cost.returned_bytes is None else cost.returned_bytes for cost in costs],
+            np.int64,
+        ),
         bytes=range_bytes(profile, micro_batch),
     )
 

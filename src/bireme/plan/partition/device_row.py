@@ -45,7 +45,7 @@ class Link:
 class DeviceRow:
     """The seats in the order of the stages; `links[s]` joins seat s to seat s + 1.
 
-    Where messages `overlap` with computing, a link only limits the pace; else a stage stands still while
+    Where messages `overlap` with computing, a link only limits the pace; else a stage waits while
     what it needs comes in, as the simulator has it.
     """
 

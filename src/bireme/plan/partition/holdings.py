@@ -45,7 +45,12 @@ before an update, all weight versions."""
 
 @lru_cache(maxsize=4096)
 def holdings(
-    schedule: str, num_stages: int, num_microbatches: int, *, recompute: bool = False
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    recompute: bool = False,
+    updates_early: bool = False,
 ) -> tuple[tuple[Moment, ...], ...]:
     """For each stage, one on each device, the moments that are not surpassed by another in everything."""
     if schedule_named(schedule).stages_per_rank != 1:
@@ -54,14 +59,16 @@ def holdings(
             "for a schedule with one stage on each, and let the simulator count the bytes of this one."
         )
     if num_stages > DEEP and num_microbatches >= num_stages and schedule in EVENLY:
-        # All but gpipe keep no more for a longer batch.
-        longest = num_microbatches if schedule == "gpipe" else num_stages
-        return _of_deep(schedule, num_stages, longest, recompute)
+        # For a longer batch all but gpipe keep what they keep for one longer by a micro-batch.
+        more = num_microbatches - num_stages
+        return _of_deep(
+            schedule, num_stages, more if schedule == "gpipe" else min(more, 1), recompute, updates_early
+        )
     few = 2 * num_stages + 2
     if num_microbatches <= few:
-        return _counted(schedule, num_stages, num_microbatches, recompute)
+        return _counted(schedule, num_stages, num_microbatches, recompute, updates_early)
     # From there on a micro-batch more adds the same each time: none in 1f1b, one that is kept in gpipe.
-    fewer, base = (_counted(schedule, num_stages, m, recompute) for m in (few - 1, few))
+    fewer, base = (_counted(schedule, num_stages, m, recompute, updates_early) for m in (few - 1, few))
     more = num_microbatches - few
     return tuple(
         tuple(
@@ -74,15 +81,21 @@ def holdings(
 
 @lru_cache(maxsize=4096)
 def _of_deep(
-    schedule: str, num_stages: int, num_microbatches: int, recompute: bool
+    schedule: str, num_stages: int, longer: int, recompute: bool, updates_early: bool
 ) -> tuple[tuple[Moment, ...], ...]:
     """The moments of a deep pipeline, from what one more stage before or after adds in shallow ones.
 
-    With a batch at least as long as the pipeline is deep, counts are those of a stage as far from the end, or
-    more by the same for each stage in between.
+    A batch has so many micro-batches more than the pipeline has stages, here as there. Counts are those of a
+    stage as far from the end, or more by the same for each stage in between.
     """
-    longest = num_microbatches if schedule == "gpipe" else DEEP
-    shallow, deeper = (holdings(schedule, depth, longest, recompute=recompute) for depth in (DEEP - 1, DEEP))
+    # What gpipe keeps depends on the micro-batches alone.
+    of_gpipe = num_stages + longer if schedule == "gpipe" else None
+    shallow, deeper = (
+        holdings(
+            schedule, depth, of_gpipe or depth + longer, recompute=recompute, updates_early=updates_early
+        )
+        for depth in (DEEP - 1, DEEP)
+    )
     more = num_stages - DEEP
 
     def further(one: tuple[Moment, ...], other: tuple[Moment, ...], steps: int) -> list[Moment]:
@@ -94,10 +107,10 @@ def _of_deep(
     def between(stage: int) -> list[Moment]:
         """The effect of one more stage before it and one more after it, from the middle."""
         middle = DEEP // 2
-        behind = num_stages - 1 - stage
+        num_after = num_stages - 1 - stage
         base = deeper[middle]
         later = further(shallow[middle - 1], base, stage - middle)
-        earlier = further(shallow[middle], base, behind - (DEEP - 1 - middle))
+        earlier = further(shallow[middle], base, num_after - (DEEP - 1 - middle))
         return [
             Moment(*(a + b - c for a, b, c in zip(astuple(one), astuple(two), astuple(three), strict=True)))
             for one, two, three in zip(later, earlier, base, strict=True)
@@ -111,7 +124,7 @@ def _of_deep(
 
 @lru_cache(maxsize=4096)
 def _counted(
-    schedule: str, num_stages: int, num_microbatches: int, recompute: bool
+    schedule: str, num_stages: int, num_microbatches: int, recompute: bool, updates_early: bool
 ) -> tuple[tuple[Moment, ...], ...]:
     drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
     program = generate(
@@ -120,6 +133,7 @@ def _counted(
         num_microbatches=num_microbatches,
         num_batches=DRAINING if drains else FLOWING,
         recompute=range(num_stages) if recompute else (),
+        updates_early=updates_early,
     )
     found: list[tuple[Moment, ...]] = []
     for rank in range(num_stages):

@@ -35,6 +35,7 @@ class Setting:
     schedule: str
     num_microbatches: int
     recompute: Recompute = Recompute.NEVER
+    updates_early: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +140,8 @@ class _Work:
         }
         self._boundary = np.concatenate(([0], chain.boundary_bytes[:-1], [0])).astype(np.float64)
         """Bytes that cross a cut, by the unit after it; 0 at both ends."""
+        self._returned = np.concatenate(([0], chain.returned_bytes[:-1], [0])).astype(np.float64)
+        """Those of the gradients that come back over it."""
         self._states: dict[tuple[float, float], npt.NDArray[np.float64]] = {}
 
     def busy_s(self, stage: int, *, recompute: bool) -> Seconds:
@@ -154,7 +157,11 @@ class _Work:
     def peak_bytes(self, stage: int, *, recompute: bool) -> npt.NDArray[np.float64]:
         setting = self._setting
         moments = holdings(
-            setting.schedule, self._line.num_stages, setting.num_microbatches, recompute=recompute
+            setting.schedule,
+            self._line.num_stages,
+            setting.num_microbatches,
+            recompute=recompute,
+            updates_early=setting.updates_early,
         )[stage]
         begins, ends = self._ends(stage)
         tables = self._chain.bytes
@@ -170,7 +177,7 @@ class _Work:
             if moment.activation + spare:
                 found += (moment.activation + spare) * self._boundary[begins][:, None]
             if moment.gradient_message + spare:
-                found += (moment.gradient_message + spare) * self._boundary[ends][None, :]
+                found += (moment.gradient_message + spare) * self._returned[ends][None, :]
             most = found if most is None else np.maximum(most, found, out=most)
         if most is None:
             raise BiremeError(f"{setting.schedule} has nothing to do on stage {stage}.")
@@ -180,9 +187,11 @@ class _Work:
         """Latency keeps nobody's link busy, and is left to the simulator."""
         found = []
         for stage, link in enumerate(self._line.links):
-            num_bytes = self._boundary[stage + 1 : stage + 1 + self._width]
-            turns = 1 if link.full_duplex else 2
-            seconds = turns * num_bytes / link.bytes_per_s
+            cuts = slice(stage + 1, stage + 1 + self._width)
+            num_bytes = self._boundary[cuts]
+            if not link.full_duplex:
+                num_bytes = num_bytes + self._returned[cuts]
+            seconds = num_bytes / link.bytes_per_s
             found.append(seconds if self._line.overlap else np.zeros_like(seconds))
         return found
 

@@ -1,6 +1,6 @@
 """The noun here: a `Partition`, a chain cut into stages, with what each takes and where it lives.
 
-It may not fit: what its stages miss then stands with them.
+It may not fit: what its stages miss is then with them.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ class StageTimes:
     hop_s: Seconds
 
     def busy_s(self, *, overlap: bool) -> Seconds:
-        """How long a micro-batch keeps each stage busy, what it stands still for included."""
+        """How long a micro-batch keeps each stage busy, its waits for messages included."""
         busy_s = self.forward_s + self.backward_s
         if not overlap:
             busy_s[:, :-1] += self.hop_s

@@ -1,1 +1,1 @@
-"""The search for the fastest plan that fits: shapes, mappings onto devices, cuts, and the judge of all."""
+"""The search for the fastest plan that fits: shapes, mappings onto devices, cuts, the plan evaluator."""

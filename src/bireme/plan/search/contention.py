@@ -52,18 +52,21 @@ class Traffic:
         rank_of_stage: Sequence[int],
         border_bytes: Sequence[Sequence[float]],
         reduce_bytes: Sequence[float],
+        returned_bytes: Sequence[Sequence[float]] | None = None,
     ) -> "Traffic":
-        """Of a grid; `border_bytes` are those after each stage of each replica.
+        """Of a grid; `border_bytes` are those after each stage of each replica, `returned_bytes` those of the
+        gradients that come back, as much unless given.
 
         `reduce_bytes` are those that each rank's ring moves over each hop.
         """
         messages: list[dict[Lane, float]] = []
-        for replica, borders in enumerate(border_bytes):
+        for replica, borders in enumerate(zip(border_bytes, returned_bytes or border_bytes, strict=True)):
             own: defaultdict[Lane, float] = defaultdict(float)
-            for stage, num_bytes in enumerate(borders[: len(rank_of_stage) - 1]):
+            for stage in range(len(rank_of_stage) - 1):
                 here, there = (grid[rank_of_stage[place]][replica] for place in (stage, stage + 1))
-                for lane in (*ground.path(here, there), *ground.path(there, here)):
-                    own[lane] += num_bytes
+                for of_stages, ends in zip(borders, ((here, there), (there, here)), strict=True):
+                    for lane in ground.path(*ends):
+                        own[lane] += of_stages[stage]
             messages.append(own)
         rings: defaultdict[Lane, float] = defaultdict(float)
         for rank, num_bytes in enumerate(reduce_bytes):

@@ -2,7 +2,7 @@
 
 All replicas are cut alike, so a stage is as slow as its slowest replica and must fit the tightest. Where a
 rank has several stages, `plan/partition` has no account of its bytes: there stages are cut to equal seconds,
-each within its part of the memory, and the judge counts what they really take.
+each within its part of the memory, and the plan evaluator counts what they really take.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
 from bireme.plan.partition.partition import Misfit
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
+from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 from bireme.schedule.catalogue import schedule_named
@@ -27,13 +28,13 @@ from bireme.schedule.rule import Rule
 __all__ = ["all_drafts", "loads_on", "num_cuts_and_sets", "promising_drafts"]
 
 RECKONED_AS = {"1f1b-sliced": "1f1b"}
-"""Whose bytes and times stand for a schedule until it is judged."""
+"""Whose bytes and times are taken for a schedule until it is evaluated."""
 
 
 def all_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """All ways to cut, and all sets of stages that could run again."""
     for cuts in combinations(ground.bounds[1:-1], outline.num_stages - 1):
-        if _keeps_pins(ground, outline, grid, cuts):
+        if _keeps_pins(ground, outline, grid, cuts) and keeps_home(ground, outline, grid, cuts):
             for recompute in _sets(ground, outline.num_stages):
                 yield Draft(outline, grid, cuts, recompute)
 
@@ -75,6 +76,11 @@ ENOUGH_ROUNDS = 16
 
 def promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     """The cuts that the partitioners would make, best first; none if they see no way to fit."""
+    found = _promising_drafts(ground, outline, grid)
+    return [draft for draft in found if keeps_home(ground, outline, grid, draft.cuts)]
+
+
+def _promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     if outline.stages_per_rank > 1:
         return list(_folded(ground, outline, grid))
     loads = loads_on(ground, outline, grid)
@@ -119,7 +125,7 @@ def loads_on(ground: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
             DeviceSlot(f"rank {rank}", speed, limit)
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
-        setting = Setting(schedule, num_microbatches, ground.wishes.recompute)
+        setting = Setting(schedule, num_microbatches, ground.wishes.recompute, outline.updates_early)
         of_group.append(loads_of(ground.merged(group.size), DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(

@@ -35,8 +35,6 @@ class Draft:
     recompute: tuple[int, ...] = ()
     num_sliced: int | None = None
     lookahead: int = 0
-    updates_early: bool = False
-    """The search asks for no early updates: what they hold is not known before stages are cut."""
 
     @property
     def rule(self) -> Rule:
@@ -70,7 +68,7 @@ class Draft:
             self.num_sliced,
             self.lookahead,
             self.recompute,
-            self.updates_early,
+            outline.updates_early,
         )
 
     def plan(self, names: tuple[str, ...]) -> Plan:
@@ -88,7 +86,7 @@ class Draft:
             recompute=self.recompute,
             micro_batch_sizes=outline.sizes,
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
-            updates_early=self.updates_early,
+            updates_early=outline.updates_early,
         )
 
 
@@ -135,6 +133,7 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         plan.num_stages // num_ranks,
         plan.micro_batch_sizes,
         plan.num_microbatches,
+        plan.is_early,
     )
     grid = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
     used = [device for row in grid for device in row]
@@ -143,4 +142,4 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             f"The plan puts two ranks on {cluster.devices()[twice].name}; each rank needs its own device."
         )
-    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead, plan.is_early)
+    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead)

@@ -43,6 +43,7 @@ class _Totals:
     rest_bytes: float
     kept_bytes: float
     boundary_bytes: float
+    returned_bytes: float
     workspace_bytes: float
 
 
@@ -55,8 +56,8 @@ class Estimator:
         self._totals: dict[int, _Totals] = {}
         self._limits = np.sort([ground.limits[device] for device in ground.devices])[::-1]
 
-    def cost_s(self, outline: Outline) -> float:
-        """Seconds of training per sample."""
+    def cost(self, outline: Outline) -> float:
+        """Seconds of training per sample, or joules if energy is the goal."""
         rule = schedule_named(outline.schedule).rule
         m, p = outline.num_microbatches, outline.num_ranks
         totals = self._of(max(outline.sizes))
@@ -73,9 +74,9 @@ class Estimator:
         if rule is Rule.SYNCHRONOUS:
             batch_s += ring_s
         penalty = self._ground.penalty(outline.schedule, outline.num_stages, m)
-        return penalty * batch_s / outline.batch_size
+        return penalty * batch_s / outline.batch_size * self._ground.least_power(outline.num_devices)
 
-    def rough_cost_s(self, draft: Draft, floor_s: float) -> float:
+    def rough_cost(self, draft: Draft, floor_s: float) -> float:
         """The same for a plan whose busiest device or lane is known."""
         outline = draft.outline
         batch_s = floor_s * (1 + self._bubble(outline))
@@ -84,7 +85,8 @@ class Estimator:
         penalty = self._ground.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
-        return penalty * batch_s / outline.batch_size
+        power = self._ground.power(device for row in draft.grid for device in row)
+        return penalty * batch_s / outline.batch_size * power
 
     def _bubble(self, outline: Outline) -> float:
         m, fill = outline.num_microbatches, outline.num_ranks - 1
@@ -123,7 +125,8 @@ class Estimator:
         fast, slow = self._rates
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
-        message, ring = 2 * totals.boundary_bytes, ring_share(w) * totals.gradient_bytes / p
+        message = totals.boundary_bytes + totals.returned_bytes
+        ring = ring_share(w) * totals.gradient_bytes / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (
@@ -170,6 +173,7 @@ class Estimator:
                 rest_bytes=float(tables.optimizer[0, -1] + tables.buffer[0, -1]),
                 kept_bytes=float(tables.kept[0, -1]),
                 boundary_bytes=float(np.median(chain.boundary_bytes[:-1])) if chain.num_units > 1 else 0.0,
+                returned_bytes=float(np.median(chain.returned_bytes[:-1])) if chain.num_units > 1 else 0.0,
                 workspace_bytes=float(np.median(np.diag(tables.workspace, 1))),
             )
         return self._totals[size]

@@ -24,15 +24,16 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedDraft:
-    """A draft plan and its forecast."""
+    """A draft plan and its forecast. `power` is what a second of it counts (see `PlanningProblem.power`)."""
 
     draft: Draft
     forecast: Forecast
+    power: float
 
     @property
-    def cost_s(self) -> float:
-        """Cost in seconds per sample."""
-        return self.forecast.cost_s_per_sample
+    def cost(self) -> float:
+        """Cost per sample, in seconds or, where energy is the goal, in joules."""
+        return self.forecast.cost_s_per_sample * self.power
 
     @property
     def fits(self) -> bool:
@@ -64,7 +65,7 @@ class EvaluatedDrafts:
 
     def all_best(self) -> list[EvaluatedDraft]:
         """The best of every kind, the best of all first."""
-        return sorted(self._of_kind.values(), key=lambda judged: judged.cost_s)
+        return sorted(self._of_kind.values(), key=lambda judged: judged.cost)
 
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
@@ -72,14 +73,16 @@ class EvaluatedDrafts:
         if best is None:
             return True
         penalty = self._ground.penalty(outline.schedule, outline.num_stages, outline.num_microbatches)
-        return penalty * least_batch_s / outline.batch_size < best.cost_s * (1 - SLACK)
+        least_s = penalty * least_batch_s / outline.batch_size
+        return least_s * self._ground.least_power(outline.num_devices) < best.cost * (1 - SLACK)
 
     def judged(self, draft: Draft) -> EvaluatedDraft:
-        """What the judge says; the best are remembered."""
+        """What the plan evaluator says; the best are remembered."""
         known = self._seen.get(draft)
         if known is not None:
             return known
-        judged = self._seen[draft] = EvaluatedDraft(draft, self.judge.forecast(draft))
+        power = self._ground.power(device for row in draft.grid for device in row)
+        judged = self._seen[draft] = EvaluatedDraft(draft, self.judge.forecast(draft), power)
         if judged.fits:
             kind, shape = Kind.of(draft.outline), _shape(draft.outline)
             _keep(self._of_kind, kind, judged)
@@ -89,10 +92,10 @@ class EvaluatedDrafts:
     def candidates(self) -> tuple[Candidate, ...]:
         """The best, those of every kind among them, by what they cost."""
         shown = {judged.draft: judged for judged in self._of_kind.values()}
-        for judged in sorted(self._of_shape.values(), key=lambda judged: judged.cost_s):
+        for judged in sorted(self._of_shape.values(), key=lambda judged: judged.cost):
             if len(shown) < MOST_SHOWN:
                 shown.setdefault(judged.draft, judged)
-        ordered = sorted(shown.values(), key=lambda judged: (judged.cost_s, judged.draft.outline.num_devices))
+        ordered = sorted(shown.values(), key=lambda judged: (judged.cost, judged.draft.outline.num_devices))
         return tuple(Candidate(one.draft.plan(self._ground.names), one.forecast) for one in ordered)
 
 
@@ -102,5 +105,5 @@ def _shape(outline: Outline) -> tuple[str, int, int]:
 
 def _keep(book: dict[Key, EvaluatedDraft], key: Key, judged: EvaluatedDraft) -> None:
     best = book.get(key)
-    if best is None or judged.cost_s < best.cost_s * (1 - SLACK):
+    if best is None or judged.cost < best.cost * (1 - SLACK):
         book[key] = judged

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from bireme.plan.energy import total_watts
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.ring import ring_share
@@ -169,6 +170,7 @@ class PlanEvaluator:
             bottleneck=floor.bottleneck,
             stages=tuple(self._stages(draft, program, of_replica)),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.delay_warmup_share,
+            watts=total_watts(ground.watts[device] for row in draft.grid for device in row),
         )
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
@@ -332,7 +334,8 @@ class PlanEvaluator:
         return tuple(ring_share(width) * one for one in gradients)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
-        messages = {size: self._work(draft, size).costs.message_bytes for size in set(draft.outline.sizes)}
+        costs = {size: self._work(draft, size).costs for size in set(draft.outline.sizes)}
+        count = draft.outline.num_microbatches
         reduced = self._reduce_bytes(draft)
         per_rank = [0.0] * draft.outline.num_ranks
         for stage, rank in enumerate(rank_of_stage):
@@ -341,9 +344,7 @@ class PlanEvaluator:
             self._ground,
             draft.grid,
             rank_of_stage,
-            [
-                [draft.outline.num_microbatches * one for one in messages[size]]
-                for size in draft.outline.sizes
-            ],
+            [[count * one for one in costs[size].message_bytes] for size in draft.outline.sizes],
             per_rank,
+            [[count * one for one in costs[size].gradient_message_bytes] for size in draft.outline.sizes],
         )

@@ -16,6 +16,7 @@ from bireme.plan.search.cutting import all_drafts, num_cuts_and_sets, promising_
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.estimate import Estimator
 from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
+from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.mapping import all_grids, exchanged, promising_grids
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
@@ -129,7 +130,7 @@ class ExhaustiveExplorer:
     def explore(self, shapes: Sequence[Outline]) -> None:
         """Judge every plan, the most promising shapes first."""
         ledger = self._ledger
-        ordered = sorted(shapes, key=lambda outline: self._outlines.least_s(outline) / outline.batch_size)
+        ordered = sorted(shapes, key=self._least_cost)
         most = math.inf
         if self._is_brief:
             ordered, most = _in_turns(ordered), BRIEF_INSTRUCTIONS
@@ -149,6 +150,10 @@ class ExhaustiveExplorer:
         self.how = (
             f"all {num_plans:,} plans considered, {ledger.num_evaluated:,} simulated, the others ruled out"
         )
+
+    def _least_cost(self, outline: Outline) -> float:
+        least_s = self._outlines.least_s(outline) / outline.batch_size
+        return least_s * self._ground.least_power(outline.num_devices)
 
     def _look(self, draft: Draft) -> None:
         ledger, outline = self._ledger, draft.outline
@@ -194,7 +199,7 @@ class HeuristicExplorer:
                 num_shapes += 1
                 for draft in self._drafts(outline):
                     floor_s = ledger.judge.least_s(draft)
-                    found.append((self._estimator.rough_cost_s(draft, floor_s), len(found), draft))
+                    found.append((self._estimator.rough_cost(draft, floor_s), len(found), draft))
             drafts[kind] = sorted(found, key=lambda one: one[:2])
         for of_kind in drafts.values():
             # The best of every kind is shown beside the best of all, so each is simulated.
@@ -225,7 +230,7 @@ class HeuristicExplorer:
         ranked: defaultdict[Kind, list[tuple[int, int, int]]] = defaultdict(list)
         for place, outline in enumerate(shapes):
             # Of shapes that look alike, the one with fewer steps to simulate is the simpler one.
-            looks = round(math.log(self._estimator.cost_s(outline)) / ALIKE)
+            looks = round(math.log(self._estimator.cost(outline)) / ALIKE)
             steps = outline.num_stages * min(outline.num_microbatches, 2 * outline.num_stages)
             looks += SIMPLER * max(steps // MOST_STEPS - 1, 0).bit_length()
             if steps > MOST_STEPS and outline.stages_per_rank > 1 and self._ground.wishes.schedule == "auto":
@@ -264,7 +269,7 @@ class HeuristicExplorer:
             is_better = False
             for more in (self._sliced, self._ahead, self._exchanged, self._recut):
                 found = self._best_of(more(best.draft))
-                if found is not None and found.cost_s * AS_GOOD < best.cost_s:
+                if found is not None and found.cost * AS_GOOD < best.cost:
                     best, is_better = found, True
 
     def _best_of(self, drafts: Iterator[Draft]) -> EvaluatedDraft | None:
@@ -275,7 +280,7 @@ class HeuristicExplorer:
                 break
             if ledger.could_win(draft.outline, ledger.judge.least_s(draft)):
                 found = self._judge(draft)
-                if found.fits and (best is None or found.cost_s < best.cost_s):
+                if found.fits and (best is None or found.cost < best.cost):
                     best = found
         return best
 
@@ -308,5 +313,6 @@ class HeuristicExplorer:
             for step in (-1, 1):
                 moved = bounds[place_of[cut] + step]
                 cuts = (*draft.cuts[:which], moved, *draft.cuts[which + 1 :])
-                if all(a < b for a, b in zip((0, *cuts), (*cuts, bounds[-1]), strict=True)):
+                rises = all(a < b for a, b in zip((0, *cuts), (*cuts, bounds[-1]), strict=True))
+                if rises and keeps_home(self._ground, draft.outline, draft.grid, cuts):
                     yield replace(draft, cuts=cuts)

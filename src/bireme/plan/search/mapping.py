@@ -14,7 +14,9 @@ simulator. Where all mappings are few, all are gone through, each once of those 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, permutations, product
 
+from bireme.plan.plan_request import Goal
 from bireme.plan.search.draft import Grid
+from bireme.plan.search.homes import at_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 
@@ -86,7 +88,8 @@ def promising_grids(ground: PlanningProblem, outline: Outline) -> Iterator[Grid]
     seen: set[Grid] = set()
     for order in _device_orders(ground, outline):
         for tile in _tiles(outline.width):
-            for grid in _with_pins(ground, _tiled(order, outline, tile)):
+            pinned = _with_pins(ground, _tiled(order, outline, tile))
+            for grid in at_home(ground, outline, pinned):
                 if grid not in seen:
                     seen.add(grid)
                     yield grid
@@ -153,6 +156,8 @@ def _device_orders(ground: PlanningProblem, outline: Outline) -> Iterator[tuple[
     roomiest = arranged(memory, rising=False)[:count]
     if set(roomiest) != chosen:
         yield roomiest
+    if ground.wishes.goal is Goal.ENERGY:
+        yield tuple(sorted(ground.devices, key=lambda device: ground.watts[device] / speed(device))[:count])
     pinned = [device for _, device in sorted(ground.pins.items()) if device not in chosen]
     if pinned:
         yield (*fastest[: count - len(pinned)], *pinned)

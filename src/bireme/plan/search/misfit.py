@@ -68,6 +68,12 @@ def nearest_misfit(
         key=lambda one: (one.most_missing, one.outline.num_devices),
         default=None,
     )
+    if near is None and ground.owners and not ground.pins:
+        raise BiremeError(
+            "No plan keeps private samples at home: the model reads inputs in its units "
+            f"{', '.join(map(str, ground.readers))}, whose stages must all be on the owner's devices. Put a "
+            "whole replica there (depth 1)."
+        )
     if near is None:
         freed = list(_given_up(ground))
         instead = f", or plan with {' or '.join(freed)}" if freed else ""

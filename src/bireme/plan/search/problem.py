@@ -3,22 +3,27 @@
 Units that must stay together are one unit of the merged chain, so that no partitioner has to know of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.engine_cost import NO_ENGINE
 from bireme.cluster.routes import Lane
 from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
+from bireme.plan.homes import check_servers
 from bireme.plan.partition.chain import Chain, chain_of
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.rule import Rule
 
 __all__ = ["PlanningProblem", "check_numbers"]
 
+
+UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
+"""Schedules whose updates can come early."""
 
 LEAST_BYTES = 1.0
 """What a device has for tensors that a process alone fills."""
@@ -43,11 +48,19 @@ class PlanningProblem:
             max(device.device.memory_bytes * wishes.memory_fraction - process, LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
         )
+        self.watts = tuple(device.device.watts for device in placed)
         self.threads = tuple(
             max(1, profile.num_threads) if device.device.kind == "cpu" else 0 for device in placed
         )
         """The cores of its server that each device computes on; none of an accelerator."""
         self.servers = tuple(device.server for device in placed)
+        check_servers(wishes.owners, cluster)
+        numbers = {server.name: number for number, server in enumerate(cluster.servers)}
+        self.owners = frozenset(numbers[name] for name in wishes.owners)
+        """The servers that have private samples."""
+        read = tuple(place for place, unit in enumerate(profile.units) if unit.inputs)
+        self.readers = read or (0, len(profile.units) - 1)
+        """The units that read inputs of the model; of a profile that does not say it, the ends."""
         self.devices = tuple(dict.fromkeys(map(cluster.number_of, wishes.devices))) or tuple(
             range(len(placed))
         )
@@ -76,10 +89,44 @@ class PlanningProblem:
         """Which devices can stand for each other."""
         return Symmetry(self.cluster)
 
+    def updates_early(self, schedule: str, depth: int, sizes: Sequence[int]) -> bool:
+        """Whether plans of a schedule and depth update early, with these micro-batches in their replicas.
+
+        That saves memory, and costs no time where what ranks sum at a batch's end takes no longer than a
+        forward: a few numbers, and no gradients over replicas or of parameters that units share.
+        """
+        if schedule not in UPDATING_EARLY or len(sizes) > 1 or self._shares_parameters:
+            return False
+        fastest = max(self.speeds[device] for device in self.devices)
+        forward_s = float(self.whole(sizes[0]).forward_s.sum()) / depth / fastest
+        return 2 * (depth - 1) * self._longest_latency_s <= forward_s
+
+    @cached_property
+    def _shares_parameters(self) -> bool:
+        return any(held.gradient_bytes for unit in self.profile.units for held in unit.tied)
+
+    @cached_property
+    def _longest_latency_s(self) -> float:
+        """No less than the latency between any two devices, by way of the first."""
+        first, *others = self.devices
+        return 2 * max((self.cluster.latency(first, other) for other in others), default=0.0)
+
     @property
     def is_symmetric(self) -> bool:
-        """Whether equal devices may change places: not where some are named."""
-        return not self.wishes.devices and not self.pins
+        """Whether equal devices may change places: not where some are named, or their servers."""
+        return not self.wishes.devices and not self.pins and not self.owners
+
+    def power(self, devices: Iterable[int]) -> float:
+        """What a second on these devices counts: what they draw if energy is the goal, else 1."""
+        return sum(self.watts[device] for device in devices) if self.wishes.goal is Goal.ENERGY else 1.0
+
+    def least_power(self, count: int) -> float:
+        """The same of those `count` devices that draw least."""
+        return self._least_powers[count] if self.wishes.goal is Goal.ENERGY else 1.0
+
+    @cached_property
+    def _least_powers(self) -> tuple[float, ...]:
+        return tuple(accumulate(sorted(self.watts[device] for device in self.devices), initial=0.0))
 
     def whole(self, micro_batch: int) -> Chain:
         """The chain of all units."""
@@ -138,6 +185,12 @@ class PlanningProblem:
 
     def _check_numbers(self) -> None:
         check_numbers(self.wishes, len(self.devices))
+        unknown = next((device for device in self.devices if not self.watts[device]), None)
+        if self.wishes.goal is Goal.ENERGY and unknown is not None:
+            raise BiremeError(
+                f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
+                "Give all devices their watts, or take another objective."
+            )
         depth = self.wishes.depth or 1
         if depth > self.num_units:
             raise BiremeError(

@@ -19,6 +19,7 @@ from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluated import EvaluatedDrafts
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, Explorer, HeuristicExplorer, few_enough
+from bireme.plan.search.homes import why_homeless
 from bireme.plan.search.misfit import nearest_misfit
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
@@ -48,6 +49,8 @@ def find_plan(
     shapes = list(outlines)
     if not shapes:
         raise BiremeError(_no_shape(ground, outlines.refusal))
+    if homeless := why_homeless(ground, shapes):
+        raise BiremeError(homeless)
     ledger = EvaluatedDrafts(ground, PlanEvaluator(ground), progress or (lambda _share: None))
     explorer: Explorer
     if few_enough(ground, shapes):

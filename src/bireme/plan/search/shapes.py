@@ -46,13 +46,17 @@ MOST_BATCHES = 16
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A plan without devices and cuts; `sizes` are the samples of each replica's micro-batches, falling."""
+    """A plan without devices and cuts; `sizes` are the samples of each replica's micro-batches, falling.
+
+    `updates_early` lets stages update while the first rank has one set of gradients.
+    """
 
     schedule: str
     num_ranks: int
     stages_per_rank: int
     sizes: tuple[int, ...]
     num_microbatches: int
+    updates_early: bool = False
 
     @property
     def width(self) -> int:
@@ -119,8 +123,9 @@ class Outlines:
                     continue  # where there is no pipeline they are all the same
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
                     continue
+                is_early = ground.updates_early(name, depth, sizes)
                 for parts in PARTS.get(name, (1,)):
-                    outline = Outline(name, depth, parts, sizes, num_microbatches)
+                    outline = Outline(name, depth, parts, sizes, num_microbatches, is_early)
                     if self._is_possible(outline):
                         yield outline
 

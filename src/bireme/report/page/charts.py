@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from bireme.report.page.curves import Along, Chart, Curve, Look, Tick, chart_data, drawn
 from bireme.report.page.markup import tag, words
@@ -10,7 +11,14 @@ from bireme.report.page.run import Run
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
 from bireme.report.units import bytes_text, seconds_text
 
-__all__ = ["MOST_RUNS", "gradient_figure", "loss_figure", "rate_figure", "throughput_figure"]
+__all__ = [
+    "MOST_RUNS",
+    "gradient_figure",
+    "loss_figure",
+    "rate_figure",
+    "shares_figure",
+    "throughput_figure",
+]
 
 MOST_RUNS = 6
 """As many as there are colours that can be told apart."""
@@ -86,6 +94,29 @@ def gradient_figure(run: Run) -> str:
     ranges_far = min(values) > 0 and max(values) / min(values) > 100
     chart = _small(Chart("Gradient norm", curves, from_zero=not ranges_far))
     return _figure(chart, is_log=ranges_far)
+
+
+def shares_figure(run: Run) -> str:
+    """The samples of each replica, where their number ever changed; a curve goes up or down in a step."""
+    known = run.metrics.shares
+    if len(known) < 2:
+        return ""
+    metrics = run.metrics
+    points = [(known[0].step, known[0].time_s, known[0].shares)]
+    for before, one in pairwise(known):
+        points += [(one.step, one.time_s, before.shares), (one.step, one.time_s, one.shares)]
+    points.append((metrics.last_step, max(metrics.last_time_s, known[-1].time_s), known[-1].shares))
+    steps, times_s, shares = zip(*points, strict=True)
+    width = len(known[0].shares)
+    curves = tuple(
+        Curve(f"replica {place}", steps, times_s, [own[place] for own in shares], place % MOST_RUNS)
+        for place in range(width)
+        if all(len(own) == width for own in shares)
+    )
+    chart = Chart("Samples of each replica", curves, height=240, from_zero=True)
+    title = tag("h3", words("Samples of a batch, replica by replica"), class_="part-title")
+    keys = [_Key(f"key-line c{one.colour}", one.label) for one in curves] if width <= MOST_RUNS else []
+    return title + _figure(chart, keys)
 
 
 def _small(chart: Chart) -> Chart:

@@ -28,7 +28,7 @@ BOW = 180
 """Room for a line beside a server, and for its label."""
 ROW_GAP = 64
 MOST_DEVICES = 32
-"""With more than that one replica stands for all."""
+"""With more replicas than that, one represents all."""
 MOST_LABELS = 16
 CROWDED = 0.7
 """From so much of a link in use on it is marked."""

@@ -1,4 +1,4 @@
-"""A chart of curves as SVG that stands without a script; a script may add a cross-hair and a zoom to it.
+"""A chart of curves as SVG that needs no script; a script may add a cross-hair and a zoom to it.
 
 Everything that moves when a reader zooms is in the group `zoomed`, whose transform stretches x alone. So
 dots are strokes of no length with round ends, which stay round.
@@ -18,7 +18,7 @@ __all__ = ["Along", "Chart", "Curve", "Look", "Tick", "chart_data", "drawn"]
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 34
 """Room around the plot for its axes."""
 EDGE = 5
-"""By so much a dot may stand over the ends of the plot."""
+"""By how much a dot may reach over the ends of the plot."""
 Y_MARKS = 5
 X_MARK_WIDTH = 100
 ROOM = 0.06

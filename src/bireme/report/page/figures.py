@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
 
+from bireme.plan.energy import joules_per_sample
 from bireme.plan.forecast import StageForecast
 from bireme.report.page.run import Run, StageSummary
 from bireme.timeline.timeline import BUSY, Timeline
@@ -46,6 +47,7 @@ class Headline:
     measured_batch_s: float | None
     peak_bytes: float | None
     running_s: float
+    joules_per_sample: float | None = None
 
     @property
     def prediction_error(self) -> float | None:
@@ -105,6 +107,9 @@ def headline(run: Run) -> Headline:
     evaluated = [one for one in evaluations if math.isfinite(one.loss)]
     best = min(evaluated, key=lambda one: one.loss, default=None)
     steps = summary.steps if summary is not None else None
+    samples_per_s = _middle(training.samples_per_s)
+    forecast = None if run.plan is None else run.plan.forecast
+    watts = None if forecast is None else forecast.watts
     return Headline(
         steps=run.metrics.last_step if steps is None else steps,
         train_loss=_first(summary.train_loss if summary else None, losses[-1] if losses else None),
@@ -113,11 +118,12 @@ def headline(run: Run) -> Headline:
         least_eval_loss=None if best is None else best.loss,
         least_eval_step=None if best is None else best.step,
         tokens_per_s=_first(summary.tokens_per_s if summary else None, _middle(training.tokens_per_s)),
-        samples_per_s=_middle(training.samples_per_s),
+        samples_per_s=samples_per_s,
         predicted_batch_s=_predicted_batch_s(run),
         measured_batch_s=_first(summary.measured_batch_s if summary else None, _middle(training.seconds)),
         peak_bytes=_peak_bytes(run),
         running_s=run.metrics.last_time_s,
+        joules_per_sample=joules_per_sample(watts, samples_per_s) if samples_per_s else None,
     )
 
 

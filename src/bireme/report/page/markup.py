@@ -27,7 +27,7 @@ def tag(name: str, /, *contents: str, **attributes: str | float | bool | None) -
 
 
 def words(text: object) -> str:
-    """Text as it stands between tags; what no font can show becomes a question mark."""
+    """Text between tags; what no font can show becomes a question mark."""
     return escape("".join(c if c.isprintable() or c in "\n\t" else "?" for c in str(text)), quote=False)
 
 

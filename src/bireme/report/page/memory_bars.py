@@ -19,7 +19,16 @@ BAR = 16
 LIMIT_SHOWN = 3.0
 """A limit so many times above the largest bar would leave no room for the bars, and is only said."""
 
-ORDER = ("weights", "gradients", "optimizer", "activations", "inputs", "buffers", "receive buffers")
+ORDER = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "inputs",
+    "workspace",
+    "buffers",
+    "receive buffers",
+)
 COLOURS = {
     "weights": 0,
     "predicted peak": 0,
@@ -27,6 +36,7 @@ COLOURS = {
     "optimizer": 3,
     "activations": 2,
     "inputs": 5,
+    "workspace": 4,
     "buffers": 6,
     "receive buffers": 6,
 }

@@ -19,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "Evaluation",
     "Metrics",
+    "Shared",
     "Start",
     "Stop",
     "TrainingLines",
@@ -61,6 +62,15 @@ class Checkpoint:
     stall_s: float
     write_s: float
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The samples of a batch that each replica trains, from a step on."""
+
+    step: int
+    time_s: float
+    shares: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,7 @@ class Metrics:
     warnings: tuple[Warned, ...]
     stop: Stop | None
     peak_bytes: tuple[float, ...]
+    shares: tuple[Shared, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -183,6 +194,7 @@ class _Reading:
         self.warnings: list[Warned] = []
         self.stop: Stop | None = None
         self.peak_bytes: list[float] = []
+        self.shares: list[Shared] = []
 
     def take(self, record: dict[str, Any], place: int) -> None:
         """One more record; a kind that is not known is for later versions."""
@@ -200,6 +212,8 @@ class _Reading:
                     stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
                     num_bytes = int(record.get("num_bytes", 0))
                     self.checkpoints.append(Checkpoint(step, time_s, stall_s, write_s, num_bytes))
+                case "shares":
+                    self._share(Shared(step, time_s, tuple(map(int, record["shares"]))))
                 case "warning":
                     self.warnings.append(Warned(step, time_s, str(record["text"])))
                 case "stop":
@@ -219,7 +233,14 @@ class _Reading:
             tuple(self.warnings),
             self.stop,
             tuple(self.peak_bytes),
+            tuple(self.shares),
         )
+
+    def _share(self, shared: Shared) -> None:
+        """New shares; a resumed run says again which ones it goes on with."""
+        self.shares = [one for one in self.shares if one.step < shared.step]
+        if not self.shares or self.shares[-1].shares != shared.shares:
+            self.shares.append(shared)
 
     def _train(self, record: dict[str, Any]) -> None:
         if len(self.training) and record["step"] <= self.training.step[-1]:
@@ -258,6 +279,7 @@ class _Reading:
             del column[keep:]
         self.evaluations = [one for one in self.evaluations if one.step <= step]
         self.checkpoints = [one for one in self.checkpoints if one.step <= step]
+        self.shares = [one for one in self.shares if one.step <= step]
 
 
 def _step(record: dict[str, Any]) -> int:

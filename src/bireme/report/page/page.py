@@ -1,4 +1,4 @@
-"""The page itself: what stands where, and what is said of a part that is missing.
+"""The page itself: what is where, and what is said of a part that is missing.
 
 It needs nothing from outside: style, script and pictures are in it, and it says so to the browser.
 """
@@ -13,6 +13,7 @@ from bireme.report.page.charts import (
     gradient_figure,
     loss_figure,
     rate_figure,
+    shares_figure,
     throughput_figure,
 )
 from bireme.report.page.cluster_map import cluster_figure
@@ -124,7 +125,7 @@ def _section(title: str, lead: str, *contents: str) -> str:
 
 
 def _missing(sentence: str) -> str:
-    """Why a part is missing and how to get it; what stands between backquotes is to be typed."""
+    """Why a part is missing and how to get it; what is between backquotes is to be typed."""
     parts = sentence.split("`")
     return tag(
         "p",
@@ -150,6 +151,7 @@ def _curves(runs: Sequence[Run]) -> str:
         loss,
         "" if is_evaluated else _missing(NO_EVALUATION),
         throughput_figure(runs),
+        *map(shares_figure, runs[:1] if len(runs) == 1 else ()),
         tag("div", *small, class_="pair"),
     )
 
@@ -167,7 +169,7 @@ def _pipeline_lead(run: Run) -> str:
 
 
 def _slowness(run: Run) -> str:
-    """Said where the recorded batches, of a run that had just begun, do not stand for the others."""
+    """Said where the recorded batches, of a run that had just begun, do not represent the others."""
     usual_s = headline(run).measured_batch_s
     if run.measured is None or not usual_s or run.measured.steady_batch_s < SLOW * usual_s:
         return ""

@@ -58,7 +58,7 @@ def read_recorded(path: Path, plan: Plan) -> Timeline:
         )
     lengths = [(len(rank.start_s), len(rank.end_s)) for rank in document.ranks]
     if lengths != [(len(track), len(track)) for track in program.tracks]:
-        raise BiremeError(f"{path} was recorded of another plan than the one in plan.json.")
+        raise BiremeError(f"{path} was recorded with another plan than the one in plan.json.")
     if not all(one.belongs_to(program) for one in document.transfers):
         raise BiremeError(f"{path} tells of messages that the plan in plan.json does not send.")
     return Timeline(

@@ -134,6 +134,11 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
         f"predicted {_time(figures.predicted_batch_s)}{_error(figures)}",
         f"measured {_exact(figures.measured_batch_s)} s, predicted {_exact(figures.predicted_batch_s)} s",
     )
+    if figures.joules_per_sample is not None:
+        joules = figures.joules_per_sample
+        yield _Tile(
+            "Energy", f"{_plain(joules)} J", "per sample, by the devices' watts", f"{_exact(joules)} J"
+        )
     yield _Tile(
         "Peak memory",
         UNKNOWN if figures.peak_bytes is None else bytes_text(figures.peak_bytes),
@@ -195,6 +200,7 @@ ROWS = (
     _Row("batch, predicted", lambda one: one.predicted_batch_s, seconds_text),
     _Row("error of the prediction", lambda one: one.prediction_error, lambda value: signed_percent(value, 1)),
     _Row("peak memory", lambda one: one.peak_bytes, bytes_text, min),
+    _Row("joules per sample", lambda one: one.joules_per_sample, number_text, min),
     _Row("running for", lambda one: one.running_s, clock_text),
 )
 

@@ -23,11 +23,11 @@ FROM_PAGE = {
     palette.SYNC: "var(--pale)",
 }
 STEPS = {palette.UPDATE: "var(--ink)"}
-"""Of rectangles alone: text of this colour stands on a fill that is the same in the dark."""
+"""Of rectangles alone: text of this colour is on a fill that is the same in the dark."""
 
 
 def themed(shapes: Iterable[Shape]) -> str:
-    """The shapes as elements to stand in an SVG of the page."""
+    """The shapes as elements of an SVG of the page."""
     return "".join(map(_element, shapes))
 
 

@@ -73,7 +73,7 @@ def smoothed(points: Points) -> Points | None:
 
 
 def evened(points: Points) -> Points:
-    """Rates, each that of some points around it together, which stand for equal work.
+    """Rates, each that of some points around it together, which represent equal work.
 
     Where a pipeline is drained its last two batches end at nearly the same moment, so the rate of one batch
     by itself may be a hundred times what was reached.

@@ -20,7 +20,8 @@ class Shape:
     """The numbers a schedule is made for.
 
     `stages_per_rank` matters to schedules that give a rank several stages, `num_sliced` to those that slice
-    micro-batches, `lookahead` to those that can run further ahead than they must.
+    micro-batches, `lookahead` to those that can run further ahead than they must. `sweep` is how many
+    micro-batches a rank takes through a stage before the next.
     """
 
     num_stages: int
@@ -29,6 +30,7 @@ class Shape:
     stages_per_rank: int = 1
     num_sliced: int = 0
     lookahead: int = 0
+    sweep: int = 1
 
     def __post_init__(self) -> None:
         for count, what in (
@@ -36,6 +38,7 @@ class Shape:
             (self.num_microbatches, "micro-batch"),
             (self.num_batches, "batch"),
             (self.stages_per_rank, "stage per rank"),
+            (self.sweep, "micro-batch in a sweep"),
         ):
             if count < 1:
                 raise BiremeError(f"A schedule needs at least one {what}, not {count}.")
@@ -50,6 +53,11 @@ class Shape:
             raise BiremeError(
                 f"{self.num_stages} stages cannot be divided evenly, {self.stages_per_rank} per rank. "
                 f"Use a number of stages that {self.stages_per_rank} divides."
+            )
+        if self.num_microbatches % self.sweep:
+            raise BiremeError(
+                f"{self.num_microbatches} micro-batches cannot be divided into sweeps of {self.sweep}. Use a "
+                f"number of micro-batches that {self.sweep} divides."
             )
 
     @property
@@ -77,6 +85,10 @@ class Schedule:
     A schedule that has one stage on each rank can have several neighbours there: these run one after the
     other as the one stage would, of which they are parts. The functions are then asked for a stage on each
     rank.
+
+    In sweeps of g, a rank takes g micro-batches through a stage before it turns to the next stage, as if they
+    were one. The functions are then asked for m/g micro-batches. Where parts of a rank are paged, each comes
+    to the device once for g micro-batches.
     """
 
     name: str
@@ -93,10 +105,11 @@ class Schedule:
     """The greatest lookahead of a shape, for schedules that have one."""
 
     def whole(self, shape: Shape) -> Shape:
-        """The shape with the neighbours of each rank as one stage."""
+        """The shape with the neighbours of each rank as one stage, and each sweep as one micro-batch."""
+        swept = replace(shape, num_microbatches=shape.num_microbatches // shape.sweep, sweep=1)
         if self.num_neighbours(shape) == 1:
-            return shape
-        return replace(shape, num_stages=shape.num_ranks, stages_per_rank=1)
+            return swept
+        return replace(swept, num_stages=shape.num_ranks, stages_per_rank=1)
 
     def num_neighbours(self, shape: Shape) -> int:
         """How many neighbouring stages run as if they were one."""
@@ -111,7 +124,9 @@ class Schedule:
         """What each rank computes, with its neighbours one after the other."""
         num = self.num_neighbours(shape)
         orders = self.orders(self.whole(shape))
-        return orders if num == 1 else [list(_apart(order, num)) for order in orders]
+        if num > 1:
+            orders = [list(_apart(order, num)) for order in orders]
+        return orders if shape.sweep == 1 else [list(_swept(order, shape.sweep)) for order in orders]
 
     def refuse(self, shape: Shape) -> None:
         """Raise where the schedule is not legal for the shape."""
@@ -120,7 +135,18 @@ class Schedule:
                 f"{self.name} puts one stage on each rank, not {shape.stages_per_rank}: the delay of updates "
                 "depends on the stage, so parts of a stage would not learn what the whole does."
             )
+        if shape.sweep > 1 and (self.slices or self.rule is Rule.STASHED):
+            why = "slices micro-batches" if self.slices else "updates after every micro-batch"
+            raise BiremeError(f"{self.name} {why}, so it has no sweeps. Leave out the sweep, or use 1f1b.")
         self.check(self.whole(shape))
+
+
+def _swept(order: Iterable[Instruction], sweep: int) -> Iterator[Instruction]:
+    """Each step for the micro-batches of a sweep, one after the other."""
+    for step in order:
+        first = (step.microbatch or 0) * sweep
+        for microbatch in range(first, first + sweep):
+            yield replace(step, microbatch=microbatch)
 
 
 def _apart(order: Iterable[Instruction], num: int) -> Iterator[Instruction]:

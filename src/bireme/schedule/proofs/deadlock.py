@@ -1,14 +1,14 @@
 """Proof that a program ends, or the circle of ranks that wait for each other.
 
-Two semantics. *Rendezvous*: a send completes only when its receive has been posted, so the sending rank
-stands still until then; what is free of deadlock so is free of it everywhere. *Buffered*: a send completes
+Two semantics. *Synchronous sends*: a send completes only when its receive has been posted, so the sending
+rank waits until then; a program without deadlock under them has none anywhere. *Buffered*: a send completes
 at once. In both a receive only posts, and the instruction that uses the message waits for it.
 
 In both, the UPDATE of a batch waits until every stage of every rank has come to the batch's REDUCE, for all
 ranks agree on a batch before any of them steps.
 
 Waiting never helps: a rank that can go on still can later. So it is enough to let each rank run as far as
-it gets, in any order, and to look at what stands still in the end.
+it gets, in any order, and to look at what waits in the end.
 """
 
 from collections.abc import Iterator
@@ -27,19 +27,19 @@ class Standstill:
     """Ranks that wait for ever: in a circle, or for what nobody does."""
 
     waits: dict[int, str]
-    """For each rank that stands still, where and for what."""
+    """For each rank that waits, where and for what."""
     cycle: tuple[int, ...]
     """Ranks that each wait for the next and the last for the first; empty where there is no circle."""
 
 
-def run_to_end(program: Program, *, rendezvous: bool) -> Standstill | None:
-    """None where the program ends, else what stands still."""
+def run_to_end(program: Program, *, synchronous_sends: bool) -> Standstill | None:
+    """None where the program ends, else the ranks that wait for ever."""
     sums: dict[int, _Sum] = {}
     ranks = [_Rank(program, rank, sums) for rank in range(program.num_ranks)]
     channels: dict[tuple[int, int], _Channel] = {}
     runnable = list(range(program.num_ranks))
     while runnable:
-        runnable.extend(ranks[runnable.pop()].run(channels, rendezvous=rendezvous))
+        runnable.extend(ranks[runnable.pop()].run(channels, synchronous_sends=synchronous_sends))
     stuck = {rank.number: rank for rank in ranks if rank.waits_for is not None}
     if not stuck:
         return None
@@ -79,7 +79,7 @@ class _Rank:
         self.waits_for: int | None = None
         """The rank that must do something before this one can go on."""
 
-    def run(self, channels: dict[tuple[int, int], _Channel], *, rendezvous: bool) -> list[int]:
+    def run(self, channels: dict[tuple[int, int], _Channel], *, synchronous_sends: bool) -> list[int]:
         """Go as far as possible; return the ranks that may go on now."""
         freed: list[int] = []
         self.waits_for = None
@@ -88,7 +88,7 @@ class _Rank:
             if step.kind in COMPUTE:
                 self._compute(step, channels)
             elif step.kind in SENDS or step.kind in RECEIVES:
-                self._communicate(step, channels, freed, rendezvous=rendezvous)
+                self._communicate(step, channels, freed, synchronous_sends=synchronous_sends)
             elif (batch := sum_of(step)) is not None:
                 self._sum(step, self.sums.setdefault(batch, _Sum()), freed)
             if self.waits_for is None:
@@ -112,7 +112,7 @@ class _Rank:
         channels: dict[tuple[int, int], _Channel],
         freed: list[int],
         *,
-        rendezvous: bool,
+        synchronous_sends: bool,
     ) -> None:
         ends = channel_of(self.program, step)
         if ends is None or ends[0] == ends[1]:
@@ -122,7 +122,7 @@ class _Rank:
             self.expected[step.carries()] = ends, channel.num_posted
             channel.num_posted += 1
             freed.append(ends[0])
-        elif rendezvous and channel.num_posted <= channel.num_sent:
+        elif synchronous_sends and channel.num_posted <= channel.num_sent:
             self.waits_for = ends[1]
         else:
             channel.num_sent += 1

@@ -5,7 +5,7 @@ The other proofs take this for granted.
 
 from collections.abc import Iterator
 
-from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
+from bireme.schedule.instruction import PAGING, RECEIVES, SENDS, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.rule import Rule
@@ -17,7 +17,7 @@ SLICED = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD})
 
 
 def misplaced(program: Program) -> Iterator[str]:
-    """Every instruction that stands where it cannot, and why."""
+    """Every instruction that is where it cannot be, and why."""
     for rank, track in enumerate(program.tracks):
         for instruction in track:
             problem = _problem(program, rank, instruction)
@@ -46,7 +46,12 @@ def _problem(program: Program, rank: int, instruction: Instruction) -> str | Non
 
 def _microbatch_problem(program: Program, instruction: Instruction) -> str | None:
     k = instruction.microbatch
-    if instruction.kind in (Kind.REDUCE, Kind.UPDATE):
+    if instruction.kind in PAGING:
+        page = instruction.page
+        if page is None or program.tiers_of(program.rank_of_stage[instruction.stage]) is None:
+            return "it moves nothing" if page is None else "its rank keeps everything on the device"
+        needs_one = page.item is Item.STASH or (page.item is Item.GRADIENT and program.rule is Rule.STASHED)
+    elif instruction.kind in (Kind.REDUCE, Kind.UPDATE):
         needs_one = program.rule is Rule.STASHED
     else:
         needs_one = instruction.kind is not Kind.TRIAL

@@ -14,7 +14,7 @@ from pathlib import Path
 from bireme.errors import BiremeError
 from bireme.runtime.snapshot import Snapshot
 from bireme.train.checkpoint import disk
-from bireme.train.checkpoint.manifest import FileEntry, Manifest, read_manifest
+from bireme.train.checkpoint.manifest import SHARES, FileEntry, Manifest, read_manifest
 from bireme.train.checkpoint.shard import SavedTensors
 
 __all__ = ["Checkpoint", "find_checkpoints", "newest_good", "open_checkpoint", "step_folder", "step_of"]
@@ -38,7 +38,9 @@ class Checkpoint:
     def snapshot(self) -> Snapshot:
         """What all ranks held, by name; a tensor is read from its file whenever it is asked for."""
         tensors = SavedTensors(self.folder, self.manifest.files)
-        return Snapshot(self.manifest.step, self.manifest.clip_scale, tensors)
+        shares = self.manifest.extra.get(SHARES)
+        known = shares if isinstance(shares, dict) else None
+        return Snapshot(self.manifest.step, self.manifest.clip_scale, tensors, known)
 
     def damage(self) -> tuple[str, ...]:
         """Read all files; return a sentence for each that is not as written; none if all are intact."""

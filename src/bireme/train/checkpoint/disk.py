@@ -43,7 +43,7 @@ def create(path: Path) -> FileIO:
 
 
 def write(file: FileIO, data: memoryview) -> None:
-    """Append bytes to an open file, all of them."""
+    """Append all of the bytes to an open file."""
     while data:
         data = data[file.write(data) :]
 

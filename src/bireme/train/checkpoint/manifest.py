@@ -1,6 +1,6 @@
 """`manifest.json`: what one checkpoint is, its files, and how to know that they are what they were.
 
-Its last line is the SHA-256 of the file itself, with zeros where that stands; so a changed byte in it is
+Its last line is the SHA-256 of the file itself, with zeros in its own place; so a changed byte in it is
 found like one in any other file.
 """
 
@@ -20,6 +20,7 @@ from bireme.train.checkpoint import disk
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "SHARES",
     "CheckpointMeta",
     "FileEntry",
     "Manifest",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 FORMAT = 1
+SHARES = "shares"
+"""Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""
+
 MANIFEST = "manifest.json"
 LARGEST_EXTRA_BYTES = 1 << 20
 

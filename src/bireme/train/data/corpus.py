@@ -71,7 +71,8 @@ def tokenised(
             kept = _kept(folder, source)
     if kept is None:
         raise BiremeError(
-            f"The tokens in {folder} vanished while they were written. Is somebody emptying the cache?"
+            f"The tokens in {folder} were deleted while they were written. Run the command again, and let "
+            "nothing else empty the cache meanwhile."
         )
     return kept
 

@@ -15,6 +15,7 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
+from bireme.train.data.home import ELSEWHERE
 from bireme.train.data.loader import Loader
 from bireme.train.data.samples import Batch
 from bireme.train.data.workers import Made
@@ -43,7 +44,8 @@ class RankBatches(Loader[PartlyRead]):
     """Like `Batches`, of which there is what is wanted and no more."""
 
     def _given(self, done: Made) -> PartlyRead:
-        numbers = np.asarray(done.task.numbers, np.int64)
+        # Private samples count alike: a rank knows the numbers of its own server's alone.
+        numbers = np.maximum(np.asarray(done.task.numbers, np.int64), ELSEWHERE)
         return PartlyRead(len(numbers), crc32(numbers.tobytes(), self._identity), done.parts)
 
     @cached_property

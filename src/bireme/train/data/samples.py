@@ -125,8 +125,8 @@ def check_ids(ids: NDArray[np.int64], numbers: Sequence[int], vocabulary: int | 
     worst = ids[wrong].max() if ids[wrong].max() >= vocabulary else ids[wrong].min()
     raise BiremeError(
         f"Sample {numbers[int(wrong)]} of {origin} has the token id {worst}, and the "
-        f"model has {vocabulary} tokens, from 0 to {vocabulary - 1}. Use the tokenizer and "
-        "the model together that belong together, and the dtype that the tokens were written with."
+        f"model has {vocabulary} tokens, from 0 to {vocabulary - 1}. Use the model's own "
+        "tokenizer, and the dtype that the tokens were written with."
     )
 
 

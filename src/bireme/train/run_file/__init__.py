@@ -5,6 +5,7 @@ from bireme.train.run_file.reference import reference_markdown
 from bireme.train.run_file.run import RunFile, load_run_file
 from bireme.train.run_file.tables import (
     LOSSES,
+    Balancing,
     Checkpoints,
     Data,
     Export,
@@ -20,6 +21,7 @@ from bireme.train.run_file.text import commented_toml, to_toml
 
 __all__ = [
     "LOSSES",
+    "Balancing",
     "Checkpoints",
     "Data",
     "Export",

@@ -6,7 +6,7 @@ It may assume that every key is right by itself. It must not look at files, devi
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
-from bireme.train.run_file.tables import Lora, Machines, Model, Planning, Tables, Training
+from bireme.train.run_file.tables import Balancing, Lora, Machines, Model, Planning, Tables, Training
 
 __all__ = ["check_together"]
 
@@ -24,6 +24,7 @@ def check_together(tables: Tables) -> None:
     _check_batch(tables.plan, tables.training.batch_size)
     _check_delay(tables.plan, tables.training.steps)
     _check_machines(tables.cluster, tables.plan)
+    _check_balance(tables.balance, tables.plan)
 
 
 def _check_model_and_data(tables: Tables) -> None:
@@ -40,6 +41,12 @@ def _check_model_and_data(tables: Tables) -> None:
         )
     if data.source is None and data.mixture is None:
         raise BiremeError("data.source is None, and so is data.mixture. Give one of them.")
+    if data.private is not None and data.mixture is not None:
+        raise BiremeError(
+            f"data.private names {len(data.private)} servers, and data.mixture {len(data.mixture)} sources: "
+            "private samples go with the samples of one public source. Leave out one of the two, or make the "
+            "mixture one source."
+        )
     if data.evaluation_fraction is not None and data.evaluation_source is not None:
         raise BiremeError(
             f"data.evaluation_fraction is {data.evaluation_fraction:g} and data.evaluation_source is "
@@ -217,4 +224,24 @@ def _check_machines(cluster: Machines, plan: Planning) -> None:
         raise BiremeError(
             f"plan.depth times plan.width is {needed}, but cluster.workers is {cluster.workers}: every "
             f"device of the plan is a process. Set cluster.workers to {needed}, or plan for fewer devices."
+        )
+
+
+def _check_balance(balance: Balancing, plan: Planning) -> None:
+    if balance.mode == "off" and (balance.batch == "grow" or balance.replan):
+        key, value = ("batch", '"grow"') if balance.batch == "grow" else ("replan", "true")
+        raise BiremeError(
+            f'balance.{key} is {value}, but balance.mode is "off", which measures nothing. Leave out one of '
+            "the two."
+        )
+    if plan.width == 1 and (balance.mode == "start" or balance.batch == "grow"):
+        key, value = ("mode", "start") if balance.mode == "start" else ("batch", "grow")
+        raise BiremeError(
+            f'balance.{key} is "{value}", but plan.width is 1: with one replica it has no effect. Leave it '
+            "out, or plan for more replicas."
+        )
+    if balance.batch == "grow" and plan.largest_batch is not None:
+        raise BiremeError(
+            f'balance.batch is "grow" and plan.largest_batch is {plan.largest_batch}: both choose the size '
+            "of the batch. Leave out one of the two."
         )

@@ -15,6 +15,12 @@ def _list(value: Any) -> Any:
     return tuple(value)
 
 
+def _by_server(value: Any) -> Any:
+    if not isinstance(value, dict) or not value:
+        raise ValueError('a source for each server, such as {server0 = "texts/"}')
+    return value
+
+
 class Mixed(Table):
     """One entry of `data.mixture`."""
 
@@ -41,6 +47,12 @@ class Data(Table):
                 {"source": "hf:owner/name,split=train", "weight": 1.0},
             )
         ],
+    )
+    private: Annotated[dict[Text, Text], BeforeValidator(_by_server)] | None = Field(
+        default=None,
+        description="Samples that only one server may read, beside those of source: the server's name, as in "
+        "the cluster, and a source there",
+        examples=[{"server0": "/data/own"}],
     )
     tokenizer: Text = Field(
         default="bytes",

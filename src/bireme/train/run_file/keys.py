@@ -92,6 +92,8 @@ def _allowed(schema: dict[str, Any]) -> str:
             return f"whole number, {_range(schema)}"
         case "number":
             return f"number, {_range(schema)}"
+        case "object":
+            return "table of SERVER = source"
         case "array" if "prefixItems" not in schema:
             is_mixture = "$ref" in schema.get("items", {})
             return "list of {source = text, weight = number}" if is_mixture else "list of texts"

@@ -79,6 +79,12 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
             for one in run.data.mixture
         )
         run = run.model_copy(update={"data": run.data.model_copy(update={"mixture": mixture})})
+    if run.data.private is not None:
+        private = {
+            server: _placed(DATA_SOURCE, source, placed) or source
+            for server, source in run.data.private.items()
+        }
+        run = run.model_copy(update={"data": run.data.model_copy(update={"private": private})})
     return _with_paths(run, placed)
 
 

@@ -38,9 +38,10 @@ class Planning(Table):
         "zb-h1",
         "zbv",
     ] = Field(default="auto", description="Pipeline schedule; auto searches for the best")
-    objective: Literal["time-to-loss", "throughput"] = Field(
+    objective: Literal["time-to-loss", "throughput", "energy"] = Field(
         default="time-to-loss",
-        description="What to optimise; throughput ignores penalties",
+        description="What to optimise; throughput ignores penalties, energy is joules per sample times "
+        "penalties and needs the watts of all devices",
     )
     depth: Devices | None = Field(default=None, description="Number of devices per replica", examples=[2])
     width: Devices | None = Field(

@@ -75,8 +75,10 @@ def _row(key: Key) -> str:
 def _more(table: str) -> Iterator[str]:
     """Where to read on about a table."""
     further = {
-        "data": "[data.md](data.md) explains sources, mixtures, conversations and packing.",
+        "data": "[data.md](data.md) explains sources, mixtures, conversations and packing, "
+        "[private-data.md](private-data.md) private samples.",
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
+        "balance": "[balance.md](balance.md) explains shares.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
     }
     if table in further:

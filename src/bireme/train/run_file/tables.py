@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from bireme.model.part import ALL_LINEAR, Part
 from bireme.model.part import Lora as LoraPart
+from bireme.train.run_file.balance import Balancing
 from bireme.train.run_file.data import Data, Mixed
 from bireme.train.run_file.planning import Penalties, Planning
 from bireme.train.run_file.table import (
@@ -26,6 +27,7 @@ from bireme.train.run_file.table import (
 
 __all__ = [
     "LOSSES",
+    "Balancing",
     "Checkpoints",
     "Data",
     "Export",
@@ -181,7 +183,7 @@ class Training(Table):
     )
     schedule_steps: Steps | None = Field(
         default=None,
-        description="Steps that the schedule of the learning rate goes over; all of them if not set",
+        description="Steps that the schedule of the learning rate goes over; all steps if not set",
         examples=[300],
     )
     after_schedule: Literal["hold", "restart"] = Field(
@@ -357,6 +359,9 @@ class Tables(Table):
     data: Data = Field(default_factory=Data, description="The training data.")
     training: Training = Field(default_factory=Training, description="Optimiser, learning rate, steps.")
     plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
+    balance: Balancing = Field(
+        default_factory=Balancing, description="How much of each batch every replica trains."
+    )
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
     checkpoint: Checkpoints = Field(
         default_factory=Checkpoints, description="Checkpoints, from which a run resumes."

@@ -4,6 +4,7 @@ What is written is read back as it was.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
@@ -16,6 +17,8 @@ from bireme.train.run_file.tables import Tables
 __all__ = ["commented_toml", "to_toml", "toml_value"]
 
 WIDTH = 100
+
+BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 COMPLETE = """\
 # A run of Bireme, with the value of every key. `bireme train` with this file repeats the run.
@@ -47,7 +50,7 @@ def to_toml(run: Tables) -> str:
 def commented_toml() -> str:
     """A run file that says nothing, with every key in a comment: its meaning, its words, its default.
 
-    A line that begins with a # and a letter is a key. Without the # it is right as it stands, except where
+    A line that begins with a # and a letter is a key. Without the # it is right as it is, except where
     it needs another model or optimiser. Keys that are not set have an example there.
     """
     lines = [BEGINNING]
@@ -71,9 +74,14 @@ def toml_value(value: Any) -> str:
         case BaseModel():
             return toml_value(value.model_dump(exclude_none=True))
         case dict():
-            return f"{{{', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())}}}"
+            return f"{{{', '.join(f'{_key(key)} = {toml_value(inner)}' for key, inner in value.items())}}}"
     # JSON writes strings as TOML reads them, but for one letter.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    """A key as TOML writes it: with quotes where it has other letters than a plain one."""
+    return name if BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
 def _assignment(name: str, value: Any) -> str:

@@ -1,0 +1,48 @@
+"""What came of a batch, as a pipeline gives it to whoever trains."""
+
+from dataclasses import dataclass
+
+from bireme.runtime.microbatches import Portion
+from bireme.runtime.updates import Finished
+
+__all__ = ["Result", "result_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
+    one. `votes` is the sum of what the ranks gave along with it. `shares` are the samples of each replica;
+    `busy_s` says for how long the batch kept each rank busy, where shares follow that.
+
+    `is_skipped` says that the weights stay as they were: the gradient was not finite, or nothing in the batch
+    counts for the loss. Then its `weight`, how much counts in it, is 0, its loss NaN and its norm 0.
+    """
+
+    batch: int
+    loss: float
+    grad_norm: float
+    lr_factor: float
+    is_skipped: bool
+    num_samples: int
+    seconds: float
+    votes: float
+    weight: float
+    shares: tuple[int, ...]
+    busy_s: tuple[float, ...] = ()
+
+
+def result_of(finished: Finished, portion: Portion, seconds: float) -> Result:
+    """The result of a batch that is finished, of which this replica had a portion."""
+    return Result(
+        batch=finished.batch,
+        loss=finished.loss,
+        grad_norm=finished.grad_norm,
+        lr_factor=finished.lr_factor,
+        is_skipped=finished.is_skipped,
+        num_samples=portion.num_samples,
+        seconds=seconds,
+        votes=finished.votes,
+        weight=portion.weight,
+        shares=portion.shares,
+        busy_s=finished.more,
+    )

@@ -1,0 +1,67 @@
+"""How large a chunk is: the size that wastes least of the slots that a rank's items fill.
+
+The last chunk of an item fills its slot only in part. Small chunks waste little, but every one is an
+instruction and a copy; so of the sizes that waste hardly more than the best, the largest is taken. An item
+that would fill its chunks less than half is not worth paging: it stays on the device.
+"""
+
+import math
+from collections.abc import Mapping
+
+from bireme.errors import BiremeError
+
+__all__ = ["best_chunk_bytes", "is_paged", "num_chunks"]
+
+ALIGNED = 64
+"""Chunks are a multiple of so many bytes, which suits every type of number and every disk."""
+MOST_CHUNKS = 1024
+"""That a rank's items are cut into; with more a program gets long."""
+TRIED = 64
+"""Into how many chunks an item is cut for a size to try."""
+MORE_WASTE = 0.01
+"""The share of all bytes that a larger chunk may waste more than the best."""
+
+
+def num_chunks(num_bytes: float, chunk_bytes: int) -> int:
+    """How many chunks so many bytes fill."""
+    return math.ceil(num_bytes / chunk_bytes)
+
+
+def is_paged(num_bytes: float, chunk_bytes: int) -> bool:
+    """Whether an item of so many bytes fills at least half of its chunks."""
+    return 0 < num_chunks(num_bytes, chunk_bytes) * chunk_bytes <= 2 * num_bytes
+
+
+def best_chunk_bytes(items: Mapping[float, int]) -> int:
+    """The chunk size for items of so many bytes, each with how many there are at once."""
+    sizes = {num_bytes: count for num_bytes, count in items.items() if num_bytes > 0 and count > 0}
+    if not sizes:
+        raise BiremeError(
+            "Nothing can be paged: weights, gradients, optimiser and activations have no bytes."
+        )
+    tried = sorted({_aligned(num_bytes / parts) for num_bytes in sizes for parts in range(1, TRIED + 1)})
+    few = [size for size in tried if _num_of_all(sizes, size) <= MOST_CHUNKS] or tried[-1:]
+    whole = sum(num_bytes * count for num_bytes, count in sizes.items())
+    waste = {size: _waste(sizes, size) for size in few}
+    allowed = min(waste.values()) + MORE_WASTE * whole
+    return max(size for size in few if waste[size] <= allowed)
+
+
+def _num_of_all(sizes: Mapping[float, int], chunk_bytes: int) -> int:
+    return sum(
+        num_chunks(num_bytes, chunk_bytes) * count
+        for num_bytes, count in sizes.items()
+        if is_paged(num_bytes, chunk_bytes)
+    )
+
+
+def _waste(sizes: Mapping[float, int], chunk_bytes: int) -> float:
+    """The bytes of slots that nothing fills, and of items that stay on the device."""
+    return sum(
+        min(num_chunks(num_bytes, chunk_bytes) * chunk_bytes - num_bytes, num_bytes) * count
+        for num_bytes, count in sizes.items()
+    )
+
+
+def _aligned(num_bytes: float) -> int:
+    return max(math.ceil(num_bytes / ALIGNED), 1) * ALIGNED

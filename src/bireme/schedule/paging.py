@@ -1,0 +1,335 @@
+"""Paging: the same program for ranks whose memory is too small, with FETCH and EVICT in it.
+
+The program says which items every instruction uses, so what leaves the device when, and what comes back, is
+planned before anything runs: `eviction.py` chooses, tier by tier. The copies that the device's plan makes are
+the accesses of the tier below, which is planned in the same way over a disk.
+
+An EVICT stands right after the last instruction that uses the chunk, a FETCH as far before the next one as
+there is room. Where everything fits, the program stays what it is. A loop stays a loop: what becomes of a
+chunk is decided once for all batches of the steady state.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bireme.errors import BiremeError
+from bireme.schedule.accesses import Access, accesses_of
+from bireme.schedule.chunks import best_chunk_bytes, is_paged, num_chunks
+from bireme.schedule.eviction import Choice, Gap, OverfullError, decide, gaps_of, settle
+from bireme.schedule.folding import WRITTEN_OUT, fold
+from bireme.schedule.holding import Holding
+from bireme.schedule.instruction import Instruction, Item, Kind, Page
+from bireme.schedule.program import Program, Track
+from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
+from bireme.schedule.rule import Rule
+from bireme.schedule.tiers import Chunk, RankTiers, Tier
+
+__all__ = ["Budgets", "page"]
+
+STEADY = 4
+"""Batches of the steady state in which what becomes of chunks is decided for all."""
+
+Choices = Mapping[Hashable, Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What each rank may use of each tier.
+
+    The host's None is no limit, 0 no host memory at all; the disk's 0 is no disk.
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        given = {"device memory": self.device_bytes, "host memory": self.host_bytes, "disk": self.disk_bytes}
+        for name, budget in given.items():
+            if budget is not None and budget < 0:
+                raise BiremeError(f"The {name} is {budget} bytes; it must be 0 or more.")
+        if self.host_bytes == 0 and self.disk_bytes == 0:
+            raise BiremeError("There is neither host memory nor a disk to page to. Give one of them.")
+
+    def tiers(self) -> tuple[tuple[str, int | None], ...]:
+        """The tiers that there are, the device's first, by name and budget."""
+        tiers: list[tuple[str, int | None]] = [("device", self.device_bytes)]
+        if self.host_bytes != 0:
+            tiers.append(("host", self.host_bytes))
+        if self.disk_bytes:
+            tiers.append(("disk", self.disk_bytes))
+        return tuple(tiers)
+
+
+def page(
+    program: Program,
+    sizes: Sizes,
+    budgets: Budgets,
+    *,
+    ahead: int = 1,
+    chunk_bytes: int | None = None,
+    is_summed: bool = False,
+) -> Program:
+    """The program within the budgets, or itself where every rank fits.
+
+    Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room.
+    `chunk_bytes` is searched for each rank unless given. `is_summed` where gradients are summed over replicas
+    between REDUCE and UPDATE, and must stay. Raises where a budget is below the largest working set.
+    """
+    cut = [_cut(program, rank, sizes, budgets, chunk_bytes) for rank in range(program.num_ranks)]
+    if not any(cut):
+        return program
+    repeats = {track.repeats for track in program.tracks}
+    is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
+    least = program.num_batches - (min(repeats) if is_loop else 0)
+    model = _of_length(program, least + STEADY) if is_loop else program
+    plans = [
+        None if tiers is None else _Planner(model, rank, tiers, ahead, is_summed).decided()
+        for rank, tiers in enumerate(cut)
+    ]
+
+    def make(num_batches: int) -> Program:
+        shown = _of_length(program, num_batches) if is_loop else program
+        made = [
+            (Track(tuple(track), versions_per_batch=track.versions_per_batch), tiers)
+            if tiers is None or plan is None
+            else _Planner(shown, rank, tiers, ahead, is_summed).written(plan)
+            for rank, (track, tiers, plan) in enumerate(zip(shown.tracks, cut, plans, strict=True))
+        ]
+        paged = replace(
+            shown, tracks=tuple(track for track, _ in made), tiers=tuple(tiers for _, tiers in made)
+        )
+        _check_lowest(paged)
+        return paged
+
+    return fold(make, program.num_batches, shortest=least + 1) if is_loop else make(program.num_batches)
+
+
+def _of_length(program: Program, num_batches: int) -> Program:
+    more = num_batches - program.num_batches
+    tracks = tuple(track.repeated(track.repeats + more) for track in program.tracks)
+    return replace(program, tracks=tracks, num_batches=num_batches)
+
+
+def _cut(
+    program: Program, rank: int, sizes: Sizes, budgets: Budgets, chunk_bytes: int | None
+) -> RankTiers | None:
+    """How a rank's memory is cut; None where it all fits on its device."""
+    whole = resident(program, rank, sizes)
+    if whole.peak_bytes <= budgets.device_bytes:
+        return None
+    found = {
+        (item, stage): item_bytes(program, sizes, item, stage)
+        for stage in program.stages_of(rank)
+        for item in Item
+    }
+    if chunk_bytes is None:
+        at_once: Counter[float] = Counter()
+        for (item, stage), num_bytes in found.items():
+            stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)
+            at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: stashes}.get(item, 1)
+        chunk_bytes = best_chunk_bytes(at_once)
+    chunks = {
+        what: num_chunks(num_bytes, chunk_bytes)
+        for what, num_bytes in found.items()
+        if is_paged(num_bytes, chunk_bytes)
+    }
+    kept_bytes = resident(program, rank, unpaged(program, sizes, chunks)).peak_bytes
+    tiers = tuple(
+        Tier(
+            name,
+            budget,
+            None if budget is None else int(budget - (kept_bytes if number == 0 else 0)) // chunk_bytes,
+        )
+        for number, (name, budget) in enumerate(budgets.tiers())
+    )
+    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master)
+
+
+def _check_lowest(program: Program) -> None:
+    """Refuse what the lowest tier cannot hold: nothing can be moved away from there."""
+    for rank, tiers in enumerate(program.tiers):
+        if tiers is None or tiers.tiers[-1].capacity is None:
+            continue
+        holding = Holding(program, tiers)
+        for step in program.tracks[rank]:
+            for _ in holding.start(step):
+                pass
+            holding.end(step)
+        lowest = tiers.tiers[-1]
+        if holding.peak[-1] > (lowest.capacity or 0):
+            advice = "a larger one" if lowest.name == "disk" else "more, or a disk"
+            raise _too_small(rank, lowest, holding.peak[-1] * tiers.chunk_bytes, advice)
+
+
+def _too_small(rank: int, tier: Tier, needed_bytes: float, advice: str) -> BiremeError:
+    what = "disk" if tier.name == "disk" else f"{tier.name} memory"
+    return BiremeError(
+        f"Rank {rank} needs at least {needed_bytes:.0f} bytes of {what} "
+        f"({needed_bytes / 1e9:.3g} GB) and is given {tier.budget_bytes}. Give it {advice}."
+    )
+
+
+class _Copy(NamedTuple):
+    """A FETCH or EVICT, and what it is to the tier below: an access of that chunk."""
+
+    instruction: Instruction
+    access: Access
+
+
+Woven = list[Instruction | _Copy]
+"""A track with copies between its instructions."""
+
+
+class _Planner:
+    """One rank of a program that is written out."""
+
+    def __init__(self, program: Program, rank: int, tiers: RankTiers, ahead: int, is_summed: bool) -> None:
+        self.program = program
+        self.rank = rank
+        self.tiers = tiers
+        self.ahead = ahead
+        self.track = program.tracks[rank]
+        self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
+        self.accesses = [access for own in self.used.values() for access in own]
+        self.num_steps = len(self.used)
+
+    def decided(self) -> list[Choices]:
+        """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
+        gaps = gaps_of(self.accesses)
+        choices = [self._decide(0, self.accesses, gaps, self.num_steps, self.ahead)]
+        if len(self.tiers.tiers) == 3 and self.tiers.tiers[1].capacity is not None:
+            settle(gaps, choices[0], self.num_steps)
+            below, num_steps = self._accesses_below(self._woven(gaps), gaps)
+            ahead = self.ahead * -(-num_steps // self.num_steps)
+            choices.append(self._decide(1, below, gaps_of(below), num_steps, ahead))
+        return choices
+
+    def written(self, plan: Sequence[Choices]) -> tuple[Track, RankTiers]:
+        """The track with its copies, and where the chunks begin."""
+        gaps = gaps_of(self.accesses)
+        settle(gaps, plan[0], self.num_steps)
+        begin = {gap.chunk: int(gap.is_evicted) for gap in gaps if gap.before is None}
+        woven = self._woven(gaps)
+        if len(plan) > 1:
+            below, num_steps = self._accesses_below(woven, gaps)
+            lower = gaps_of(below)
+            settle(lower, plan[1], num_steps)
+            begin |= {gap.chunk: 2 for gap in lower if gap.before is None and gap.is_evicted}
+            woven = self._woven_below(woven, lower, num_steps)
+        track = tuple(one.instruction if isinstance(one, _Copy) else one for one in woven)
+        return (
+            Track(track, versions_per_batch=self.track.versions_per_batch),
+            replace(self.tiers, begin=dict(sorted(begin.items()))),
+        )
+
+    def _woven(self, gaps: Sequence[Gap]) -> Woven:
+        """The track with the device's copies: out right after a step, back before one."""
+        out, back = self._copies(gaps, 0, self.num_steps)
+        woven: Woven = list(back[0])
+        step = 0
+        for index, instruction in enumerate(self.track):
+            woven.append(instruction)
+            if index in self.used:
+                woven += out[step]
+                step += 1
+                woven += back[step]
+        return woven
+
+    def _accesses_below(self, woven: Woven, gaps: Sequence[Gap]) -> tuple[list[Access], int]:
+        """What the device's copies read and write in the tier below, and how many copies that are.
+
+        What is written on the device is worthless below, and what ends there ends below.
+        """
+        there = {gap.chunk for gap in gaps if gap.before is None and gap.is_evicted}
+        found: list[Access] = []
+        at = index = 0
+        for one in woven:
+            if isinstance(one, _Copy):
+                if one.access.reads or one.access.writes:
+                    there.add(one.access.chunk)
+                    found.append(replace(one.access, at=at))
+                    at += 1
+                continue
+            for access in self.used.get(index, ()):
+                if (access.writes or access.ends) and access.chunk in there:
+                    there.discard(access.chunk)
+                    label = ("stale", access.label)
+                    found.append(
+                        replace(access, at=at, label=label, reads=False, writes=True, takes=False, ends=True)
+                    )
+            index += 1
+        return found, at
+
+    def _woven_below(self, woven: Woven, gaps: Sequence[Gap], num_steps: int) -> Woven:
+        """The same with the copies of the tier below between them."""
+        out, back = self._copies(gaps, 1, num_steps)
+        more: Woven = []
+        at = 0
+        for one in woven:
+            is_step = isinstance(one, _Copy) and (one.access.reads or one.access.writes)
+            more += back[at] if is_step else []
+            more.append(one)
+            more += out[at] if is_step else []
+            at += is_step
+        return more
+
+    def _decide(
+        self, number: int, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, ahead: int
+    ) -> Choices:
+        tier, chunk_bytes = self.tiers.tiers[number], self.tiers.chunk_bytes
+        assert tier.capacity is not None, "a tier without a limit needs no plan"
+        needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
+        least = max(needed.values(), default=0)
+        if tier.capacity < least:
+            # What is not paged has its place on the device besides.
+            kept_bytes = (tier.budget_bytes or 0) - tier.capacity * chunk_bytes if number == 0 else 0
+            advice = "more, cut its stage into more parts, or use smaller micro-batches"
+            raise _too_small(self.rank, tier, least * chunk_bytes + kept_bytes, advice)
+        while ahead > 0:
+            try:
+                return decide(accesses, gaps, num_steps, tier.capacity, ahead)
+            except OverfullError:
+                ahead //= 2
+        return decide(accesses, gaps, num_steps, tier.capacity, 0)
+
+    def _copies(
+        self, gaps: Sequence[Gap], tier: int, num_steps: int
+    ) -> tuple[defaultdict[int, list[_Copy]], defaultdict[int, list[_Copy]]]:
+        """The copies out of a tier, by the step before them, and into it, by the step after them."""
+        outs: defaultdict[int, list[_Copy]] = defaultdict(list)
+        backs: defaultdict[int, list[_Copy]] = defaultdict(list)
+        fetches: list[tuple[int, Chunk, int, _Copy]] = []
+        for gap in gaps:
+            if not gap.is_evicted:
+                continue
+            if gap.before is not None:
+                out = self._instruction(Kind.EVICT, gap.before, tier, is_copied=gap.is_copied)
+                label = (Kind.EVICT, gap.group)
+                access = replace(gap.before, label=label, reads=False, writes=gap.is_copied, ends=False)
+                outs[gap.start].append(_Copy(out, access))
+            if gap.is_fetched and gap.after is not None:
+                end = gap.end(num_steps)
+                back = self._instruction(Kind.FETCH, gap.after, tier, is_copied=True)
+                label = (Kind.FETCH, gap.group)
+                access = replace(gap.after, label=label, reads=True, writes=False, ends=False)
+                fetches.append((end, gap.chunk, end - gap.lead, _Copy(back, access)))
+        for _, _, place, copy in sorted(fetches, key=lambda one: one[:3]):
+            backs[place].append(copy)
+        return outs, backs
+
+    def _instruction(self, kind: Kind, access: Access, tier: int, *, is_copied: bool) -> Instruction:
+        chunk, step = access.chunk, access.step
+        batch, microbatch, version = step.batch, None, None
+        if chunk.item is Item.WEIGHTS:
+            version = step.version
+            if version is not None and version % self.program.banks[chunk.stage] != chunk.number:
+                version -= 1  # an UPDATE reads the version before the one that it makes
+        elif chunk.item is Item.STASH or (chunk.item is Item.GRADIENT and self.program.rule is Rule.STASHED):
+            batch, microbatch = divmod(chunk.number, self.program.num_microbatches)
+        elif chunk.item is Item.GRADIENT:
+            batch = chunk.number
+        page = Page(chunk.item, chunk.chunk, tier, is_copied)
+        return Instruction(kind, chunk.stage, batch, microbatch, version, page=page)

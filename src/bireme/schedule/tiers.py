@@ -1,0 +1,51 @@
+"""Memory as chunks in tiers: how a rank's memory is cut where not all of it stays on the device.
+
+Tier 0 is the device's memory, tier 1 the one below it (host or disk), tier 2 the disk below the host. Items
+are cut into chunks of one size, so that any chunk fits any slot.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bireme.schedule.instruction import Item
+
+__all__ = ["Chunk", "RankTiers", "Tier"]
+
+
+class Chunk(NamedTuple):
+    """A chunk by the memory that it is in.
+
+    `number` is the bank of weights, the batch of gradients (or micro-batch, counted through all batches) and
+    the micro-batch of a stash, counted so; of an optimiser it is 0.
+    """
+
+    item: Item
+    stage: int
+    number: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One tier of a rank: its name, its budget, and the chunks that it can hold. None is without a limit."""
+
+    name: str
+    budget_bytes: int | None
+    capacity: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiers:
+    """How one rank's memory is cut.
+
+    `chunks` says how many chunks an item of a stage has, `begin` on which tier each chunk lies that there is
+    when the window begins. `master` says that weights are made from the optimiser's own master copy, and not
+    from the version before.
+    """
+
+    chunk_bytes: int
+    tiers: tuple[Tier, ...]
+    chunks: Mapping[tuple[Item, int], int]
+    begin: Mapping[Chunk, int]
+    master: bool

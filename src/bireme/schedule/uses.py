@@ -1,0 +1,102 @@
+"""What an instruction does to the items that can be paged.
+
+Follows from the kind of the instruction and the update rule alone. Planning, proof, account and clock all ask
+here, so that they cannot disagree.
+"""
+
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import NamedTuple
+
+from bireme.schedule.instruction import Instruction, Item, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
+from bireme.schedule.tiers import Chunk, RankTiers
+
+__all__ = ["Mode", "Use", "chunks_of", "uses"]
+
+
+class Mode(Enum):
+    """What becomes of an item's bytes."""
+
+    READ = auto()
+    CHANGE = auto()
+    """Read and written: copies elsewhere are out of date."""
+    MAKE = auto()
+    """Written without reading what was there."""
+    ADD = auto()
+    """MAKE for the first of a sum, CHANGE afterwards."""
+
+
+class Use(NamedTuple):
+    """One item that an instruction uses; `ends` where nobody needs it afterwards."""
+
+    item: Item
+    stage: int
+    number: int
+    mode: Mode
+    ends: bool = False
+
+
+def uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
+    """The items that must be on the device while a step runs; `master` as in `RankTiers`."""
+    stage = step.stage
+    match step.kind:
+        case Kind.FORWARD:
+            yield _weights(program, step, Mode.READ)
+            yield _stash(program, step, Mode.CHANGE if step.half == 1 else Mode.MAKE)
+        case Kind.RECOMPUTE | Kind.BACKWARD_INPUT:
+            yield _weights(program, step, Mode.READ)
+            yield _stash(program, step, Mode.READ)
+        case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
+            yield _weights(program, step, Mode.READ)
+            yield _stash(program, step, Mode.READ, ends=True)
+            yield _gradient(program, step, Mode.ADD)
+        case Kind.REDUCE:
+            yield _gradient(program, step, Mode.READ)
+        case Kind.UPDATE:
+            yield _gradient(program, step, Mode.READ, ends=True)
+            yield Use(Item.OPTIMIZER, stage, 0, Mode.CHANGE)
+            yield from _updated(program, step, master=master)
+        case Kind.TRIAL:
+            if step.seen:
+                yield Use(Item.GRADIENT, stage, step.batch - 1, Mode.READ)
+            yield Use(Item.OPTIMIZER, stage, 0, Mode.READ)
+            yield _weights(program, step, Mode.MAKE)
+
+
+def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
+    """The chunks of an item."""
+    for chunk in range(tiers.chunks.get((use.item, use.stage), 0)):
+        yield Chunk(use.item, use.stage, use.number, chunk)
+
+
+def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
+    """The banks of an UPDATE. Under FRESH the newest weights are the optimiser's, with or without master."""
+    if program.rule is Rule.FRESH:
+        return
+    if master:
+        yield _weights(program, step, Mode.MAKE)
+    elif program.banks[step.stage] == 1:
+        yield _weights(program, step, Mode.CHANGE)
+    else:
+        before = ((step.version or 0) - 1) % program.banks[step.stage]
+        yield Use(Item.WEIGHTS, step.stage, before, Mode.READ)
+        yield _weights(program, step, Mode.MAKE)
+
+
+def _weights(program: Program, step: Instruction, mode: Mode) -> Use:
+    bank = (step.version or 0) % program.banks[step.stage]
+    return Use(Item.WEIGHTS, step.stage, bank, mode)
+
+
+def _stash(program: Program, step: Instruction, mode: Mode, *, ends: bool = False) -> Use:
+    number = step.batch * program.num_microbatches + (step.microbatch or 0)
+    return Use(Item.STASH, step.stage, number, mode, ends)
+
+
+def _gradient(program: Program, step: Instruction, mode: Mode, *, ends: bool = False) -> Use:
+    number = step.batch
+    if program.rule is Rule.STASHED:
+        number = step.batch * program.num_microbatches + (step.microbatch or 0)
+    return Use(Item.GRADIENT, step.stage, number, mode, ends)

@@ -1,0 +1,179 @@
+"""Copies between tiers on a clock: when each sets out and ends, and who waits for it.
+
+Each rank has a wire from its device to the host and one back, and one wire to the disk for both ways. Copies
+of one wire go one after the other, in the order of the track. A copy sets out when the copies of its chunk
+before it are through and its slot is free; an instruction starts when its chunks are there and, for what it
+makes, slots are free. All of that follows from what the rank has done before, so a copy's time is known when
+it is posted.
+"""
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from bireme.errors import BiremeError
+from bireme.schedule.holding import chunk_of
+from bireme.schedule.instruction import PAGING, Instruction, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.tiers import Chunk, RankTiers
+from bireme.schedule.uses import Mode, chunks_of, uses
+from bireme.timeline.timeline import Copies, RankCopies
+
+__all__ = ["RankMover", "TierLinks"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierLinks:
+    """How fast a rank's chunks travel: between device and host each way, and to the disk or back.
+
+    A latency is added to every copy.
+    """
+
+    host_bytes_per_s: float = math.inf
+    disk_bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes_per_s", "disk_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise BiremeError(f"{name} is {getattr(self, name)}; it must be more than 0.")
+        if not 0 <= self.latency_s < math.inf:
+            raise BiremeError(f"The latency of copies is {self.latency_s}; it must be 0 or more seconds.")
+
+    def seconds(self, lower: str, num_bytes: float) -> float:
+        """How long a copy to or from the tier of that name takes."""
+        bytes_per_s = self.host_bytes_per_s if lower == "host" else self.disk_bytes_per_s
+        return self.latency_s + num_bytes / bytes_per_s
+
+
+class _Slots:
+    """The free slots of a tier, and when those that are given back will be free."""
+
+    def __init__(self, free: int | None) -> None:
+        self.free = free
+        self.given_back: list[float] = []
+
+    def take(self) -> float:
+        """When the slot is free that is free first."""
+        if self.free is None:
+            return 0.0
+        if self.free > 0:
+            self.free -= 1
+            return 0.0
+        if not self.given_back:
+            raise BiremeError("A tier has no slot for a chunk. `bireme schedule --check` proves programs.")
+        return heappop(self.given_back)
+
+    def give(self, at_s: float) -> None:
+        """A slot is free from then on."""
+        if self.free is not None:
+            heappush(self.given_back, at_s)
+
+
+class RankMover:
+    """The copies of one rank. It is told of every instruction, in the order of the track."""
+
+    def __init__(self, program: Program, rank: int, tiers: RankTiers, links: TierLinks) -> None:
+        self.program = program
+        self.rank = rank
+        self.tiers = tiers
+        self.links = links
+        self.steps: Iterator[Instruction] = iter(program.tracks[rank])
+        self.step: Instruction | None = None
+        self.index = -1
+        self.ready_s = 0.0
+        held = [0] * len(tiers.tiers)
+        for tier in tiers.begin.values():
+            held[tier] += 1
+        self.slots = [
+            _Slots(None if tier.capacity is None else tier.capacity - count)
+            for tier, count in zip(tiers.tiers, held, strict=True)
+        ]
+        self.where: dict[Chunk, set[int]] = {chunk: {tier} for chunk, tier in tiers.begin.items()}
+        self.fetched_s: dict[Chunk, float] = {}
+        """When what was fetched to the device is there."""
+        self.moved_s: dict[Chunk, float] = {}
+        """When the last copy of a chunk is through."""
+        self.wire_free_s: dict[tuple[int, bool], float] = {}
+        self.copies: dict[tuple[int, bool], Copies] = {}
+        self.waited_s = 0.0
+
+    def start(self, index: int, now: float) -> float:
+        """When the instruction of that index, which comes up now, has its chunks and slots."""
+        if index > self.index:
+            self.step, self.index = next(self.steps), index
+            self.ready_s = now
+            if self.step.kind in PAGING:
+                self._move(self.step, now)
+            else:
+                self.ready_s = max(now, self._chunks_ready_s(self.step))
+                self.waited_s += self.ready_s - now
+        return self.ready_s
+
+    def end(self, now: float) -> None:
+        """That instruction has ended."""
+        assert self.step is not None, "what ends has started"
+        for use in uses(self.program, self.step, master=self.tiers.master):
+            if use.ends:
+                for chunk in chunks_of(self.tiers, use):
+                    for tier in self.where.pop(chunk, ()):
+                        self._give(tier, chunk, now)
+                    self.moved_s.pop(chunk, None)
+
+    def result(self) -> RankCopies:
+        """All copies of the window."""
+        return RankCopies(self.rank, self.waited_s, tuple(self.copies[wire] for wire in sorted(self.copies)))
+
+    def _chunks_ready_s(self, step: Instruction) -> float:
+        ready = 0.0
+        for use in uses(self.program, step, master=self.tiers.master):
+            for chunk in chunks_of(self.tiers, use):
+                tiers = self.where.setdefault(chunk, set())
+                ready = max(ready, self.fetched_s.pop(chunk, 0.0))
+                if use.mode is not Mode.READ:
+                    for tier in tiers - {0}:
+                        self._give(tier, chunk, ready)
+                    tiers.intersection_update({0})
+                if 0 not in tiers:
+                    tiers.add(0)
+                    ready = max(ready, self.slots[0].take())
+        return ready
+
+    def _give(self, tier: int, chunk: Chunk, now: float) -> None:
+        self.slots[tier].give(max(now, self.moved_s.get(chunk, 0.0)))
+
+    def _move(self, step: Instruction, now: float) -> None:
+        assert step.page is not None, "FETCH and EVICT have a page"
+        chunk, tier = chunk_of(self.program, step), step.page.tier
+        if step.kind is Kind.FETCH:
+            end = self._copy(chunk, tier, is_fetch=True, now=now, room_s=self.slots[tier].take())
+            self.where[chunk].add(tier)
+            if tier == 0:
+                self.fetched_s[chunk] = end
+        else:
+            self.where[chunk].discard(tier)
+            if step.page.is_copied:
+                self._copy(chunk, tier, is_fetch=False, now=now, room_s=self.slots[tier + 1].take())
+                self.where[chunk].add(tier + 1)
+            self._give(tier, chunk, now)
+
+    def _copy(self, chunk: Chunk, tier: int, *, is_fetch: bool, now: float, room_s: float) -> float:
+        lower = self.tiers.tiers[tier + 1].name
+        wire = tier, is_fetch and lower != "disk"
+        start = max(now, room_s, self.moved_s.get(chunk, 0.0), self.wire_free_s.get(wire, 0.0))
+        end = start + self.links.seconds(lower, self.tiers.chunk_bytes)
+        self.wire_free_s[wire] = self.moved_s[chunk] = end
+        copies = self.copies.get((tier, is_fetch))
+        if copies is None:
+            upper = self.tiers.tiers[tier].name
+            ends = (lower, upper) if is_fetch else (upper, lower)
+            copies = self.copies[tier, is_fetch] = Copies(
+                *ends, array("d"), array("d"), array("d"), array("q")
+            )
+        copies.start_s.append(start)
+        copies.end_s.append(end)
+        copies.num_bytes.append(self.tiers.chunk_bytes)
+        copies.posted_by.append(self.index)
+        return end

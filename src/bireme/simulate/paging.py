@@ -1,0 +1,55 @@
+"""How far ahead chunks are fetched: what the simulated batch is fastest with.
+
+To fetch earlier hides copies behind more work, and takes slots that could have kept chunks on the device.
+"""
+
+from bireme.schedule.paging import Budgets, page
+from bireme.schedule.program import Program
+from bireme.simulate.copies import TierLinks
+from bireme.simulate.costs import Costs
+from bireme.simulate.network import Network
+from bireme.simulate.simulator import simulate
+
+__all__ = ["solve_paging"]
+
+TRIED = (0, 1, 2, 4, 8)
+"""Instructions ahead."""
+
+
+def solve_paging(
+    program: Program,
+    costs: Costs,
+    budgets: Budgets,
+    links: TierLinks,
+    network: Network | None = None,
+    *,
+    chunk_bytes: int | None = None,
+    overlap: bool = True,
+    overlap_reduce: bool = True,
+    agree: bool = False,
+) -> Program:
+    """The program within the budgets, with the copies that cost least time; itself where everything fits."""
+    best, best_s = program, float("inf")
+    for ahead in TRIED:
+        paged = page(
+            program,
+            costs.sizes(),
+            budgets,
+            ahead=ahead,
+            chunk_bytes=chunk_bytes,
+            is_summed=any(costs.reduce_s) or any(costs.reduce_bytes),
+        )
+        if paged is program:
+            return program
+        timeline = simulate(
+            paged,
+            costs,
+            network,
+            overlap=overlap,
+            overlap_reduce=overlap_reduce,
+            agree=agree,
+            tier_links=links,
+        )
+        if timeline.steady_batch_s < best_s * (1 - 1e-9):
+            best, best_s = paged, timeline.steady_batch_s
+    return best

@@ -1,0 +1,171 @@
+"""The base of a run that trains a part of a model: the folder that its frozen weights are read from.
+
+Checkpoints of such a run leave out what the base holds and nothing changes, and keep a digest of the base
+instead. Weights that are made from a seed lie in no folder: they are in the checkpoints of their run.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from pydantic import JsonValue
+from torch import Tensor
+
+from bireme.bounds import Bytes
+from bireme.documents import as_dataclass, read_dataclass
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.model.graph import Graph
+from bireme.model.part import WHOLE
+from bireme.model.weight_folder import open_weights, weight_files
+from bireme.train.checkpoint.disk import digest_of
+from bireme.train.checkpoint.manifest import Manifest
+from bireme.train.model import RunModel
+from bireme.train.run_file import RunFile
+
+__all__ = [
+    "BASE",
+    "BaseIdentity",
+    "BaseWeights",
+    "base_identity",
+    "base_of_checkpoint",
+    "check_same_base",
+    "keep_base",
+    "load_base",
+    "names_in_base",
+]
+
+BASE = "base"
+"""Where the manifest of a checkpoint says which base it belongs to."""
+
+FORMAT = 1
+
+MOST_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity:
+    """What tells a base from others: the bytes of its files, and a digest of all of them.
+
+    `source` is the model's source when the run began, for people.
+    """
+
+    source: str
+    num_bytes: Bytes
+    sha256: str
+
+    def plain(self) -> dict[str, JsonValue]:
+        """As JSON has it."""
+        return {"format": FORMAT, **asdict(self)}
+
+
+def base_identity(run: RunFile) -> BaseIdentity | None:
+    """The identity of a run's base, for which all its files are read; None if the run has no base."""
+    folder = _base_folder(run)
+    if folder is None:
+        return None
+    files = weight_files(folder)
+    with ThreadPoolExecutor(MOST_THREADS) as threads:
+        digests = list(threads.map(digest_of, files))
+    words = sha256()
+    for file, digest in zip(files, digests, strict=True):
+        words.update(f"{file.name} {digest.sha256}\n".encode())
+    return BaseIdentity(run.model.source, sum(digest.num_bytes for digest in digests), words.hexdigest())
+
+
+def _base_folder(run: RunFile) -> Path | None:
+    """The folder with the weights that a run begins with, if it trains only a part of them."""
+    kind, _, rest = run.model.source.partition(":")
+    folder = Path(rest)
+    is_base = kind == "hf" and not run.model.from_scratch and run.model.part != WHOLE
+    return folder if is_base and any(folder.glob("*.safetensors")) else None
+
+
+def names_in_base(graph: Graph) -> frozenset[str]:
+    """The parameters and buffers that stay as the base has them."""
+    changed = {name for operator in graph.operators for name in operator.mutates}
+    return frozenset(
+        state.name
+        for state in (*graph.parameters, *graph.buffers)
+        if state.persistent and not state.trainable and state.name not in changed
+    )
+
+
+def keep_base(path: Path, run: RunFile, resumed_from: Manifest | None) -> None:
+    """Write down in a run's folder which base its checkpoints need; nothing if they hold all weights.
+
+    One that resumes from a checkpoint that holds all goes on so: the base may have changed since.
+    """
+    identity = base_identity(run) if resumed_from is None else base_of_checkpoint(resumed_from)
+    if identity is None:
+        path.unlink(missing_ok=True)
+        return
+    write_text_atomically(path, json.dumps(identity.plain(), indent=1) + "\n")
+
+
+def load_base(path: Path) -> BaseIdentity | None:
+    """What a run's folder keeps; None where checkpoints hold all weights."""
+    return read_dataclass(path, BaseIdentity, number=FORMAT) if path.is_file() else None
+
+
+def base_of_checkpoint(manifest: Manifest) -> BaseIdentity | None:
+    """The base that a checkpoint needs; None if it holds all weights."""
+    kept = manifest.extra.get(BASE)
+    if not isinstance(kept, dict):
+        return None
+    return as_dataclass(kept, BaseIdentity, number=FORMAT, source=f"{BASE} of the checkpoint")
+
+
+def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:
+    """Refuse a run whose frozen weights are not those `before`; `where` is what needs them."""
+    now = base_identity(run)
+    remedy = (
+        "Put the folder back, or set model.source to where it is now; to train on other weights, begin a new "
+        "run."
+    )
+    if now is None:
+        raise BiremeError(
+            f"{where} needs the frozen weights of {before.source}, but model.source = {run.model.source} has "
+            f"no safetensors to read them from. {remedy}"
+        )
+    if now.sha256 != before.sha256:
+        raise BiremeError(
+            f"{where} needs the frozen weights of {before.source}, but {run.model.source} holds others now: "
+            f"the SHA-256 of its files begins with {now.sha256[:12]}, and was {before.sha256[:12]}. {remedy}"
+        )
+
+
+class BaseWeights:
+    """Reads frozen weights of a checkpoint from its base, one by one, in the dtype that the graph has.
+
+    The base is checked and opened when the first is read. Use it as a context.
+    """
+
+    def __init__(self, run: RunFile, graph: Graph, identity: BaseIdentity, where: str) -> None:
+        self._run, self._graph, self._identity, self._where = run, graph, identity, where
+        self._stack = ExitStack()
+        self._model: RunModel | None = None
+
+    def __enter__(self) -> "BaseWeights":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._model is None:
+            self._model = self._open()
+        adapter = self._model.source.adapter
+        return self._read(name if adapter is None else adapter.base_names[name])
+
+    def _open(self) -> RunModel:
+        check_same_base(self._identity, self._run, self._where)
+        model = RunModel.of(self._run, 1)
+        folder = _base_folder(self._run)
+        assert folder is not None
+        graph = model.source.base_graph(self._graph)
+        self._read = self._stack.enter_context(open_weights(graph, folder, model=model.source.base))
+        return model

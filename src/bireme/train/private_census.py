@@ -1,0 +1,134 @@
+"""The census of private data: what the processes of a run learn of the samples that only one server may read.
+
+That is how many samples a server holds, and a fingerprint by which the owner knows its own data again. The
+key of fingerprints lies in the owner's cache, so nobody else can try rows against one.
+"""
+
+import hmac
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from bireme.documents import read_json_object
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.model.graph import Graph
+from bireme.profile.cache import cache_folder
+from bireme.train.data.checks import check_sizes
+from bireme.train.data.identity import is_repeatable, samples_digest
+from bireme.train.data.prepare import RunData
+from bireme.train.data.samples import Samples
+from bireme.train.data.stream import StreamSamples
+from bireme.train.model import RunModel
+from bireme.train.run_data import private_samples_of
+from bireme.train.run_file import RunFile
+
+__all__ = [
+    "Census",
+    "Holding",
+    "census_from",
+    "census_of",
+    "check_same_census",
+    "load_census",
+    "plain_census",
+    "write_census",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The private samples of a server: how many, and their fingerprint under the key of that name."""
+
+    num_samples: int
+    fingerprint: str
+    key: str
+
+
+Census = Mapping[str, Holding]
+"""What each server with private samples holds."""
+
+
+def census_of(run: RunFile, model: RunModel, graph: Graph, data: RunData, servers: Iterable[str]) -> Census:
+    """What some servers hold, whose processes are on this machine. Refuses what cannot be trained on."""
+    if isinstance(data.training, StreamSamples):
+        raise BiremeError(
+            "data.private goes with public samples that can be counted, but data.source is a stream. "
+            "Download it, or leave out streaming=true."
+        )
+    found = {}
+    for server in servers:
+        samples = private_samples_of(run, model, server)
+        check_sizes(samples, graph.inputs, f"data.private.{server}", is_text=data.is_text)
+        found[server] = _holding(samples)
+    return found
+
+
+def _holding(samples: Samples) -> Holding:
+    key, digest = _own_key(), samples_digest(samples)
+    if not samples.is_quick and not is_repeatable(samples, digest):
+        digest = "draws numbers of its own each time"
+    fingerprint = hmac.digest(key.encode(), digest.encode(), "sha256").hex()
+    return Holding(len(samples), fingerprint, sha256(key.encode()).hexdigest()[:12])
+
+
+def _own_key() -> str:
+    """The key of this machine's fingerprints, made when there is none; its owner alone can read it."""
+    path, key = cache_folder() / "private.key", token_hex(32)
+    with suppress(OSError):  # then the data are not known again, and nothing else is lost
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, made = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(handle, "w") as file:
+                file.write(key)
+            with suppress(FileExistsError):  # another run was first
+                os.link(made, path)
+            Path(made).unlink()
+        return path.read_text(encoding="ascii")
+    return key
+
+
+def plain_census(census: Census) -> dict[str, Any]:
+    """In the words of JSON."""
+    return {server: asdict(holding) for server, holding in census.items()}
+
+
+def census_from(plain: Mapping[str, Any]) -> Census:
+    """What `plain_census` has made."""
+    return {server: Holding(**holding) for server, holding in plain.items()}
+
+
+def write_census(path: Path, census: Census) -> None:
+    """Keep it in a run's folder, where there is any."""
+    if census:
+        document = {"format": 1, "servers": plain_census(census)}
+        write_text_atomically(path, json.dumps(document, indent=1) + "\n")
+
+
+def load_census(path: Path) -> Census:
+    """What a run's folder keeps."""
+    return census_from(read_json_object(path)["servers"]) if path.is_file() else {}
+
+
+def check_same_census(before: Census, now: Census, where: str, tell: Callable[[str], None]) -> None:
+    """Refuse other private data than those before; `tell` gets a sentence where that cannot be known."""
+    for server in sorted({*before, *now}):
+        old, new = before.get(server), now.get(server)
+        had, has = (0 if one is None else one.num_samples for one in (old, new))
+        is_known = old is not None and new is not None and old.key == new.key
+        if had != has or (is_known and old != new):
+            raise BiremeError(
+                f"{where} was trained with {had} private samples of {server}, and now it has "
+                f"{has if had != has else 'as many others'}. Put the data back, or begin a new run."
+            )
+        if not is_known:
+            tell(
+                f"{server} has lost the key of its fingerprints, so whether its private samples are the same "
+                "is not known."
+            )

@@ -1,0 +1,38 @@
+"""`[balance]` of a run file: how much of each batch every replica trains."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from bireme.balance.policy import Policy
+from bireme.train.run_file.table import Steps, Table
+
+__all__ = ["Balancing"]
+
+
+class Balancing(Table):
+    """`[balance]`."""
+
+    mode: Literal["off", "start", "measured"] | None = Field(
+        default=None,
+        description="off keeps the plan's shares; start measures every replica before the first step; "
+        "measured lets shares follow the speed of the replicas while they train; by default measured where "
+        "devices of the plan's replicas differ in speed, else off",
+        examples=["measured"],
+    )
+    batch: Literal["keep", "grow"] = Field(
+        default="keep",
+        description="grow measures before the first step and sets training.batch_size to what all replicas "
+        "do in the best time of the slowest one; training.learning_rate grows in proportion, with a warm-up",
+    )
+    margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        default=Policy().margin, description="Least part of a step's time that a change of shares must save"
+    )
+    every_steps: Steps = Field(
+        default=Policy().every,
+        description="Fewest steps between two changes of shares, but for a device whose speed jumps",
+    )
+    replan: bool = Field(
+        default=False,
+        description="Plan anew at the next checkpoint where one stage, not a whole replica, has become slow",
+    )

@@ -1,0 +1,375 @@
+"""Paged programs: what is used is there, no budget is passed, and the result is the one without paging."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from benchmarks.paging.exact import fewest_copies
+from benchmarks.paging.rivals import least_recently_used
+from benchmarks.paging.traces import small_trace
+from bireme.errors import BiremeError
+from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.checker import check
+from bireme.schedule.chunks import best_chunk_bytes, num_chunks
+from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.holding import chunk_of
+from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
+from bireme.schedule.paging import Budgets, page
+from bireme.schedule.program import Program, Track
+from bireme.schedule.residency import Sizes, resident
+from bireme.schedule.rule import Rule
+from bireme.schedule.tiers import Chunk
+from bireme.schedule.uses import Mode, chunks_of, uses
+from tests.support.extent import examples
+
+CHUNK = 64
+
+
+def sizes(num_stages: int, chunks: tuple[int, int, int, int], *, master: bool = True) -> Sizes:
+    """Weights, gradients, optimiser and stash of every stage, in chunks; messages have half a chunk."""
+    weights, gradient, optimizer, stash = ((one * float(CHUNK),) * num_stages for one in chunks)
+    message = (CHUNK / 2,) * num_stages
+    return Sizes(weights, gradient, optimizer, stash, message, message, message, master)
+
+
+def peak(program: Program, of: Sizes) -> float:
+    return max(resident(program, rank, of).peak_bytes for rank in range(program.num_ranks))
+
+
+def without_paging(program: Program) -> list[list[Instruction]]:
+    return [[step for step in track if step.kind not in PAGING] for track in program.tracks]
+
+
+def copies_of(program: Program) -> list[int]:
+    return [sum(step.page.is_copied for step in track if step.page is not None) for track in program.tracks]
+
+
+@dataclass(frozen=True)
+class Asked:
+    program: Program
+    sizes: Sizes
+    budgets: Budgets
+    ahead: int
+
+
+@st.composite
+def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    schedule = SCHEDULES[name]
+    ranks = draw(st.integers(1, 3))
+    per_rank = schedule.stages_per_rank
+    if per_rank == 1 and schedule.rule is not Rule.STASHED:
+        per_rank = draw(st.integers(1, 3))
+    stages = ranks * per_rank
+    program = generate(
+        name,
+        num_stages=stages,
+        num_microbatches=draw(st.integers(ranks, 5)),
+        num_batches=draw(st.integers(1, most_batches)),
+        stages_per_rank=per_rank,
+        recompute=range(stages) if draw(st.booleans()) and not schedule.slices else (),
+    )
+    counts = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 4)),
+        draw(st.integers(0, 3)),
+    )
+    of = sizes(stages, counts, master=draw(st.booleans()))
+    share = draw(st.floats(0.1, 1.0))
+    host = draw(st.sampled_from((None, 0.0, 0.3, 0.6)))
+    whole = peak(program, of)
+    disk = 0 if host is None else int(1000 * whole)
+    budgets = Budgets(int(share * whole), None if host is None else int(host * whole), disk)
+    return Asked(program, of, budgets, draw(st.integers(0, 3)))
+
+
+def paged(one: Asked) -> Program:
+    """The program within its budgets; cases below the least budget are tried elsewhere."""
+    try:
+        return page(one.program, one.sizes, one.budgets, ahead=one.ahead, chunk_bytes=CHUNK)
+    except BiremeError:
+        assume(False)
+        raise
+
+
+# --- what a paged program is -------------------------------------------------------------------------------
+
+
+@examples(150)
+@given(asked())
+def test_a_paged_program_is_proved_right_within_its_budgets(one: Asked) -> None:
+    program = paged(one)
+    report = check(program)
+    assert report.ok, report.problems or report.deadlock
+    assert without_paging(program) == [list(track) for track in one.program.tracks]
+    for rank, tiers in enumerate(program.tiers):
+        kept = resident(program, rank, one.sizes)
+        if tiers is None:
+            assert kept.peak_bytes <= one.budgets.device_bytes
+        for tier in kept.tiers:
+            assert tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
+
+
+@examples(40)
+@given(asked())
+def test_paging_is_the_same_whenever_it_is_planned(one: Asked) -> None:
+    assert paged(one) == paged(one)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_budget_that_holds_everything_gives_back_the_very_program(name: str) -> None:
+    stages = 2 * SCHEDULES[name].stages_per_rank
+    program = generate(name, num_stages=stages, num_microbatches=4, num_batches=3)
+    of = sizes(stages, (2, 2, 6, 1))
+    assert page(program, of, Budgets(int(peak(program, of)))) is program
+
+
+def parts(name: str, microbatches: int, batches: int, per_rank: int = 4, sweep: int = 1) -> Program:
+    return generate(
+        name,
+        num_stages=per_rank,
+        num_microbatches=microbatches,
+        num_batches=batches,
+        stages_per_rank=per_rank,
+        sweep=sweep,
+    )
+
+
+def test_a_budget_below_the_largest_working_set_is_refused_with_the_number_that_would_do() -> None:
+    program, of = parts("1f1b", 2, 2), sizes(4, (2, 2, 6, 1))
+    with pytest.raises(BiremeError, match="needs at least") as refused:
+        page(program, of, Budgets(4 * CHUNK), chunk_bytes=CHUNK)
+    needed = int(str(refused.value).split("needs at least ")[1].split(" bytes")[0])
+    enough = page(program, of, Budgets(needed), chunk_bytes=CHUNK)
+    assert enough.tiers
+    assert check(enough).ok
+    with pytest.raises(BiremeError, match="needs at least"):
+        page(program, of, Budgets(needed - CHUNK), chunk_bytes=CHUNK)
+
+
+def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
+    program, of = parts("1f1b", 2, 2), sizes(4, (2, 2, 6, 1))
+    device = 14 * CHUNK
+    with pytest.raises(BiremeError, match="host memory"):
+        page(program, of, Budgets(device, 12 * CHUNK), chunk_bytes=CHUNK)
+    program = page(program, of, Budgets(device, 12 * CHUNK, 100 * CHUNK), chunk_bytes=CHUNK)
+    assert check(program).ok
+    assert [tier.name for tier in resident(program, 0, of).tiers] == ["device", "host", "disk"]
+
+
+# --- loops and sweeps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"])
+def test_the_steady_state_of_a_long_window_is_a_loop(name: str) -> None:
+    stages, batches = 6, 40
+    program = generate(name, num_stages=stages, num_microbatches=4, num_batches=batches, stages_per_rank=3)
+    of = sizes(stages, (2, 2, 6, 1))
+    program = page(
+        program, of, Budgets(int(0.6 * peak(program, of)), 20 * CHUNK, 500 * CHUNK), chunk_bytes=CHUNK
+    )
+    assert program.tiers
+    assert all(track.repeats >= batches - 12 for track in program.tracks)
+    assert check(program).ok
+
+
+def test_with_k_of_p_parts_on_the_device_a_micro_batch_fetches_the_others_twice() -> None:
+    """Forwards go up the parts and backwards down, so the last k and the first k parts are still there."""
+    p, k, m = 8, 3, 6
+    of = sizes(p, (1, 0, 0, 0))
+    fetched = []
+    for batches in (20, 21):
+        program = parts("1f1b", m, batches, per_rank=p)
+        program = page(program, of, Budgets(k * CHUNK), ahead=0, chunk_bytes=CHUNK)
+        assert check(program).ok
+        fetched.append(sum(step.kind is Kind.FETCH for step in program.tracks[0]))
+    # An update makes the weights anew, from the master copy, so what it leaves need not be fetched first.
+    assert fetched[1] - fetched[0] <= 2 * (p - k) * m
+    assert fetched[1] - fetched[0] >= 2 * (p - k) * (m - 1)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw", "2bw-fresh", "zb-h1", "interleaved", "zbv"])
+def test_programs_of_sweeps_are_right(name: str) -> None:
+    per_rank = max(SCHEDULES[name].stages_per_rank, 2)
+    program = generate(
+        name, num_stages=2 * per_rank, num_microbatches=8, num_batches=3, stages_per_rank=per_rank, sweep=2
+    )
+    report = check(program)
+    assert report.ok, report.problems or report.deadlock
+
+
+def test_a_sweep_of_g_divides_what_weights_are_fetched_by_g() -> None:
+    p, k, m, g = 8, 3, 8, 4
+    of = sizes(p, (4, 0, 0, 0))
+    fetched = {}
+    for sweep in (1, g):
+        program = page(parts("1f1b", m, 1, p, sweep), of, Budgets(4 * k * CHUNK), ahead=0, chunk_bytes=CHUNK)
+        assert check(program).ok
+        fetched[sweep] = sum(step.kind is Kind.FETCH for step in program.tracks[0])
+    assert fetched[g] == pytest.approx(fetched[1] / g, rel=0.3)
+
+
+def test_what_cannot_be_swept_says_so() -> None:
+    with pytest.raises(BiremeError, match="sweeps of 3"):
+        parts("1f1b", 4, 1, sweep=3)
+    with pytest.raises(BiremeError, match="no sweeps"):
+        generate("pipedream", num_stages=2, num_microbatches=4, sweep=2)
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------
+
+Value = tuple[object, ...]
+
+
+class HarmError(Exception):
+    """A program did something that training would notice."""
+
+
+class Machine:
+    """Runs a rank's chunks by value: what is not where it is read, or more than fits, is harm.
+
+    It shares nothing with the checker but the words of the language.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        tiers = program.tiers_of(rank)
+        assert tiers is not None
+        self.program, self.rank, self.tiers = program, rank, tiers
+        self.memory: list[dict[Chunk, Value]] = [{} for _ in tiers.tiers]
+        for chunk, tier in tiers.begin.items():
+            self.memory[tier][chunk] = ("begin", chunk)
+        self.truth: dict[Chunk, Value] = {chunk: ("begin", chunk) for chunk in tiers.begin}
+        self.under_way: set[Chunk] = set()
+
+    def run(self) -> None:
+        for index, step in enumerate(self.program.tracks[self.rank]):
+            if step.page is not None:
+                self._copy(step)
+            used = [
+                (use, chunk)
+                for use in uses(self.program, step, master=self.tiers.master)
+                for chunk in chunks_of(self.tiers, use)
+            ]
+            for use, chunk in used:
+                self.under_way.discard(chunk)
+                is_made = use.mode is Mode.MAKE or (use.mode is Mode.ADD and chunk not in self.truth)
+                if not is_made and self.memory[0].get(chunk) != self.truth[chunk]:
+                    raise HarmError(f"{step} reads a wrong value")
+                if use.mode is not Mode.READ:
+                    self.truth[chunk] = self.memory[0][chunk] = (index, chunk)
+                    for below in self.memory[1:]:
+                        below.pop(chunk, None)
+            self._fits()
+            for use, chunk in used:
+                if use.ends:
+                    del self.truth[chunk]
+                    for memory in self.memory:
+                        memory.pop(chunk, None)
+        for chunk, value in self.truth.items():
+            if chunk.item is Item.OPTIMIZER and value not in (memory.get(chunk) for memory in self.memory):
+                raise HarmError("the optimiser is lost")
+
+    def _copy(self, step: Instruction) -> None:
+        assert step.page is not None
+        chunk, tier = chunk_of(self.program, step), step.page.tier
+        if step.kind is Kind.FETCH:
+            if chunk not in self.memory[tier + 1] or chunk in self.memory[tier]:
+                raise HarmError(f"{step} has nothing to do")
+            self.memory[tier][chunk] = self.memory[tier + 1][chunk]
+            if tier == 0:
+                self.under_way.add(chunk)
+        else:
+            if chunk not in self.memory[tier] or (tier == 0 and chunk in self.under_way):
+                raise HarmError(f"{step} has nothing to do, or does it too early")
+            value = self.memory[tier].pop(chunk)
+            if step.page.is_copied:
+                if chunk in self.memory[tier + 1]:
+                    raise HarmError(f"{step} copies what is there")
+                self.memory[tier + 1][chunk] = value
+        self._fits()
+
+    def _fits(self) -> None:
+        for tier, memory in zip(self.tiers.tiers, self.memory, strict=True):
+            if tier.capacity is not None and len(memory) > tier.capacity:
+                raise HarmError(f"{tier.name} holds {len(memory)}")
+
+
+def does_harm(program: Program) -> bool:
+    try:
+        for rank, tiers in enumerate(program.tiers):
+            if tiers is not None:
+                Machine(program, rank).run()
+    except HarmError:
+        return True
+    return False
+
+
+def mutated(program: Program) -> Iterator[Program]:
+    """The program with one FETCH or EVICT left out, moved one place, or made to copy where it did not."""
+    for rank, track in enumerate(program.tracks):
+        steps = list(track)
+        for index, step in enumerate(steps):
+            if step.page is None:
+                continue
+            uncopied = replace(step, page=step.page._replace(is_copied=not step.page.is_copied))
+            for changed in (
+                [*steps[:index], *steps[index + 1 :]],
+                [*steps[:index], *steps[index + 1 : index + 2], step, *steps[index + 2 :]],
+                [*steps[:index], step, *steps[index:]],
+                [*steps[:index], uncopied, *steps[index + 1 :]] if step.kind is Kind.EVICT else steps,
+            ):
+                tracks = list(program.tracks)
+                tracks[rank] = Track(tuple(changed), versions_per_batch=track.versions_per_batch)
+                yield replace(program, tracks=tuple(tracks))
+
+
+@pytest.mark.parametrize(
+    ("name", "budgets"),
+    [
+        ("1f1b", Budgets(12 * CHUNK)),
+        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK)),
+        ("2bw-fresh", Budgets(14 * CHUNK)),
+    ],
+)
+def test_one_mistake_that_does_harm_is_found_and_no_other(name: str, budgets: Budgets) -> None:
+    program = page(parts(name, 2, 2, per_rank=2), sizes(2, (2, 2, 5, 1)), budgets, chunk_bytes=CHUNK)
+    assert program.tiers
+    assert not does_harm(program)
+    verdicts = [(check(wrong).ok, does_harm(wrong)) for wrong in mutated(program)]
+    assert {ok for ok, _ in verdicts} == {True, False}
+    assert all(ok != harm for ok, harm in verdicts)
+
+
+# --- how good plans are ------------------------------------------------------------------------------------
+
+
+def test_small_plans_copy_hardly_more_than_any_plan_must_and_never_more_than_least_recently_used() -> None:
+    ours = fewest = 0
+    for seed in range(120):
+        capacity, num_steps = 2 + seed % 3, 14
+        accesses = small_trace(seed, 6, num_steps)
+        gaps = gaps_of(accesses)
+        settle(gaps, decide(accesses, gaps, num_steps, capacity, 0), num_steps)
+        copies = num_copies(gaps)
+        least = fewest_copies(accesses, num_steps, capacity)
+        assert least <= copies <= least_recently_used(accesses, capacity)
+        ours, fewest = ours + copies, fewest + least
+    assert ours <= 1.05 * fewest
+
+
+@given(st.dictionaries(st.integers(1, 10_000).map(float), st.integers(1, 8), min_size=1, max_size=6))
+def test_no_chunk_size_that_is_tried_wastes_a_hundredth_less(items: dict[float, int]) -> None:
+    def waste(chunk_bytes: int) -> float:
+        return sum(
+            min(num_chunks(one, chunk_bytes) * chunk_bytes - one, one) * count for one, count in items.items()
+        )
+
+    found = best_chunk_bytes(items)
+    assert found % 64 == 0
+    whole = sum(one * count for one, count in items.items())
+    for num_bytes in items:
+        assert waste(found) <= waste(-(-int(num_bytes) // 64) * 64) + 0.01 * whole
