@@ -64,6 +64,8 @@ bench: setup
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
+	$(BIN)/python benchmarks/codec_speed.py
+	$(BIN)/python benchmarks/links.py
 
 # It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
 gpu:

@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py [show] [--quick] [--json]  what the runs come to, in Markdown
     python benchmarks/convergence.py run [--until SECONDS]      go on with the study first; stop at any time
+    python benchmarks/convergence.py codecs [--until SECONDS]   the same with codecs on borders
     python benchmarks/convergence.py draw                       also its curves, to docs/pictures
 
 One line of JSON for each finished run goes into docs/convergence.jsonl, so a study that was stopped goes on
@@ -12,7 +13,7 @@ steps besides, and keeps nothing of it.
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.delay_study.clock import NetworkSpeed, Time, batch_time
+from benchmarks.delay_study.coded import mean_bits
 from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.picture import curves
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting, run
@@ -143,6 +145,21 @@ def shapes() -> Iterator[Sweep]:
             yield Sweep(Cell("fresh+warm-up", optimizer, num_stages=d, num_microbatches=2 * d), rung)
 
 
+def codec_sweeps() -> Iterator[Sweep]:
+    """Codecs on borders, what tells most first: the larger model under 2bw-fresh with its start."""
+    rules = ("fresh+warm-up", "synchronous")
+    words = ("int8", "keep:0.25:8", "keep:0.125:8", "keep:0.5:4", "int5", "int8/int4", "int4")
+    for size in ("larger", "small"):
+        for rule in rules:
+            yield Sweep(Cell(rule, size=size), 1, 3)
+            for word in words:
+                endings = (0.1, 0.0) if word.startswith("keep") else (0.0,)
+                for ending in endings:
+                    yield Sweep(Cell(rule, size=size, codec=word, ending=ending), 1, 3)
+    for word in words[:3]:
+        yield Sweep(Cell("fresh+warm-up", "muon", codec=word), 4, 3)
+
+
 def read() -> Known:
     known = Known()
     if RESULTS.exists():
@@ -151,19 +168,19 @@ def read() -> Known:
     return known
 
 
-def waiting(known: Known) -> Setting | None:
-    for sweep in sweeps():
+def waiting(known: Known, study: Callable[[], Iterator[Sweep]]) -> Setting | None:
+    for sweep in study():
         found = next_setting(sweep.cell, known, first_rung=sweep.first_rung, num_seeds=sweep.num_seeds)
         if found is not None:
             return found
     return None
 
 
-def go_on(until_s: float) -> None:
+def go_on(until_s: float, study: Callable[[], Iterator[Sweep]]) -> None:
     begin = time.monotonic()
     known = read()
     while time.monotonic() - begin < until_s:
-        setting = waiting(known)
+        setting = waiting(known, study)
         if setting is None:
             return
         done = run(setting)
@@ -183,7 +200,11 @@ def show(found: Sequence[Row]) -> None:
     print("| rule | optimiser | d | m | model | banks | L | steps | rate | loss | excess | seeds | penalty |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for row in found:
-        print(row_text(row))
+        if row.cell.codec == "none":
+            print(row_text(row))
+    print()
+    for line in codec_lines(found):
+        print(line)
     print()
     print("| schedule | d | m | network | lookahead | batch | steps for one | time to the same loss |")
     print("|---|---|---|---|---|---|---|---|")
@@ -208,6 +229,25 @@ def in_short(found: Sequence[Row]) -> Iterator[str]:
             schedule = "2bw" if rule is Rule.DELAYED else f"2bw-fresh, m = {'d' if m == 4 else '2d'}"
             start = ", a fifth of the run before it under 1f1b" if starts else ""
             yield f"| {schedule}{start} | {' | '.join(cells)} |"
+
+
+def codec_lines(found: Sequence[Row]) -> Iterator[str]:
+    """The runs with codecs on borders: bits a value, and the loss without the codec and through it."""
+    names = "codec, last part in int8, bits (mean of both ways), rule, optimiser, model, steps, loss, excess"
+    heads = [*names.split(", "), "through the codec", "seeds", "penalty"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for row in found:
+        cell = row.cell
+        if cell.codec != "none":
+            seeds = 0 if row.excess is None else row.excess.num_seeds
+            through = "" if row.through is None else f"{100 * row.through:+.1f} %"
+            steps = "" if row.penalty is None else f"{row.penalty:.2f}"
+            yield (
+                f"| {cell.codec} | {cell.ending:g} | {mean_bits(cell.codec, cell.ending):.1f} | {cell.rule} "
+                f"| {cell.optimizer} | {cell.size} | {cell.steps} | {row.loss:.3f} | {over_text(row.excess)} "
+                f"| {through} | {seeds} | {steps} |"
+            )
 
 
 def row_text(row: Row) -> str:
@@ -335,13 +375,14 @@ class Found:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("verb", nargs="?", choices=("show", "run", "draw"), help="show is the default")
+    words = ("show", "run", "codecs", "draw")
+    parser.add_argument("verb", nargs="?", choices=words, help="show is the default")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no run begins")
 
 
 def measure(asked: Namespace) -> Found:
-    if asked.verb == "run":
-        go_on(asked.until)
+    if asked.verb in ("run", "codecs"):
+        go_on(asked.until, codec_sweeps if asked.verb == "codecs" else sweeps)
     if asked.verb == "draw":
         draw(read())
     if asked.quick:

@@ -21,7 +21,7 @@ from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.sync.norm import squared_norm
 
-__all__ = ["Pipelining", "Simulation", "stage_of_parameter"]
+__all__ = ["Pipelining", "Simulation", "stage_of_half", "stage_of_parameter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,12 @@ def stage_of_parameter(name: str, num_layers: int, num_stages: int) -> int:
         half = 2 * int(parts[1]) + parts[2].startswith("feed_forward")
     else:
         half = 0 if parts[0] in ("tokens", "positions") else halves - 1
-    return half * num_stages // halves
+    return stage_of_half(half, num_layers, num_stages)
+
+
+def stage_of_half(half: int, num_layers: int, num_stages: int) -> int:
+    """The stage of a half-layer, counted from the first."""
+    return half * num_stages // (2 * num_layers)
 
 
 class Simulation:

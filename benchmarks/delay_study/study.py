@@ -15,9 +15,11 @@ from statistics import fmean
 import torch
 from pydantic import TypeAdapter
 
+from benchmarks.delay_study.coded import CodedCuts, codecs_named
 from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
 from benchmarks.delay_study.task import SIZES, text
+from bireme.codec.border import AS_IT_IS
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 
@@ -58,6 +60,10 @@ class Cell:
     bank: Bank = Bank.FLOAT32
     steps: int = NUM_STEPS
     lookahead: int = 0
+    codec: str = "none"
+    """Of all borders, in the words of `links.codec`; another one for gradients after a slash."""
+    ending: float = 0.0
+    """The share of the steps, at the end, with int8 instead."""
 
     def reference(self) -> "Cell":
         """The synchronous runs that these are compared with."""
@@ -75,13 +81,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of a run: the loss on held-out text at the end, and along the way every few steps."""
+    """What came of a run: the loss on held-out text at the end, and along the way every few steps; and the
+    loss at the end through the codecs that the run ended with, if it had any.
+    """
 
     setting: Setting
     loss: float
     curve: tuple[float, ...]
     processor_s: float
     text: str
+    loss_through_codecs: float | None = None
 
     def to_line(self) -> str:
         """A line of a file of results."""
@@ -166,8 +175,10 @@ def run(setting: Setting) -> Run:
     begin = time.process_time()
     cell, size, source = setting.cell, SIZES[setting.cell.size], text()
     torch.manual_seed(setting.seed)
+    model = GPT(size.config)
+    cuts = CodedCuts(model, cell.num_stages)
     simulation = Simulation(
-        GPT(size.config),
+        model,
         rule_named(cell.rule),
         Pipelining(
             cell.num_stages,
@@ -181,13 +192,21 @@ def run(setting: Setting) -> Run:
         lr_factor=lambda batch: _factor(batch, cell.steps),
     )
     curve: list[float] = []
+    codecs, last = codecs_named(cell.codec), codecs_named("int8" if cell.ending else cell.codec)
     for number in range(cell.steps):
+        cuts.codecs = codecs if number < round((1 - cell.ending) * cell.steps) else last
         loss = simulation.train(source.batch(size, setting.seed, number))
         if not loss < DIVERGED:
             return _kept(setting, DIVERGED, curve, begin)
         if (number + 1) % CURVE_EVERY == 0:
+            cuts.codecs = AS_IT_IS
             curve.append(simulation.loss_on_newest(source.along_the_way()))
-    return _kept(setting, min(simulation.loss_on_newest(source.at_the_end()), DIVERGED), curve, begin)
+    cuts.codecs = AS_IT_IS
+    loss = min(simulation.loss_on_newest(source.at_the_end()), DIVERGED)
+    if last.is_none:
+        return _kept(setting, loss, curve, begin)
+    cuts.codecs = last
+    return _kept(setting, loss, curve, begin, simulation.loss_on_newest(source.at_the_end()))
 
 
 def _factory(optimizer: str, rate: float) -> OptimizerFactory:
@@ -195,9 +214,13 @@ def _factory(optimizer: str, rate: float) -> OptimizerFactory:
     return named_optimizer(name, lr=rate, rest_lr=SLOW_REST * rate if rest else None, betas=BETAS)
 
 
-def _kept(setting: Setting, loss: float, curve: Iterable[float], begin: float) -> Run:
+def _kept(
+    setting: Setting, loss: float, curve: Iterable[float], begin: float, through: float | None = None
+) -> Run:
     spent_s = round(time.process_time() - begin, 2)
-    return Run(setting, round(loss, 5), tuple(round(one, 4) for one in curve), spent_s, text().digest)
+    short = tuple(round(one, 4) for one in curve)
+    coded = None if through is None else round(through, 5)
+    return Run(setting, round(loss, 5), short, spent_s, text().digest, coded)
 
 
 def _factor(batch: int, num_batches: int) -> float:

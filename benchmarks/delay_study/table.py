@@ -39,6 +39,8 @@ class Row:
     loss: float
     excess: Excess | None
     penalty: float | None
+    through: float | None = None
+    """The excess through the codecs of the borders, in the median over the seeds."""
 
 
 def rows(known: Known) -> list[Row]:
@@ -73,11 +75,13 @@ def _row(cell: Cell, known: Known) -> Row:
     rungs = known.rungs(cell)
     best = known.best_rung(cell)
     assert best is not None
-    losses, excesses = [], []
+    losses, excesses, through = [], [], []
     for seed in {setting.seed for setting in known.runs if setting.cell == cell}:
         run, beside = known.best(cell, seed), known.best(cell.reference(), seed)
         if run is not None and beside is not None:
             excesses.append(run.loss / beside.loss - 1.0)
+            if run.loss_through_codecs is not None:
+                through.append(run.loss_through_codecs / beside.loss - 1.0)
         if run is not None:
             losses.append(run.loss)
     beside = known.best(cell.reference())
@@ -90,4 +94,5 @@ def _row(cell: Cell, known: Known) -> Row:
         loss=median(losses),
         excess=excess,
         penalty=None if equal is None else penalty(equal, cell, known),
+        through=median(through) if through else None,
     )

@@ -69,6 +69,7 @@ def rehearse(
     micro_batches: Sequence[int] = (),
     effort: Effort | None = None,
     timeout_s: float = 120.0,
+    value_bytes: int = 4,
 ) -> list[Rehearsal]:
     """Run plans on an emulated cluster, in turns, round by round.
 
@@ -80,7 +81,10 @@ def rehearse(
     if micro_batches and len(micro_batches) != len(plans):
         raise BiremeError(f"{len(micro_batches)} sizes of micro-batches are given for {len(plans)} plans.")
     sizes = list(micro_batches) or [profile.micro_batches[0]] * len(plans)
-    ready = [rehearsed(profile, cluster, plan, size) for plan, size in zip(plans, sizes, strict=True)]
+    ready = [
+        rehearsed(profile, cluster, plan, size, value_bytes=value_bytes)
+        for plan, size in zip(plans, sizes, strict=True)
+    ]
     rounds_s: dict[int, tuple[float, ...]] = {}
     for num_ranks in sorted({one.plan.num_ranks for one in ready}):
         places = [place for place, one in enumerate(ready) if one.plan.num_ranks == num_ranks]

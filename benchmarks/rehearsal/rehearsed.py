@@ -18,6 +18,7 @@ from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, EmulatedStage,
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.chain import chain, chain_resolver
+from bireme.plan.codec_costs import coded
 from bireme.plan.plan import Plan
 from bireme.plan.ring import ring_share
 from bireme.profile.profile import Profile
@@ -25,7 +26,7 @@ from bireme.profile.stages import stage_cost
 from bireme.runtime.optimizers import NamedTensors
 from bireme.schedule.residency import resident
 from bireme.simulate.cluster_network import cluster_network
-from bireme.simulate.costs import Costs
+from bireme.simulate.costs import CodecCost, Costs
 from bireme.simulate.simulator import simulate
 
 __all__ = ["Rehearsed", "rehearsed", "simulated_s", "sleeping_sgd", "stage_model"]
@@ -53,11 +54,19 @@ class Rehearsed:
         return self.plan.num_microbatches * sum(self.sizes)
 
 
-def rehearsed(profile: Profile, cluster: Cluster, plan: Plan, micro_batch: int | None = None) -> Rehearsed:
+def rehearsed(
+    profile: Profile,
+    cluster: Cluster,
+    plan: Plan,
+    micro_batch: int | None = None,
+    *,
+    value_bytes: int = 4,
+) -> Rehearsed:
     """A plan on a cluster whose devices it names; else on its first devices.
 
     `micro_batch` is the size of all micro-batches where the plan does not say it, the profile's first if
-    left out. A plan that does not fit its devices is refused.
+    left out. Values that cross borders have `value_bytes`, if the plan has codecs. A plan that does not fit
+    its devices is refused.
     """
     num_ranks = plan.source.num_ranks
     if num_ranks * plan.width > cluster.num_devices:
@@ -74,7 +83,7 @@ def rehearsed(profile: Profile, cluster: Cluster, plan: Plan, micro_batch: int |
     sizes = plan.micro_batch_sizes or (size,) * plan.width
     speeds = [[cluster.devices()[one].device.speed for one in row] for row in devices]
     costs = tuple(
-        _costs(profile, plan, sizes[replica], [row[replica] for row in speeds])
+        _coded(_costs(profile, plan, sizes[replica], [row[replica] for row in speeds]), plan, value_bytes)
         for replica in range(plan.width)
     )
     made = Rehearsed(
@@ -100,6 +109,29 @@ def simulated_s(one: Rehearsed, cluster: Cluster) -> float:
         network = cluster_network(cluster, program, row, replicas=rings)
         found.append(simulate(program, costs, network, agree=True).steady_batch_s)
     return max(found)
+
+
+def _coded(costs: Costs, plan: Plan, value_bytes: int) -> Costs:
+    """With the bytes that codecs send, and the seconds that they take as a part of the passes.
+
+    What a rehearsal really sends is too small to be encoded, so its stages sleep that long.
+    """
+    found = coded(costs, plan.codecs, value_bytes)
+    if not found.codecs:
+        return costs
+    before = (CodecCost(), *found.codecs[:-1])
+    pairs = list(zip(before, found.codecs, strict=True))
+    forward = [one.decode_forward_s + other.encode_forward_s for one, other in pairs]
+    backward = [one.encode_backward_s + other.decode_backward_s for one, other in pairs]
+    return replace(
+        found,
+        forward_s=tuple(own + more for own, more in zip(costs.forward_s, forward, strict=True)),
+        backward_s=tuple(own + more for own, more in zip(costs.backward_s, backward, strict=True)),
+        backward_input_s=tuple(
+            own + more for own, more in zip(costs.backward_input_s, backward, strict=True)
+        ),
+        codecs=tuple(CodecCost(one.forward_share, one.backward_share) for one in found.codecs),
+    )
 
 
 def _costs(profile: Profile, plan: Plan, micro_batch: int, speeds: Sequence[float]) -> Costs:

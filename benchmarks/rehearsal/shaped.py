@@ -107,7 +107,7 @@ class ShapedFabric:
         """Messages between the ranks of a pipeline, through the lanes."""
         inner = self._fabric.transport(ranks, rank_of_stage)
         into, out = self._channels_of(ranks)
-        return _ShapedTransport(inner, self._lanes, into, out, self._message_bytes)
+        return _ShapedTransport(inner, self._lanes, into, out, self._costs.message_of)
 
     def sums(self, transport: Transport, /) -> Sums | None:
         """Sums of a few numbers over all ranks, which are not late."""
@@ -140,10 +140,6 @@ class ShapedFabric:
         into = {place[a]: one for (a, b), one in self._wiring.messages.items() if b == self.rank}
         out = {place[b]: one for (a, b), one in self._wiring.messages.items() if a == self.rank}
         return into, out
-
-    def _message_bytes(self, key: Message) -> float:
-        border = min(key.to_stage, key.from_stage)
-        return self._costs.message_bytes[border] * (1.0 if key.half is None else 0.5)
 
 
 class _Late:
@@ -219,6 +215,10 @@ class _ShapedGroup:
         key, self._num_sums = self._num_sums, self._num_sums + 1
         self._lanes.ready(self._channel, key, num_bytes)
         return _Late(self._inner.all_reduce(tensor), self._lanes, self._channel, key)
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """Begin to gather; nothing that counts goes this way."""
+        return self._inner.gather(tensor, into)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`; nothing that counts goes this way."""

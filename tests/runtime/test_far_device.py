@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme import devices
+from bireme.codec import BorderCodecs
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.plan.plan import Plan
@@ -42,8 +43,13 @@ TOLERANCE = 1e-9
 SETTINGS = {
     "2bw, clipped": Setting(plan_for("2bw", 2), clip_norm=0.05),
     "two replicas, recomputed": Setting(plan_for("2bw-fresh", 2, width=2, recompute="all"), "muon"),
-    "halves of micro-batches": Setting(plan_for("1f1b-sliced", recompute="some"), "sgd"),
-    "halves of backwards": Setting(plan_for("zbv")),
+    "halves of micro-batches": Setting(
+        plan_for("1f1b-sliced", recompute="some", codecs=(BorderCodecs("keep:0.5", "keep:0.5"),)), "sgd"
+    ),
+    "halves of backwards": Setting(plan_for("zbv", codecs=(BorderCodecs("keep:0.25:8", "keep:0.25:4"),))),
+    "few bits": Setting(
+        plan_for("1f1b", codecs=(BorderCodecs("int8", "int4"), BorderCodecs("bfloat16", "int3")))
+    ),
 }
 
 

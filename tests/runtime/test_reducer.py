@@ -142,7 +142,10 @@ def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
     tensor = torch.full((3,), float(rank))
     everyone.broadcast(tensor, 2)
     everyone.barrier()
-    outcome = {"training": _train(rank, make), "broadcast": tensor}
+    message = torch.full((5,), rank, dtype=torch.uint8)
+    gathered = [torch.empty_like(message) for _ in ALL]
+    everyone.gather(message, gathered).wait()
+    outcome = {"training": _train(rank, make), "broadcast": tensor, "gathered": gathered}
     doomed = _group(make, ALL)
     if rank == 3:
         torch.save(outcome, folder / "last words")
@@ -165,6 +168,7 @@ def test_processes_sum_as_threads_do_and_learn_when_one_is_killed(tmp_path: Path
     _check_training([outcome["training"] for outcome in (*survivors, killed)])
     for rank, outcome in enumerate(survivors):
         assert outcome["broadcast"].tolist() == [2.0] * 3
+        assert [one.tolist() for one in outcome["gathered"]] == [[member] * 5 for member in ALL]
         assert outcome["size"] == (rank, 4)
 
 
@@ -269,6 +273,9 @@ class _Held:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         self.messages.append(tensor)
+        return _HeldSum(self)
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         return _HeldSum(self)
 
     def broadcast(self, tensor: Tensor, source: int) -> None: ...

@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.model.stage import StageFunction, stage_function
+from bireme.codec import LinkCodecs, through
+from bireme.model.learned import learned_values
+from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
@@ -27,6 +29,7 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
+from tests.support.coded_oracle import CodedOracle
 from tests.support.oracles import Microbatch, Update, run_oracle, seen_by
 from tests.support.small_models import Batch, Model
 from tests.support.thread_transport import ThreadFabric
@@ -73,10 +76,18 @@ class Setting:
     windows: tuple[int, ...] = ()
     lr_factor: Callable[[int], float] = lr
     reads_apart: bool = False
+    codecs: LinkCodecs | None = None
+    """The plan's own if they are left out."""
+    sum_codec: str = "none"
 
     @property
     def factory(self) -> OptimizerFactory:
         return named_optimizer(self.optimizer, lr=0.02, weight_decay=0.1)
+
+    @property
+    def all_codecs(self) -> LinkCodecs:
+        plan = self.plan.by_program if isinstance(self.plan, Plan) else self.plan
+        return plan.codecs if self.codecs is None else self.codecs
 
     def split(self, data: Sequence[Batch]) -> list[Sequence[Batch]]:
         bounds = accumulate(self.windows or (len(data),), initial=0)
@@ -119,6 +130,8 @@ def pipeline_of(
         device=device,
         sharing=sharing,
         reads_apart=setting.reads_apart,
+        sum_codec=setting.sum_codec,
+        codecs=setting.codecs,
     )
 
 
@@ -186,18 +199,34 @@ def train_on_threads(
     return run_threads(setting.plan.num_ranks, work)
 
 
-class _Seeded:
-    """A stage as the oracle runs it: what it draws depends on the micro-batch, as in the engine."""
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """The micro-batch that the oracle runs."""
 
-    def __init__(self, function: StageFunction, seeds: list[int]) -> None:
-        self.parameters = function.parameters
-        self._function = function
-        self._seeds = seeds
+    batch: int
+    seed: int
+
+
+class _Staged:
+    """A stage as the oracle runs it: what it draws depends on the micro-batch, as in the engine, and what it
+    receives from another rank has gone through the codecs of the border before it.
+    """
+
+    def __init__(self, model: Model, setting: Setting, stage: int, runs: list[_Now]) -> None:
+        self._function = model.stage(setting.plan, stage)
+        self.parameters = self._function.parameters
+        self._runs = runs
+        self._border = stage - 1
+        self._codecs = setting.all_codecs.between(setting.plan.source.rank_of_stage)
+        self._coded = [name for name in self._function.receives if name in learned_values(model.graph)]
 
     def __call__(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        return self._function(parameters, buffers, inputs, seed=self._seeds[-1])
+        now = self._runs[-1]
+        codecs = self._codecs.of(self._border, now.batch)
+        received = {name: through(codecs, inputs[name]) for name in self._coded}
+        return self._function(parameters, buffers, {**inputs, **received}, seed=now.seed)
 
 
 def oracle(
@@ -212,11 +241,11 @@ def oracle(
     samples of all micro-batches, batch by batch, where the plan does not say them.
     """
     plan, graph = setting.plan, model.graph
-    seeds: list[int] = []
+    runs: list[_Now] = []
 
     @contextmanager
     def around(batch: int, index: int) -> Iterator[None]:
-        seeds.append(micro_batch_seed(SEED, batch, index))
+        runs.append(_Now(batch, micro_batch_seed(SEED, batch, index)))
         yield
 
     seen: dict[tuple[int, int], int] = {}
@@ -227,7 +256,7 @@ def oracle(
     rule = plan.source.rule
     return run_oracle(
         rule,
-        [_Seeded(model.stage(plan, stage), seeds) for stage in range(plan.num_stages)],
+        [_Staged(model, setting, stage, runs) for stage in range(plan.num_stages)],
         {state.name: model.weights[state.name] for state in graph.parameters},
         [_cut(batch, model, plan, sizes[place] if sizes else ()) for place, batch in enumerate(data)],
         setting.factory,
@@ -238,6 +267,7 @@ def oracle(
         seen=seen if rule is Rule.FRESH else None,
         compute_dtype=setting.bank_dtype,
         around=around,
+        coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec),
     )
 
 

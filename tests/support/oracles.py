@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
+from tests.support.coded_oracle import CodedOracle
 
 __all__ = ["Microbatch", "StageLike", "Update", "run_oracle", "seen_by"]
 
@@ -94,12 +95,14 @@ def run_oracle(
     compute_dtype: torch.dtype | None = None,
     loss_name: str = "loss",
     around: Callable[[int, int], AbstractContextManager[object]] = lambda _batch, _index: nullcontext(),
+    coded: CodedOracle | None = None,
 ) -> list[Update]:
     """Train from `weights` on all batches.
 
     `seen` says under FRESH from how many of each replica's micro-batches of the batch before the trial step
     of a (stage, batch) is made; what is not in it runs on W itself. `compute_dtype` is that of banks shorter
     than the weights. Each micro-batch, by its batch and its place in it, runs within `around`.
+    Sums over the replicas go through `coded`, where stages share no parameter.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
     frozen = _cast({name: weights[name] for name in weights if name not in learned}, compute_dtype)
@@ -117,9 +120,14 @@ def run_oracle(
             base = trials[place] if place in trials else {name: version[name] for name in own}
             computed_on[place] = _cast(base, compute_dtype)
         result = model.run(unit, computed_on)
-        gradients: Gradients = dict.fromkeys(learned)
-        for sums in result.sums.values():
-            gradients = _added(gradients, sums[-1].gradients)
+        of_replicas: dict[int, Gradients] = {}
+        for place, sums in result.sums.items():
+            replica = 0 if coded is None else place.replica
+            known = of_replicas.get(replica, dict.fromkeys(learned))
+            of_replicas[replica] = _added(known, sums[-1].gradients)
+        gradients = of_replicas.get(0, dict.fromkeys(learned))
+        if coded is not None:
+            gradients = coded.sum(unit.batch, of_replicas)
         squares = (float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values() if g is not None)
         norm = math.sqrt(sum(squares))
         rate = lr_factor(unit.batch)
@@ -130,6 +138,8 @@ def run_oracle(
                 tried = _tried(training, sums[:count], rate, factor)
                 trials[place] = {name: tried[name] for name in computed_on[place]}
         is_skipped = not math.isfinite(norm) or not unit.microbatches
+        if coded is not None:
+            coded.settle(counts=not is_skipped)
         if not is_skipped:
             factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
             training.step(gradients, rate, factor)

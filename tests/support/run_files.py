@@ -46,6 +46,7 @@ def value_at(run: RunFile, table: str, key: str) -> Any:
 
 WORDS = st.text(min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
 PLAIN = st.text("abc-_ äß", min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
+CODECS = st.sampled_from(["none", "bfloat16", "int8", "int3", "keep:0.5", "keep:0.25:8"])
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "model.loss": st.sampled_from(["cross_entropy", "mse", "my.module:function"]),
     "data.mixture": st.lists(
@@ -53,9 +54,18 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     ),
     "data.private": st.dictionaries(st.sampled_from(["a", "b.c", "host-0"]), WORDS, min_size=1),
     "training.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
+    "sync.codec": st.sampled_from(["none", "int8", "threshold:0.5:7", "lowrank:3"]),
     "checkpoint.folder": PLAIN,
     "log.name": PLAIN,
     "log.prompt": st.text(max_size=12),
+    "links.codec": CODECS | st.just("auto"),
+    "links.borders": st.lists(
+        st.fixed_dictionaries({"border": st.sampled_from(["0-1", "1-2"]), "forward": CODECS}),
+        min_size=1,
+        max_size=2,
+    ),
+    "links.schedule.first_codec": CODECS,
+    "links.schedule.last_codec": CODECS,
 }
 
 

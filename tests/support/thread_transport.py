@@ -245,6 +245,16 @@ class _ThreadGroup:
 
         return _Waiting(wait)
 
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """Begin to fill `into` with the members' tensors."""
+        place = self._bring(f"gathering of {tensor.dtype} {list(tensor.shape)}", tensor.clone())
+
+        def wait() -> None:
+            for target, source in zip(into, self._all_brought(place), strict=True):
+                target.copy_(source)
+
+        return _Waiting(wait)
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""
         what = f"broadcast of {tensor.dtype} {list(tensor.shape)} from {source}"

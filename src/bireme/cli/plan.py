@@ -30,6 +30,15 @@ from bireme.cli.plan_options import (
 )
 from bireme.cli.plan_run import PlanRun
 from bireme.cli.words import word
+from bireme.codec.sum_words import (
+    DENSE,
+    DENSE_SUMS,
+    SumCodec,
+    SumCost,
+    SumKind,
+    parse_sum_codec,
+    sum_cost,
+)
 from bireme.errors import BiremeError, closest
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 
@@ -120,6 +129,20 @@ def plan(
             help="Allow stages to run further ahead to hide slow links; other frameworks cannot."
         ),
     ] = True,
+    codec: Annotated[
+        str,
+        constraint_option(
+            metavar="CODEC|auto",
+            help="How stages send to each other: none, bfloat16, int8, int4, keep:0.25:8, or auto for the "
+            "least time to a loss.",
+        ),
+    ] = "none",
+    sync_codec: Annotated[
+        str,
+        constraint_option(
+            metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."
+        ),
+    ] = "none",
     pin: Annotated[
         list[str] | None, constraint_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
@@ -210,7 +233,10 @@ def plan(
         devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
         recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
+        codec=codec.lower(),
+        value_bytes=2 if dtype == "bfloat16" else 4,
     )
+    sum_codec = parse_sum_codec(sync_codec)
     found_cluster = cluster_of(cluster)
     _check_numbers(request, found_cluster)
     for name in request.devices:
@@ -223,11 +249,28 @@ def plan(
         request,
         pinned=pins_of(pin or (), names, "--pin"),
         together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
+        sums=_sums(sum_codec, found_profile, asked),
     )
     for name in request.pinned.values():
         found_cluster.number_of(name)
     run = PlanRun(found_profile, found_cluster, request, asked, is_given=profile is not None)
     run.show(output, exports, explained=explain, as_json=as_json)
+
+
+def _sums(codec: SumCodec, profile: "Profile", asked: Measuring | None) -> SumCost:
+    """What a codec makes of sums; without the model, gradients are taken as one vector a unit."""
+    if codec == DENSE:
+        return DENSE_SUMS
+    if asked is not None:
+        from bireme.cli.measuring import captures_of
+
+        return sum_cost(codec, captures_of(asked).graph(profile.micro_batches[0]).gradient_shapes)
+    if codec.kind is SumKind.LOWRANK:
+        raise BiremeError(
+            f"--sync-codec {codec} depends on the shapes of the model's matrices, which a profile does not "
+            "have. Give the model with --model too."
+        )
+    return sum_cost(codec, [(unit.gradient_bytes // 4,) for unit in profile.units])
 
 
 def _sizes(

@@ -53,10 +53,10 @@ class PlanRun:
 
         notes = plan_notes(self.profile, self.cluster)
         if as_json:
-            from bireme.report.plan_document import explanation_document, plan_document
+            from bireme.report.plan_document import explanation_document, plan_document, sync_document
 
             document = plan_document(answer, self.profile, planning_s)
-            document |= {"notes": notes, "exports": texts}
+            document |= {"sync": sync_document(self.request), "notes": notes, "exports": texts}
             print_json(document | ({} if helps is None else explanation_document(answer, helps)))
             return
         from rich.console import Console

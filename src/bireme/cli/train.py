@@ -132,18 +132,22 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
     from bireme.report.train_table import print_prepared
     from bireme.train.delay_warmup import first_delayed_step
     from bireme.train.run_length import is_short
+    from bireme.train.sums import idle_codec
 
+    console = Console(stderr=as_json)
     print_prepared(
         prepared.run.model.source,
         prepared.machines.cluster,
         prepared.plan,
         prepared.profile,
         folder.path,
-        Console(stderr=as_json),
+        console,
         answer=prepared.answer,
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan),
         is_brief=is_short(prepared.run, prepared.graph),
     )
+    for sentence in idle_codec(prepared.run, prepared.plan.plan):
+        console.print(sentence, style="yellow", markup=False, highlight=False)
 
 
 def show_finished(finished: "Finished", *, as_json: bool) -> None:

@@ -136,6 +136,11 @@ class Graph:
     outputs: tuple[Output, ...]
 
     @property
+    def gradient_shapes(self) -> tuple[tuple[Place, ...], ...]:
+        """The shapes of the gradients that training makes, tied ones once."""
+        return tuple(state.shape for state in self.parameters if state.trainable)
+
+    @property
     def parameter_bytes(self) -> int:
         """The bytes of all parameters, tied ones once."""
         return sum(parameter.num_bytes for parameter in self.parameters)

@@ -45,9 +45,9 @@ class Forecast:
 
     `penalty` is how many steps the update rule takes for one of a synchronous run, so that plans compare by
     `cost_s_per_sample`; with `delay_warmup`, the share of a run that goes under 1f1b before updates are
-    delayed, it counts the bubble of these batches too. `busy_share` is the mean over the devices in use.
-    `bottleneck` names the device or link that sets the pace. `watts` is what the devices in use draw
-    together, None where it is not known.
+    delayed, it counts the bubble of these batches too. `codec_penalty` is the part of it that codecs on
+    borders cost. `busy_share` is the mean over the devices in use. `bottleneck` names the device or link that
+    sets the pace. `watts` is what the devices in use draw together, None where it is not known.
     """
 
     batch_s: Positive
@@ -58,6 +58,7 @@ class Forecast:
     stages: Annotated[tuple[StageForecast, ...], MinLen(1)]
     delay_warmup: Share = 0.0
     watts: Positive | None = None
+    codec_penalty: Positive = 1.0
 
     @property
     def cost_s_per_sample(self) -> float:

@@ -10,6 +10,7 @@ from typing import Annotated
 from annotated_types import doc
 
 from bireme.bounds import Count, Place
+from bireme.codec.border import BorderCodecs, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.catalogue import generate
@@ -30,7 +31,8 @@ class Plan:
     are cut in proportion; left out, replicas get equal shares. `devices[rank][replica]` names the device of
     each process, for who starts them. `updates_early` lets 2bw and 2bw-fresh update while the first rank has
     one set of gradients, which costs time where gradients are summed over ranks; left out, it is so where
-    there is one replica, and the engine takes it back where ranks share parameters.
+    there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of
+    the borders, from the first on; left out, everything is sent as it is.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -45,6 +47,7 @@ class Plan:
     micro_batch_sizes: tuple[Count, ...] = ()
     devices: tuple[tuple[str, ...], ...] = ()
     updates_early: bool | None = None
+    codecs: tuple[BorderCodecs, ...] = ()
 
     def __post_init__(self) -> None:
         num_ranks = self.by_program.source.num_ranks
@@ -52,6 +55,11 @@ class Plan:
             raise BiremeError(
                 f"The plan names devices for {len(self.devices)} ranks; it needs one for each of "
                 f"{self.width} replicas of each of {num_ranks} ranks."
+            )
+        if len(self.codecs) > self.num_stages - 1:
+            raise BiremeError(
+                f"The plan has codecs for {len(self.codecs)} borders; {self.num_stages} stages have "
+                f"{self.num_stages - 1}."
             )
 
     @property
@@ -77,7 +85,14 @@ class Plan:
     @property
     def by_program(self) -> ProgramPlan:
         """The same with its programs instead of a schedule's name, which is all that the engine asks for."""
-        return ProgramPlan(self.source, self.cuts, self.width, self.recompute_units, self.micro_batch_sizes)
+        return ProgramPlan(
+            self.source,
+            self.cuts,
+            self.width,
+            self.recompute_units,
+            self.micro_batch_sizes,
+            LinkCodecs.steady(self.codecs),
+        )
 
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""

@@ -1,15 +1,22 @@
 """What a user asks of a plan: batch size, goal and constraints."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from bireme.codec.border import BorderCodecs
+from bireme.codec.description import parse_codec
+from bireme.codec.sum_words import DENSE_SUMS, SumCost
 from bireme.errors import BiremeError
+from bireme.plan.codec_penalties import codec_steps
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
 from bireme.schedule.rule import Rule
 
-__all__ = ["Goal", "PlanRequest"]
+__all__ = ["AUTO", "Goal", "PlanRequest"]
+
+AUTO = "auto"
+"""The codec that the planner chooses."""
 
 
 class Goal(StrEnum):
@@ -34,7 +41,10 @@ class PlanRequest:
     `pinned` maps units to devices, `together` names first and last units of ranges that must not be cut,
     `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
     Each of the servers `owners` has private samples: it must be the home of a replica (see `plan.homes`).
-    Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks.
+    Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks. `codec` is that
+    of the borders, in both directions; auto leaves it to the planner. `has_ending` says that the last fifth
+    of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
+    sums of gradients over replicas.
     """
 
     batch_size: int
@@ -54,6 +64,10 @@ class PlanRequest:
     recompute: Recompute = Recompute.WHERE_NEEDED
     lookahead: bool = True
     owners: tuple[str, ...] = ()
+    sums: SumCost = DENSE_SUMS
+    codec: str = "none"
+    has_ending: bool = False
+    value_bytes: int = 4
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):
@@ -66,6 +80,8 @@ class PlanRequest:
             )
         if self.delay_warmup is not None and not 0 <= self.delay_warmup <= 1:
             raise BiremeError(f"The delay warm-up is {self.delay_warmup:g} of the run; it must be 0 to 1.")
+        if self.codec != AUTO:
+            parse_codec(self.codec)
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:
                 raise BiremeError(f"The penalty of {rule} is {steps}; it must be 1 or more.")
@@ -76,6 +92,10 @@ class PlanRequest:
         if self.delay_warmup is not None:
             return self.delay_warmup
         return DEFAULT_DELAY_WARMUP if self.schedule == "auto" else 0.0
+
+    def codec_penalty(self, codecs: Iterable[BorderCodecs]) -> float:
+        """Batches with these codecs on borders that equal one without; 1 if the goal is throughput."""
+        return 1.0 if self.goal is Goal.THROUGHPUT else codec_steps(codecs, has_ending=self.has_ending)
 
     def penalty(
         self, rule: Rule, optimizer: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.schedule.source import ProgramSource
 
@@ -25,6 +26,7 @@ class ProgramPlan:
     width: int = 1
     recompute_units: tuple[int, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
+    codecs: LinkCodecs = NO_CODECS
 
     def __post_init__(self) -> None:
         if self.cuts is not None:

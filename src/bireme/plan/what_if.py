@@ -128,6 +128,7 @@ def _other_wishes(cluster: Cluster, wishes: PlanRequest) -> Iterator[tuple[str, 
         "devices": f"all {cluster.num_devices} devices",
         "recompute": "recomputation where needed",
         "lookahead": "stages that may run further ahead",
+        "sums": f"sums of gradients as they are, not through {wishes.sums.codec}",
     }
     for name, sentence in words.items():
         usual = getattr(plain, name)

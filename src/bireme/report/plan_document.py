@@ -5,13 +5,16 @@ from dataclasses import asdict
 from typing import Any
 
 from bireme.cluster.cluster import Cluster
+from bireme.codec.border import AS_IT_IS
 from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate
+from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.summary import Summary, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 
-__all__ = ["explanation_document", "plan_document", "plan_notes", "saved_plan_document"]
+__all__ = ["explanation_document", "plan_document", "plan_notes", "saved_plan_document", "sync_document"]
 
 
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:
@@ -24,6 +27,8 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
         "lookahead": best.plan.lookahead,
         "num_sliced": best.plan.num_sliced,
         "stages_per_rank": best.plan.stages_per_rank,
+        "codecs": _codecs(best.plan),
+        "codec_penalty": best.forecast.codec_penalty,
         "planning_s": planning_s,
         "num_tried": answer.num_tried,
         "stages": _stages(best, [unit.name for unit in profile.units]),
@@ -57,6 +62,8 @@ def saved_plan_document(
         "lookahead": plan.lookahead,
         "num_sliced": plan.num_sliced,
         "stages_per_rank": plan.stages_per_rank,
+        "codecs": _codecs(plan),
+        "codec_penalty": None if saved.forecast is None else saved.forecast.codec_penalty,
         "planning_s": None,
         "num_tried": None,
         "stages": stages,
@@ -64,6 +71,29 @@ def saved_plan_document(
         "candidates": [],
         "origin": None if saved.origin is None else asdict(saved.origin),
     }
+
+
+def sync_document(wishes: PlanRequest) -> dict[str, Any]:
+    """The codec of sums over replicas: bytes of a replica's message, and what it keeps, for each of its
+    gradients' bytes.
+    """
+    sums = wishes.sums
+    return {
+        "codec": str(sums.codec),
+        "message_share": sums.message_share,
+        "kept_share": sums.kept_share,
+    }
+
+
+def _codecs(plan: Plan) -> list[dict[str, Any]]:
+    """The codecs of each border between two ranks."""
+    ranks = plan.source.rank_of_stage
+    named = (*plan.codecs, *(AS_IT_IS,) * (plan.num_stages - 1 - len(plan.codecs)))
+    return [
+        {"from_stage": stage, "to_stage": stage + 1, "forward": one.forward, "backward": one.backward}
+        for stage, one in enumerate(named)
+        if ranks[stage] != ranks[stage + 1]
+    ]
 
 
 def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:

@@ -49,6 +49,8 @@ def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Con
     console.print()
     _say(console, _promise(best, short))
     _say(console, _limit(best, short))
+    if best.plan.codecs:
+        _say(console, _about_codecs(answer))
     console.print()
     console.print(_kinds(answer))
     _say(console, LEGEND, style="dim")
@@ -187,6 +189,22 @@ def _promise(best: Candidate, short: Summary) -> str:
 def _limit(best: Candidate, short: Summary) -> str:
     device, left = _left(best)
     return f"{escape(short.bottleneck)} limits the pace. {escape(device)} has the least free memory: {left}."
+
+
+def _about_codecs(answer: Answer) -> str:
+    """What is sent, what that costs in steps, and what the best plan without codecs would take."""
+    best = answer.best
+    places: dict[str, list[str]] = {}
+    for stage, one in enumerate(best.plan.codecs):
+        word = one.forward if one.forward == one.backward else f"{one.forward} and back {one.backward}"
+        places.setdefault(word, []).append(f"{stage}-{stage + 1}")
+    words = "; ".join(f"{escape(word)} between stages {', '.join(own)}" for word, own in places.items())
+    text = f"Sent as: {words}. That takes {best.forecast.codec_penalty:.2f} steps for one."
+    without = next((one for one in answer.candidates if not one.plan.codecs), None)
+    if without is None:
+        return text
+    times = without.forecast.cost_s_per_sample / best.forecast.cost_s_per_sample
+    return f"{text} The best plan without codecs takes {times:.2f} times as long to the same loss."
 
 
 def _left(candidate: Candidate) -> tuple[str, str]:

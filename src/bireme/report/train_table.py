@@ -1,7 +1,7 @@
 """A run of training for people: what it will do, and at its end what was measured beside the prediction."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,8 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     loss += [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
     parts = [counted(steps, "step"), *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
     say("\n" + ", ".join(parts) + ".", highlight=False)
+    if (through := document.get("eval_loss_through_codecs")) is not None:
+        tell(_about_codecs(document["links"], through))
     if (joules := document.get("joules_per_sample")) is not None:
         tell(f"By the watts of its devices a sample took {joules:.3g} J.")
     for warning in document["warnings"][-MOST_WARNINGS:]:
@@ -202,6 +204,15 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     if document["sample"]:
         say("\n[dim]A sample of its text:[/dim]")
         say(escape(document["sample"][:LONGEST_SAMPLE]), highlight=False)
+
+
+def _about_codecs(links: Sequence[Mapping[str, Any]], through: float) -> str:
+    """What codecs on borders saved, and what the evaluation loss is through them."""
+    raw, sent = (sum(link[name] for link in links) for name in ("raw_bytes", "sent_bytes"))
+    return (
+        f"Codecs sent {bytes_text(sent)} between stages instead of {bytes_text(raw)}. The evaluation loss "
+        f"above is without them, as the model is exported; through them it is {through:.4f}."
+    )
 
 
 def _tell(console: Console, text: str) -> None:

@@ -2,16 +2,22 @@
 
 Forward goes everything that the next stage receives, backward the gradients of those of these tensors that
 learn. Both ends know this from the graph, so no shapes are sent.
+
+A codec is for activations and their gradients. What no gradient comes back for (integers, masks, positions)
+and what is tiny is sent as it is.
 """
 
 from functools import lru_cache
+from math import prod
 
 import torch
 
+from bireme.codec.description import FEWEST_ENTRIES, NONE, CodecChoice
 from bireme.model.graph import Graph
 from bireme.model.learned import learned_values
 from bireme.model.length import evaluate
-from bireme.runtime.wire import TensorSpec, WireFormat
+from bireme.runtime.tensor_spec import TensorSpec
+from bireme.runtime.wire import WireFormat
 
 __all__ = ["Borders"]
 
@@ -38,18 +44,42 @@ class Borders:
         shape = self._values[name].shape
         return next((axis for axis, length in enumerate(shape) if not isinstance(length, int)), None)
 
-    def _forward(self, to_stage: int, num_samples: int) -> WireFormat:
-        """What a stage receives from the one before it, for so many samples."""
-        return self._format(self.receives[to_stage], num_samples)
+    def _forward(
+        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
+    ) -> WireFormat:
+        """What a stage receives from the one before it, for so many samples: part of a micro-batch of
+        `of_samples`, if that is more.
+        """
+        return self._format(self.receives[to_stage], num_samples, codec, of_samples, is_back=False)
 
-    def _backward(self, to_stage: int, num_samples: int) -> WireFormat:
+    def _backward(
+        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
+    ) -> WireFormat:
         """What a stage receives from the next one."""
-        return self._format(self.gradients_into(to_stage), num_samples)
+        return self._format(self.gradients_into(to_stage), num_samples, codec, of_samples, is_back=True)
 
-    def _format(self, names: tuple[str, ...], num_samples: int) -> WireFormat:
+    def _format(
+        self, names: tuple[str, ...], num_samples: int, codec: CodecChoice, of_samples: int, *, is_back: bool
+    ) -> WireFormat:
         specs = []
         for name in names:
-            value = self._values[name]
-            shape = tuple(evaluate(length, num_samples) for length in value.shape)
-            specs.append(TensorSpec(name, shape, getattr(torch, value.dtype)))
+            shape = self._shape(name, num_samples)
+            dtype = getattr(torch, self._values[name].dtype)
+            # A half is encoded where the whole is, for the whole gradient will need the masks of both.
+            if self._is_encoded(name, codec, dtype, max(num_samples, of_samples)):
+                axis = self.batch_axis(name) or 0
+                specs.append(TensorSpec(name, shape, dtype, codec, is_back, axis))
+            else:
+                specs.append(TensorSpec(name, shape, dtype))
         return WireFormat(tuple(specs))
+
+    def _shape(self, name: str, num_samples: int) -> tuple[int, ...]:
+        return tuple(evaluate(length, num_samples) for length in self._values[name].shape)
+
+    def _is_encoded(self, name: str, codec: CodecChoice, dtype: torch.dtype, num_samples: int) -> bool:
+        """Whether a tensor is encoded. `keep` takes entries from rows, which must not go over samples."""
+        if codec == NONE or name not in self.learned or not dtype.is_floating_point:
+            return False
+        shape = self._shape(name, num_samples)
+        has_rows = codec.name != "keep" or self.batch_axis(name) != len(shape) - 1
+        return has_rows and prod(shape) >= FEWEST_ENTRIES

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.borders import Borders
+from bireme.runtime.coding import Coding
 from bireme.runtime.microbatches import Feed
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.wire import Arrival, Parcel, WireFormat
 from bireme.schedule.instruction import Instruction, Message
 
-__all__ = ["Courier"]
+__all__ = ["Courier", "Traffic"]
 
 MOST_SENDS = 4
 """Sends over one border in one direction that may be under way; before another, the oldest is waited for. As
@@ -45,8 +47,16 @@ class _Sent:
     pending: Pending
 
 
+@dataclass(slots=True)
+class Traffic:
+    """The bytes of all messages that went over a border in one direction: as sent, and without a codec."""
+
+    raw_bytes: int = 0
+    sent_bytes: int = 0
+
+
 class Courier:
-    """Moves the messages of one rank. `feed` must be set to that of the batches that they are about."""
+    """Moves the messages of one rank. `begin` says which batches they are about, and by which codecs."""
 
     feed: Feed
 
@@ -56,6 +66,7 @@ class Courier:
         borders: Borders,
         transport: Transport,
         device: torch.device,
+        codecs: LinkCodecs = NO_CODECS,
     ) -> None:
         self._rank_of_stage = rank_of_stage
         self._num_stages = len(rank_of_stage)
@@ -73,9 +84,19 @@ class Courier:
         """Room for messages that are about to be made."""
         self._free: dict[tuple[bool, int], deque[Parcel]] = {}
         """Room whose last message has gone, by border and direction; what was used last is last."""
+        self._coding = Coding()
+        self._own_codecs = self._codecs = codecs
+        self.traffic: dict[tuple[bool, int], Traffic] = {}
+        """What this rank has sent of training, by direction and border."""
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
         self.most_receive_bytes = 0
+
+    def begin(self, feed: Feed, evaluating: LinkCodecs | None = None) -> None:
+        """Go on with the batches of a feed: to train, or to evaluate by these codecs."""
+        self.feed = feed
+        self._codecs = self._own_codecs if evaluating is None else evaluating
+        self._coding.keeps_masks = evaluating is None
 
     def receive(self, step: Instruction) -> None:
         """Post a receive."""
@@ -100,7 +121,9 @@ class Courier:
             oldest.pending.wait()
             self._free_over(border).append(oldest.parcel)
         parcel = self._ready.pop(key, None) or self._parcel(key)
-        parcel.pack(tensors)
+        parcel.pack(tensors, self._coding)
+        if self._coding.keeps_masks:
+            self._count(key, parcel)
         pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message)
         channel.append(_Sent(parcel, pending))
 
@@ -120,7 +143,7 @@ class Courier:
             self._ready[made] = self._parcel(made)
         awaited.pending.wait()
         self.receive_bytes -= awaited.num_bytes
-        return awaited.arrival.unpack(self._device)
+        return awaited.arrival.unpack(self._device, self._coding)
 
     def put(self, step: Instruction, tensors: Tensors) -> None:
         """What an instruction made for a neighbouring stage."""
@@ -174,9 +197,19 @@ class Courier:
         axes = {name: self._borders.batch_axis(name) or 0 for name in one}
         return {name: torch.cat([one[name], other[name]], axes[name]) for name in one}
 
-    def _format(self, key: Message) -> WireFormat:
+    def _format(self, key: Message, *, is_raw: bool = False) -> WireFormat:
         assert key.microbatch is not None
         whole = self.feed.portion(key.batch).micro_batches[key.microbatch]
         one = whole if key.half is None else whole.halves[key.half]
         of_border = self._borders.forward if key.forward else self._borders.backward
-        return of_border(key.to_stage, one.num_samples)
+        if is_raw or not self._codecs.phases:
+            return of_border(key.to_stage, one.num_samples)
+        codecs = self._codecs.of(min(key.from_stage, key.to_stage), key.batch)
+        codec = codecs.choice(forward=key.forward)
+        return of_border(key.to_stage, one.num_samples, codec, whole.num_samples)
+
+    def _count(self, key: Message, parcel: Parcel) -> None:
+        border = key.forward, min(key.from_stage, key.to_stage)
+        counted = self.traffic.setdefault(border, Traffic())
+        counted.raw_bytes += self._format(key, is_raw=True).num_bytes
+        counted.sent_bytes += parcel.message.nbytes

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.model.stage import StageFunction
 from bireme.runtime.batches import Batch
 from bireme.runtime.interpreter import Interpreter
@@ -49,12 +50,14 @@ class Evaluator:
         self._cutter = cutter
         self._interpreter = interpreter
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """The loss over some batches, each of any size down to one sample."""
+    def evaluate(self, batches: Iterable[Batch], codecs: LinkCodecs = NO_CODECS) -> Evaluation:
+        """The loss over some batches, each of any size down to one sample; what crosses borders goes through
+        `codecs`.
+        """
         for stage in self._stages.values():
             stage.load()
         try:
-            loss, weight, num_samples = self._sums(batches)
+            loss, weight, num_samples = self._sums(batches, codecs)
         finally:
             for stage in self._stages.values():
                 stage.unload()
@@ -62,7 +65,7 @@ class Evaluator:
         self._group.all_reduce(total).wait()
         return Evaluation(float(total) / weight if weight else math.nan, weight, num_samples)
 
-    def _sums(self, batches: Iterable[Batch]) -> tuple[float, float, int]:
+    def _sums(self, batches: Iterable[Batch], codecs: LinkCodecs) -> tuple[float, float, int]:
         """This rank's part of the weighted loss, the weight of all batches, and their samples."""
         loss = weight = 0.0
         num_samples = 0
@@ -71,16 +74,16 @@ class Evaluator:
             weight += portion.weight
             num_samples += portion.num_samples
             if portion.micro_batches:
-                self._run(portion)
+                self._run(portion, codecs)
                 loss += portion.weight * sum(stage.take_loss() for stage in self._stages.values())
         return loss, weight, num_samples
 
-    def _run(self, portion: Portion) -> None:
+    def _run(self, portion: Portion, codecs: LinkCodecs) -> None:
         feed = Feed((), self._cutter, 0)
         feed.hold(0, portion)
         program = forward_only(self._layout.rank_of_stage, len(portion.micro_batches))
         blocks = program.tracks[self._layout.pipeline_rank].blocks()
-        for _ in self._interpreter.run(blocks, feed, forwards=self._stages):
+        for _ in self._interpreter.run(blocks, feed, forwards=self._stages, codecs=codecs):
             raise AssertionError("an evaluation finishes no batch of training")
 
 

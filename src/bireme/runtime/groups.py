@@ -2,17 +2,28 @@
 
 import torch
 
+from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.transport import Transport
+from bireme.sync.coded import CodedSums
 from bireme.sync.group import Group, SingleRankGroup
 from bireme.sync.reducer import Reducer
 
 __all__ = ["reducer_of"]
 
 
-def reducer_of(fabric: Fabric, layout: Layout, transport: Transport, device: torch.device) -> Reducer:
-    """What sums up this rank's batches. All ranks call it, and each finds the same kind."""
+def reducer_of(
+    fabric: Fabric,
+    layout: Layout,
+    transport: Transport,
+    device: torch.device,
+    codec: SumCodec = DENSE,
+) -> Reducer:
+    """What sums up this rank's batches. All ranks call it, and each finds the same kind.
+
+    Sums over replicas go through `codec`.
+    """
     if layout.width == 1 and not layout.tied:
         sums = fabric.sums(transport)
         if sums is not None:
@@ -28,6 +39,7 @@ def reducer_of(fabric: Fabric, layout: Layout, transport: Transport, device: tor
         tied={name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None},
         counted=layout.counted,
         device=None if device.type == "cpu" else device,
+        coded=None if codec == DENSE or layout.width == 1 else CodedSums(codec),
     )
 
 

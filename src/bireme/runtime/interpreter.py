@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.courier import Courier
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.recorder import Moment, Recorder
@@ -78,12 +79,13 @@ class Interpreter:
         recorder: Recorder | None = None,
         *,
         forwards: Mapping[int, RunsForward] | None = None,
+        codecs: LinkCodecs = NO_CODECS,
     ) -> Iterator[Finished]:
         """Run what the blocks say on the batches of the feed; gives what came of each batch when it is
-        done. Forwards are those of the stages that train, or of `forwards`.
+        done. Forwards are those of the stages that train, or of `forwards`, by these codecs.
         """
         self._forwards = self._stages if forwards is None else forwards
-        self._courier.feed = feed
+        self._courier.begin(feed, None if forwards is None else codecs)
         actions = self._actions
         stopwatch = self._stopwatch if forwards is None else None
         asks = recorder or stopwatch

@@ -5,7 +5,7 @@ each batch, is the same on every rank.
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from bireme.balance.shares import Shares
+from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -28,9 +30,10 @@ from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
-from bireme.runtime.courier import Courier
+from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of
+from bireme.runtime.feedback_sections import feedback_sections, load_feedback
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
@@ -47,6 +50,7 @@ from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction
+from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "Result", "Weights", "teller"]
@@ -61,10 +65,10 @@ class Pipeline:
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
     name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
-    it is shorter than what the weights come in, keeps float32 master weights. `sharing` lets the replicas'
-    shares of each batch follow their speed.
-    it is shorter than what the weights come in, keeps float32 master weights. With `reads_apart` no rank
-    reads rows of another replica to train on them: what they count goes around as numbers.
+    it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
+    borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
+    `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
+    rows of another replica to train on them: what they count goes around as numbers.
     """
 
     def __init__(
@@ -85,11 +89,14 @@ class Pipeline:
         device: torch.device | str = "cpu",
         bank_dtype: torch.dtype | None = None,
         compile: bool = False,  # noqa: A002 (torch's word for it)
+        sum_codec: str = "none",
         on_instruction: OnInstruction | None = None,
         sharing: Sharing | None = None,
         reads_apart: bool = False,
+        codecs: LinkCodecs | None = None,
     ) -> None:
         asked = runnable(plan)
+        codec = parse_sum_codec(sum_codec)
         self._device = torch.device(device)
         check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -132,14 +139,16 @@ class Pipeline:
         # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
         self._fabric = fabric
-        self._reducer = reducer_of(fabric, self.layout, transport, self._device)
+        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec)
         self._spare = fabric.everyone()
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
-        self._courier = Courier(self.layout.rank_of_stage, self._borders, transport, self._device)
+        ranks = self.layout.rank_of_stage
+        self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
+        self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell, stopwatch)
         self._evaluator: Evaluator | None = None
         if forwards is not None:
@@ -201,10 +210,10 @@ class Pipeline:
         if recorder is not None:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Batch], *, through_codecs: bool = False) -> Evaluation:
         """The loss over some batches, on the newest weights; the same on every rank.
 
-        A batch may be of any size, down to one sample.
+        A batch may be of any size, down to one sample. Borders have no codec, or that of the last batch.
         """
         if self._evaluator is None:
             raise BiremeError(
@@ -212,7 +221,8 @@ class Pipeline:
                 "training=False and give it as evaluation=."
             )
         self._check_drained()
-        return self._evaluator.evaluate(batches)
+        codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
+        return self._evaluator.evaluate(batches, codecs)
 
     def parameters(self) -> dict[str, Tensor]:
         """The newest weights of this rank's stages, by the model's own names. They are the engine's: only
@@ -253,6 +263,7 @@ class Pipeline:
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
+        tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
@@ -266,6 +277,7 @@ class Pipeline:
         self._check_drained()
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
+        load_feedback(self._reducer.feedback, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
         if self.balancer is not None:
@@ -334,6 +346,16 @@ class Pipeline:
     def send_bytes(self) -> int:
         """The bytes of messages on their way, and of the room that is kept for more."""
         return self._courier.send_bytes
+
+    @property
+    def sum_bytes(self) -> SentBytes:
+        """What this rank has sent so far for sums of gradients."""
+        return self._reducer.sent
+
+    @property
+    def traffic(self) -> Mapping[tuple[bool, int], Traffic]:
+        """What this rank has sent of training so far, by direction (forward or not) and border."""
+        return self._courier.traffic
 
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""

@@ -2,7 +2,8 @@
 
 One message instead of one for each tensor costs one latency, and its header tells whose it is, so that a
 tensor of another micro-batch, shape or dtype is never taken for the right one. Both ends make the format from
-the same graph and micro-batch size; shapes are not sent, only compared.
+the same graph and micro-batch size; shapes are not sent, only compared. An encoded tensor takes as many bytes
+as its shape and its codec say, so no lengths are sent either.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from bireme.devices import pinned
 from bireme.errors import BiremeError
+from bireme.runtime.coding import Coding
 from bireme.runtime.header import HEADER_BYTES, header_of, read_header
+from bireme.runtime.tensor_spec import TensorSpec, shown
 from bireme.schedule.instruction import Message
 
 __all__ = ["Arrival", "Parcel", "TensorSpec", "WireFormat"]
@@ -24,28 +27,17 @@ ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of a message."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        """Such as `hidden float32 [4, 128]`."""
-        return f"{self.name} {_shown(self.shape, self.dtype)}"
-
-
-@dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies in a message, counted in its own elements."""
+    """Where a tensor lies in a message, counted in its own elements; an encoded one in bytes."""
 
     spec: TensorSpec
     strides: tuple[int, ...]
     offset: int
 
     def within(self, message: Tensor) -> Tensor:
-        """The tensor, as a view of the message."""
+        """The tensor, as a view of the message; of an encoded one its bytes."""
+        if self.spec.is_encoded:
+            return message[self.offset : self.offset + self.spec.num_bytes]
         typed = message.view(self.spec.dtype)
         return typed.as_strided(self.spec.shape, self.strides, typed.storage_offset() + self.offset)
 
@@ -56,18 +48,20 @@ class WireFormat:
     `num_bytes` is the length of a message, a multiple of 64; `signature` tells formats apart.
     """
 
-    __slots__ = ("_places", "num_bytes", "signature", "specs")
+    __slots__ = ("_encoded", "_places", "num_bytes", "signature", "specs")
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
         places = []
         end = HEADER_BYTES
         for spec in self.specs:
-            places.append(_Place(spec, _strides(spec.shape), end // spec.dtype.itemsize))
-            end = _aligned(end + prod(spec.shape) * spec.dtype.itemsize)
+            unit = 1 if spec.is_encoded else spec.dtype.itemsize
+            places.append(_Place(spec, _strides(spec.shape), end // unit))
+            end = _aligned(end + spec.num_bytes)
         self._places = tuple(places)
+        self._encoded = tuple(spec for spec in self.specs if spec.is_encoded)
         self.num_bytes = end
-        written = ";".join(_shown(spec.shape, spec.dtype) for spec in self.specs)
+        written = ";".join(spec.form for spec in self.specs)
         self.signature = int.from_bytes(blake2b(written.encode(), digest_size=8).digest(), "little")
 
     def parcel(self, device: torch.device, *, is_pinned: bool = False) -> "Parcel":
@@ -84,8 +78,16 @@ class WireFormat:
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def views(self, message: Tensor) -> dict[str, Tensor]:
-        """The tensors, by name, as views of a message."""
+        """The tensors, by name, as views of a message; of those that are encoded the bytes."""
         return {place.spec.name: place.within(message) for place in self._places}
+
+    def tensors(self, key: Message, message: Tensor, coding: Coding | None) -> dict[str, Tensor]:
+        """The tensors of a message, by name: views, or what `coding` makes of those that are encoded."""
+        found = self.views(message)
+        for spec in self._encoded:
+            assert coding is not None, "what is encoded needs a codec"
+            found[spec.name] = coding.decode(key, spec, found[spec.name])
+        return found
 
     def header(self, key: Message) -> bytes:
         """What a message begins with."""
@@ -130,18 +132,24 @@ class Parcel:
         else:
             self.message[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors into it. More than are sent may be given."""
+    def pack(self, tensors: Mapping[str, Tensor], coding: Coding | None = None) -> None:
+        """Copy the tensors into it, or let `coding` write them. More than are sent may be given."""
         for spec, view in self._views:
             tensor = tensors[spec.name]
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
                 raise BiremeError(
                     f"The {self._key} should carry {spec}, but the stage made "
-                    f"{_shown(tuple(tensor.shape), tensor.dtype)}. "
+                    f"{shown(tuple(tensor.shape), tensor.dtype)}. "
                     "The graph's shapes do not hold for this batch. Capture the model with inputs like the "
                     "ones it is trained on."
                 )
-            view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+            own = tensor.detach() if tensor.requires_grad else tensor
+            if spec.is_encoded:
+                assert coding is not None, "what is encoded needs a codec"
+                assert self._key is not None, "address() comes first"
+                coding.encode(self._key, spec, own, view)
+            else:
+                view.copy_(own)
 
 
 class Arrival:
@@ -161,8 +169,9 @@ class Arrival:
         if self._header is not None:
             self._header[:] = self._expected
 
-    def unpack(self, device: torch.device) -> dict[str, Tensor]:
-        """The tensors, by name: views of the message, or of a copy on the device if it is staged on the host.
+    def unpack(self, device: torch.device, coding: Coding | None = None) -> dict[str, Tensor]:
+        """The tensors, by name: views of the message, or of a copy on the device if it is staged on the host;
+        what is encoded is decoded by `coding`.
 
         Raises if it is not the message expected. On a CUDA device the check waits until it has come.
         """
@@ -170,10 +179,9 @@ class Arrival:
         came = self.message[:HEADER_BYTES].cpu().numpy().tobytes() if header is None else bytes(header)
         if came != self._expected:
             raise self._wire_format.mismatch(came, self._key)
-        if self._is_staged:
-            # Torch knows of the copy, and does not give pinned memory away before it is made.
-            return self._wire_format.views(self.message.to(device, non_blocking=True))
-        return self._wire_format.views(self.message)
+        # Torch knows of the copy, and does not give pinned memory away before it is made.
+        here = self.message.to(device, non_blocking=True) if self._is_staged else self.message
+        return self._wire_format.tensors(self._key, here, coding)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -183,7 +191,3 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

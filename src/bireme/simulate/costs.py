@@ -9,10 +9,24 @@ from bireme.errors import BiremeError
 from bireme.schedule.instruction import PAGING, Instruction, Kind, Message
 from bireme.schedule.residency import Sizes
 
-__all__ = ["Costs", "PerStage"]
+__all__ = ["CodecCost", "Costs", "PerStage"]
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecCost:
+    """What codecs change on a border, for one micro-batch: the bytes of its messages, as shares of those
+    without, and the seconds to encode and to decode them, on a device of speed 1.
+    """
+
+    forward_share: float = 1.0
+    backward_share: float = 1.0
+    encode_forward_s: float = 0.0
+    decode_forward_s: float = 0.0
+    encode_backward_s: float = 0.0
+    decode_backward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +34,8 @@ class Costs:
     """Seconds and bytes per stage, for one micro-batch where that matters.
 
     `message_bytes[s]` crosses the border from stage s to s+1, `gradient_message_bytes[s]` comes back over it;
-    where none are given that is as much. `reduce_s` is the
+    where none are given that is as much. `codecs[s]`, where there are any, says what is sent of both.
+    `reduce_s` is the
     gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
     besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
     seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides.
@@ -49,11 +64,12 @@ class Costs:
     gradient_message_bytes: tuple[float, ...] = ()
     engine: EngineCost = NO_ENGINE
     workspace_bytes: tuple[float, ...] = ()
+    codecs: tuple[CodecCost, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             values = getattr(self, field.name)
-            if isinstance(values, bool | EngineCost):
+            if isinstance(values, bool | EngineCost) or field.name == "codecs":
                 continue
             least = "greater than 0" if field.name == "rank_speed" else "0 or greater"
             for value in values:
@@ -160,7 +176,9 @@ class Costs:
             return 0.0  # Posted; a mover copies beside the track.
         speed = self.rank_speed[rank] if self.rank_speed else 1.0
         own_s = self.engine.instruction_s + self._work_s(step)
-        return (own_s if takes_bytes is None else own_s + self.engine.taking_s(takes_bytes)) / speed
+        if takes_bytes is not None:
+            own_s += self.engine.taking_s(takes_bytes) + self._decode_s(step)
+        return own_s / speed
 
     def _work_s(self, step: Instruction) -> float:
         match step.kind:
@@ -182,7 +200,7 @@ class Costs:
                 busy_s = self.reduce_busy_s[step.stage] if self.reduce_busy_s else 0.0
                 return busy_s + self.engine.reduce_s + self.engine.batch_s
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                return self.engine.sending_s(self.border_bytes(step))
+                return self.engine.sending_s(self.border_bytes(step)) + self._encode_s(step)
             case _:
                 return self.engine.receive_s
         return table[step.stage]
@@ -192,22 +210,52 @@ class Costs:
         return self.message_of(step.carries())
 
     def message_of(self, message: Message) -> float:
-        """The bytes of a message: of a micro-batch, or of half of one."""
+        """The bytes that cross a border for a micro-batch, or for half of one."""
         border = min(message.from_stage, message.to_stage)
-        table = self.message_bytes if message.forward else self.gradient_message_bytes or self.message_bytes
+        table = self.forward_bytes if message.forward else self.backward_bytes
         return table[border] * (1.0 if message.half is None else 0.5)
+
+    @property
+    def forward_bytes(self) -> tuple[float, ...]:
+        """What crosses each border forward for a micro-batch, as it is sent."""
+        return tuple(num * self._codec(place).forward_share for place, num in enumerate(self.message_bytes))
+
+    @property
+    def backward_bytes(self) -> tuple[float, ...]:
+        """What comes back over each border for a micro-batch, as it is sent."""
+        back = self.gradient_message_bytes or self.message_bytes
+        return tuple(num * self._codec(place).backward_share for place, num in enumerate(back))
+
+    def _codec(self, border: int) -> CodecCost:
+        return self.codecs[border] if border < len(self.codecs) else AS_IT_IS
+
+    def _encode_s(self, step: Instruction) -> float:
+        """For how long a rank is busy to encode what it sends."""
+        forward = step.kind is Kind.SEND_FORWARD
+        codec = self._codec(step.stage if forward else step.stage - 1)
+        whole_s = codec.encode_forward_s if forward else codec.encode_backward_s
+        return whole_s * (1.0 if step.half is None else 0.5)
+
+    def _decode_s(self, step: Instruction) -> float:
+        """For how long a rank is busy to decode the message that an instruction uses."""
+        forward = step.kind is Kind.FORWARD
+        codec = self._codec(step.stage - 1 if forward else step.stage)
+        whole_s = codec.decode_forward_s if forward else codec.decode_backward_s
+        return whole_s * (1.0 if step.half is None else 0.5)
 
     def sizes(self) -> Sizes:
         """What each stage keeps, for the account of memory."""
-        into = (0.0, *self.message_bytes[:-1])
         return Sizes(
             version=self.weight_bytes,
             gradient=self.gradient_bytes,
             optimizer=self.optimizer_bytes,
             stash=self.stash_bytes,
             inputs=self.input_bytes,
-            activation=into,
-            gradient_message=self.gradient_message_bytes or self.message_bytes,
+            activation=(0.0, *self.forward_bytes[:-1]),
+            gradient_message=self.backward_bytes,
             master=self.master_weights,
             workspace=self.workspace_bytes,
         )
+
+
+AS_IT_IS = CodecCost()

@@ -4,6 +4,7 @@ Collectives on one group are matched by the order of the calls, so every member 
 same order, and a group belongs to one thread of its process. Nothing here knows what the numbers mean.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -63,6 +64,9 @@ class Group(Sums, Protocol):
     def rank(self) -> int:
         """This rank's number in the group."""
 
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """Begin to fill `into` with the members' tensors, which are all alike, in the members' order."""
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""
 
@@ -119,8 +123,15 @@ class DistGroup:
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._failed("sum", error) from error
-        assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
-        return _Sum(self, work)
+        return self._under_way("sum", work)
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """Begin to fill `into` with the members' tensors."""
+        try:
+            work = dist.all_gather(list(into), tensor, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._failed("gathering", error) from error
+        return self._under_way("gathering", work)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""
@@ -179,26 +190,31 @@ class DistGroup:
             raise RuntimeError(f"the group of the processes {self._members} has been closed")
         return self._held
 
+    def _under_way(self, what: str, work: dist.Work | None) -> Pending:
+        assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
+        return _UnderWay(self, what, work)
+
     def _failed(self, what: str, error: RuntimeError) -> Exception:
         if self._is_aborted:
             return AbortedError(f"This rank has given up the group of the processes {self._members}.")
         return CollectiveError(f"A {what} over the processes {self._members} failed: {error}")
 
 
-class _Sum:
-    """A sum under way, and its errors in our words."""
+class _UnderWay:
+    """A collective under way, and its errors in our words."""
 
-    __slots__ = ("_group", "_work")
+    __slots__ = ("_group", "_what", "_work")
 
-    def __init__(self, group: DistGroup, work: dist.Work) -> None:
+    def __init__(self, group: DistGroup, what: str, work: dist.Work) -> None:
         self._group = group
+        self._what = what
         self._work = work
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._group._failed("sum", error) from error
+            raise self._group._failed(self._what, error) from error
 
 
 class SingleRankGroup:
@@ -209,6 +225,11 @@ class SingleRankGroup:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """The sum of one tensor is the tensor."""
+        return _Done()
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """The only member's tensor is its own."""
+        into[0].copy_(tensor)
         return _Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bireme.sync.exchange import SLICE_BYTES, sum_in_slices
+from bireme.sync.coded import CodedSums
+from bireme.sync.exchange import SLICE_BYTES, SentBytes, sum_in_slices
+from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
 from bireme.sync.norm import squared_norm
@@ -61,6 +63,8 @@ class Reducer:
     * `counted`: the names whose gradients this rank adds to the norm; all if None. Over all ranks each
       parameter must be counted once, though several hold it.
     * `device`: where the gradients are, if that is an accelerator.
+    * `coded`: what sums over the replicas go through, if they do not go as they are. Those of tied parameters
+      always do.
 
     Every rank must start the same batches in the same order.
     """
@@ -74,6 +78,7 @@ class Reducer:
         counted: Collection[str] | None = None,
         in_background: bool = True,
         device: torch.device | None = None,
+        coded: CodedSums | None = None,
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         self._control = control
@@ -81,7 +86,10 @@ class Reducer:
         self._tied = dict(tied or {})
         self._counted = counted
         self._device = device
+        self._coded = coded
         self._slice_bytes = slice_bytes
+        self.sent = SentBytes()
+        """What this rank has sent for sums of gradients so far."""
         self._queue: queue.SimpleQueue[Reduction | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._is_closed = False
@@ -94,6 +102,11 @@ class Reducer:
     def sums_gradients(self) -> bool:
         """Whether gradients are summed with other ranks, and so change."""
         return self._replicas.size > 1 or any(group.size > 1 for group in self._tied.values())
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """What a codec has not sent yet, where it keeps that."""
+        return None if self._coded is None else self._coded.feedback
 
     @property
     def summed_apart(self) -> Set[str]:
@@ -194,10 +207,14 @@ class Reducer:
     def _begin(self, reduction: Reduction) -> None:
         gradients = reduction.gradients
         own = [name for name in gradients.views if name not in self._tied]
-        sum_in_slices(self._replicas, own, gradients, gradients.flats, self._slice_bytes)
+        size, sent = self._slice_bytes, self.sent
+        if self._coded is None:
+            sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
+        else:
+            self._coded.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
         for group, names in self._tied_groups():
             views = [gradients.views[name] for name in names]
-            sum_in_slices(group, names, gradients, views, self._slice_bytes)
+            sum_in_slices(group, names, gradients, views, size, sent)
         counted = [
             view
             for name, view in gradients.views.items()
@@ -217,6 +234,8 @@ class Reducer:
         assert reduction.numbers is not None, "what has begun has numbers"
         reduction.pending.wait()
         reduction.reduced = reduced_of(reduction.numbers, reduction.batch, num_ranks=self._control.size)
+        if self._coded is not None:
+            self._coded.settle(counts=reduction.reduced.is_finite)
 
     def _tied_groups(self) -> list[tuple[Group, list[str]]]:
         """The groups of tied parameters, in an order that no two ranks can disagree about.

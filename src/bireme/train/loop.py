@@ -13,8 +13,10 @@ from time import perf_counter
 
 from bireme.errors import BiremeError
 from bireme.profile.control import Control
+from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
+from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
@@ -25,7 +27,7 @@ from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.evaluation_set import Figures, combined, sets_of_run
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
-from bireme.train.outcome import REPLAN, Outcome, RankOutcome
+from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
 from bireme.train.run_file import RunFile
 from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
@@ -97,8 +99,13 @@ class Loop:
         self._evaluations = {} if data.evaluation is None else sets_of_run(run, data.evaluation)
         self._evaluated: Figures | None = None
         self._evaluated_at = -1
+        self._through_codecs: float | None = None
+        self._sent: list[LinkBytes] = []
+        """By pipelines that are closed."""
         self._newest: int | None = None
         self._warnings: list[str] = []
+        self._sum_bytes = SentBytes()
+        """What sums sent before the schedule switch."""
         self._notes, self._not_saved, self._home = notes, not_saved, home
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
@@ -158,8 +165,10 @@ class Loop:
     def _switch_schedule(self, later: ScheduleSwitch) -> None:
         """Go on with the other pipeline from where this one is, which is drained."""
         snapshot = self.pipeline.snapshot(all_held=True, but=self._not_saved)
+        self._sum_bytes = self.pipeline.sum_bytes
         self._reading.close()
         self._read = None
+        self._sent += self._sent_by_pipeline()
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
         self.pipeline, self._switch = later.make(), None
@@ -352,15 +361,22 @@ class Loop:
         if self.data.evaluation is None:
             return
         begin_s = perf_counter()
-        wanted = self.pipeline.cutter.wanted_to_evaluate
-        found = {name: self.pipeline.evaluate(one.batches(wanted)) for name, one in self._evaluations.items()}
+        shares = shares_of(self.data.evaluation)
+        found = self._evaluations_now()
         figures = combined(
             found,
             self._evaluations,
-            shares_of(self.data.evaluation),
+            shares,
             seconds=perf_counter() - begin_s,
             tokenizer=self.data.tokenizer,
         )
+        more: dict[str, object] = {}
+        if self.pipeline.codecs.held(max(self.step - 1, 0)).phases:
+            coded = self._evaluations_now(through_codecs=True)
+            self._through_codecs = combined(
+                coded, self._evaluations, shares, seconds=0.0, tokenizer=None
+            ).loss
+            more["loss_through_codecs"] = self._through_codecs
         counts = any(one.weight for one in found.values())
         self._evaluated, self._evaluated_at = figures if counts else None, self.step
         if not counts:
@@ -371,8 +387,22 @@ class Loop:
             self.step,
             num_samples=sum(one.num_samples for one in found.values()),
             **asdict(figures),
+            **more,
             **({"sources": of_sources} if len(found) > 1 else {}),
         )
+
+    def _evaluations_now(self, *, through_codecs: bool = False) -> dict[str, Evaluation]:
+        wanted, pipeline = self.pipeline.cutter.wanted_to_evaluate, self.pipeline
+        return {
+            name: pipeline.evaluate(one.batches(wanted), through_codecs=through_codecs)
+            for name, one in self._evaluations.items()
+        }
+
+    def _sent_by_pipeline(self) -> list[LinkBytes]:
+        return [
+            LinkBytes(border, forward, one.raw_bytes, one.sent_bytes)
+            for (forward, border), one in self.pipeline.traffic.items()
+        ]
 
     def _outcome(self) -> Outcome:
         seconds, samples, tokens = self._all
@@ -388,6 +418,7 @@ class Loop:
             eval_loss=None if evaluated is None else evaluated.loss,
             eval_perplexity=None if evaluated is None else evaluated.perplexity,
             eval_bits_per_byte=None if evaluated is None else evaluated.bits_per_byte,
+            eval_loss_through_codecs=self._through_codecs,
             batch_s=median(self._batch_s) if self._batch_s else None,
             samples_per_s=samples / seconds if seconds else None,
             tokens_per_s=tokens / seconds if seconds and tokens else None,
@@ -398,6 +429,9 @@ class Loop:
                 self.memory.peak_bytes(),
                 busy,
                 None if self._control is None or not self._control.seconds else self._control.mean_s,
+                (*self._sent, *self._sent_by_pipeline()),
+                self._sum_bytes.raw + self.pipeline.sum_bytes.raw,
+                self._sum_bytes.sent + self.pipeline.sum_bytes.sent,
             ),
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,

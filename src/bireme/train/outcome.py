@@ -5,22 +5,36 @@ from typing import Any
 
 from bireme.balance.slow_stage import SlowStage
 
-__all__ = ["REPLAN", "Outcome", "RankOutcome"]
+__all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome"]
 
 REPLAN = "new plan"
 """The reason of a run that has ended so that a new plan takes over."""
 
 
 @dataclass(frozen=True, slots=True)
+class LinkBytes:
+    """What a rank has sent over a border in one direction: without a codec, and with it."""
+
+    border: int
+    forward: bool
+    raw_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankOutcome:
     """What one rank measured. `busy_share` is None where no batches were recorded; `control_s` is what the
-    control took in the mean, None where it never ran.
+    control took in the mean, None where it never ran. `raw_sum_bytes` is what the sums of its gradients would
+    have sent without a codec, `sent_sum_bytes` what they did send.
     """
 
     rank: int
     peak_bytes: int | None
     busy_share: float | None
     control_s: float | None = None
+    links: tuple[LinkBytes, ...] = ()
+    raw_sum_bytes: int = 0
+    sent_sum_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +42,10 @@ class Outcome:
     """What one rank can tell at the end. What is not of the rank itself is the same on all.
 
     `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
-    step of the newest one. The figures of the last evaluation are None where they mean nothing. A run that
-    ended to be planned anew says which stage is slow. `placement` is what an epoch takes of private and
-    public samples, None where all are public.
+    step of the newest one. The figures of the last evaluation are None where they mean nothing;
+    `eval_loss_through_codecs` also where borders have no codecs. A run that ended to be planned anew says
+    which stage is slow. `placement` is what an epoch takes of private and public samples, None where all are
+    public.
     """
 
     steps: int
@@ -45,6 +60,7 @@ class Outcome:
     own: RankOutcome
     eval_perplexity: float | None = None
     eval_bits_per_byte: float | None = None
+    eval_loss_through_codecs: float | None = None
     warnings: tuple[str, ...] = field(default=())
     slow: SlowStage | None = None
     placement: dict[str, Any] | None = None

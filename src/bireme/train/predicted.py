@@ -17,7 +17,7 @@ def write_predicted(prepared: Prepared, path: Path, *, num_batches: int) -> None
         prepared.plan.plan,
         prepared.profile,
         prepared.machines.cluster,
-        plan_request_of(prepared.run),
+        plan_request_of(prepared.run, prepared.graph),
         num_batches=num_batches,
     )
     write_recorded(timeline, path)

@@ -30,7 +30,7 @@ from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
-from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document
+from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
 from bireme.schedule.rule import Rule
 from bireme.train.base_weights import keep_base
 from bireme.train.capturing import evaluation_beside
@@ -41,16 +41,20 @@ from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
+from bireme.train.link_codecs import check_borders, tell_changed_codecs
 from bireme.train.machines import Machines, machines_of
+from bireme.train.micro_batch_sizes import micro_batches
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_file.links import AUTO
 from bireme.train.run_length import is_short
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.shares import sharing_of
+from bireme.train.sums import sums_of
 from bireme.train.tracker import check_trackers
 
 __all__ = [
@@ -63,8 +67,6 @@ __all__ = [
     "write_prepared",
 ]
 
-LARGEST_MEASURED = 16
-"""Samples of the largest micro-batch that is measured unless one is asked for."""
 
 Progress = Callable[[float, str], None]
 
@@ -100,7 +102,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     progress(0.0, "loading the model")
     machines = _machines(run)
     _check_devices(run, machines)
-    sizes = _micro_batches(run)
+    sizes = micro_batches(run)
     with evaluation_beside(run, max(sizes), sizes[0]) as captured:
         model = RunModel.of(run, max(sizes))
         data = data_of(run, model, progress)
@@ -116,6 +118,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     if run.plan.file is not None:
         plan = _of_file(Path(run.plan.file), graph, machines)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
+        check_borders(run, plan.plan)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
     is_brief = is_short(run, graph)
@@ -123,9 +126,10 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         sizes = sizes[::-2]
     measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
     begin_s = perf_counter()
-    answer = planned(run, measured, machines, progress, is_brief=is_brief)
+    answer = planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
     plan = saved_plan(answer, planned_units(measured))
+    check_borders(run, plan.plan)
     if run.plan.largest_batch is not None:
         run = with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
@@ -166,9 +170,11 @@ def prepared_again(
     else:
         tell("What the plan rests on was changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone)
+    check_borders(run, found.plan.plan)
     if checkpoint is not None and is_alone:
         check_same_census(load_census(folder.private), found.census, str(folder.path), tell)
     if checkpoint is not None:
+        tell_changed_codecs(run, found.plan.plan, folder, tell)
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder, checkpoint)
     return found
@@ -196,6 +202,7 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         sorted(run.data.private or ()),
         run.training.batch_size,
         run.training.optimizer,
+        run.links.codec == AUTO,
     )
 
 
@@ -250,6 +257,7 @@ def prepared_document(prepared: Prepared) -> dict[str, Any]:
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
         return found | {"notes": [], "exports": {}}
     found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
+    found |= {"sync": sync_document(plan_request_of(prepared.run, prepared.graph))}
     return found | {"notes": plan_notes(prepared.profile, prepared.machines.cluster), "exports": {}}
 
 
@@ -292,25 +300,6 @@ def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:
     return found
 
 
-def _micro_batches(run: RunFile) -> list[int]:
-    """The sizes of micro-batches that a plan of this run may have."""
-    batch, asked = run.training.batch_size, run.plan
-    if asked.micro_batch is not None:
-        return [asked.micro_batch]
-    if asked.microbatches is not None:
-        widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
-        sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
-        return sorted(sizes)[-4:] or [1]
-    largest = asked.largest_batch
-    powers = [1 << power for power in range(min(LARGEST_MEASURED, largest or batch).bit_length())]
-    return powers if largest is not None else [size for size in powers if batch % size == 0]
-
-
-def _divides(width: int, run: RunFile) -> bool:
-    assert run.plan.microbatches is not None
-    return run.training.batch_size % (width * run.plan.microbatches) == 0
-
-
 def _measured(
     run: RunFile,
     model: RunModel,
@@ -351,8 +340,8 @@ def _measured(
         torch.set_num_threads(before)
 
 
-def plan_request_of(run: RunFile) -> PlanRequest:
-    """What a run file asks of a plan."""
+def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
+    """What a run file asks of a plan for a model."""
     asked = run.plan
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return PlanRequest(
@@ -371,6 +360,10 @@ def plan_request_of(run: RunFile) -> PlanRequest:
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
         owners=tuple(sorted(run.data.private or ())),
+        sums=sums_of(run, graph),
+        codec=run.links.codec or "none",
+        has_ending=run.links.schedule.last_fraction > 0,
+        value_bytes=2 if run.model.dtype == "bfloat16" else 4,
     )
 
 
@@ -384,12 +377,12 @@ def _start(run: RunFile) -> float | None:
 
 
 def planned(
-    run: RunFile, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
+    run: RunFile, graph: Graph, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
 ) -> Answer:
     """The plans that a search finds for a run on some machines; a `BiremeError` where none fits."""
     asked, names = run.plan, [unit.name for unit in measured.units]
     request = replace(
-        plan_request_of(run),
+        plan_request_of(run, graph),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )

@@ -21,6 +21,7 @@ def replanned(prepared: Prepared, outcome: Outcome) -> Prepared:
     cluster = slowed(prepared.machines.cluster, prepared.plan.plan, outcome.slow)
     answer = planned(
         prepared.run,
+        prepared.graph,
         prepared.profile,
         replace(prepared.machines, cluster=cluster),
         lambda _done, _what: None,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from pydantic import JsonValue
 
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
@@ -38,6 +39,7 @@ SAME_RATE = 0.01
 """Rates that differ by no more than this part of the higher one are not worth a word."""
 
 BATCH_SIZE, NUM_SAMPLES, OPTIMIZER, DATA = "batch_size", "num_samples", "optimizer", "data"
+SUM_CODEC = "sum_codec"
 
 
 def run_conditions(
@@ -50,7 +52,9 @@ def run_conditions(
         OPTIMIZER: run.training.optimizer,
         DATA: identity.plain(),
     }
-    return found if base is None else found | {BASE: base.plain()}
+    if base is not None:
+        found[BASE] = base.plain()
+    return found if run.sync.codec == "none" else found | {SUM_CODEC: run.sync.codec}
 
 
 def check_files_here(folder: RunFolder) -> None:
@@ -143,6 +147,7 @@ def check_same_run(
                 f"{where} was written with {name} = {before[name]}, but now it is {value}, so samples would "
                 "be missed or repeated. Set it back, or start a new run."
             )
+    _tell_codec(str(manifest.extra.get(SUM_CODEC, "none")), run.sync.codec, tell)
     kept = manifest.extra.get(DATA)
     known = load_identity(folder.data) if kept is None else identity_from(kept, str(where))
     if known is None:
@@ -154,6 +159,17 @@ def check_same_run(
         doubt = check_same_data(known, identity, data, str(where))
     if doubt:
         tell(doubt)
+
+
+def _tell_codec(before: str, now: str, tell: Callable[[str], None]) -> None:
+    """Another codec for sums of gradients is allowed, and said."""
+    if before == now:
+        return
+    more = ""
+    if parse_sum_codec(before).has_feedback:
+        keeps = parse_sum_codec(now).has_feedback
+        more = f" What {before} has not sent yet " + ("is sent with it." if keeps else "is dropped.")
+    tell(f"Sums of gradients went through sync.codec = {before} before and go through {now} now.{more}")
 
 
 def _named(position: dict[str, JsonValue]) -> dict[str, JsonValue]:

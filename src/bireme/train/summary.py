@@ -14,11 +14,22 @@ from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
+from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
+from bireme.train.sums import idle_codec
 from bireme.train.worker import first_of
 
-__all__ = ["ControlSummary", "RankSummary", "ShareSummary", "StageSummary", "Summary", "summary_of"]
+__all__ = [
+    "ControlSummary",
+    "LinkSummary",
+    "RankSummary",
+    "ShareSummary",
+    "StageSummary",
+    "Summary",
+    "SyncSummary",
+    "summary_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +78,32 @@ class ShareSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncSummary:
+    """What all ranks sent for sums of gradients, and what they would have sent without a codec."""
+
+    raw_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSummary:
+    """A border between two stages: its codecs in the middle of the run, and the bytes of all its messages in
+    both directions, without a codec and as they were sent.
+    """
+
+    from_stage: int
+    to_stage: int
+    forward: str
+    backward: str
+    raw_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
     updates are delayed, if the schedule delays them, after step `first_delayed_step`. There are `shares`
-    where there are replicas.
+    where there are replicas. `eval_loss` is that of the model as it is exported, without codecs on borders.
     """
 
     steps: int
@@ -78,6 +111,7 @@ class Summary:
     eval_loss: float | None
     eval_perplexity: float | None
     eval_bits_per_byte: float | None
+    eval_loss_through_codecs: float | None
     tokens_per_s: float | None
     samples_per_s: float | None
     predicted_batch_s: float | None
@@ -87,7 +121,9 @@ class Summary:
     bubble: float | None
     stages: tuple[StageSummary, ...]
     ranks: tuple[RankSummary, ...]
+    links: tuple[LinkSummary, ...]
     control: ControlSummary | None
+    sync: SyncSummary
     run_dir: str
     schedule: str
     first_delayed_step: int
@@ -107,7 +143,7 @@ class Summary:
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
-        names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte")
+        names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte", "eval_loss_through_codecs")
         found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
         if not self.private_samples:
             del found["private_samples"], found["placement"]
@@ -131,6 +167,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         eval_loss=own.eval_loss,
         eval_perplexity=own.eval_perplexity,
         eval_bits_per_byte=own.eval_bits_per_byte,
+        eval_loss_through_codecs=own.eval_loss_through_codecs,
         tokens_per_s=own.tokens_per_s,
         samples_per_s=own.samples_per_s,
         predicted_batch_s=None if forecast is None else forecast.batch_s,
@@ -140,7 +177,11 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         bubble=_bubble(outcomes),
         stages=_stages(prepared, outcomes),
         ranks=_ranks(prepared, outcomes),
+        links=_links(prepared, outcomes),
         control=_control(prepared, outcomes),
+        sync=SyncSummary(
+            sum(one.own.raw_sum_bytes for one in outcomes), sum(one.own.sent_sum_bytes for one in outcomes)
+        ),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
         first_delayed_step=first_delayed_step(prepared.run, saved),
@@ -149,7 +190,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         num_skipped=own.num_skipped,
         checkpoint=own.checkpoint,
         sample=sample,
-        warnings=(*own.warnings, *_diverged(own)),
+        warnings=(*own.warnings, *idle_codec(prepared.run, saved.plan), *_diverged(own)),
         shares=_shares(folder),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
@@ -238,6 +279,21 @@ def _ranks(prepared: Prepared, outcomes: list[Outcome]) -> tuple[RankSummary, ..
             stage = forecast.stages[program.stages_of(rank)[0]]
             _, promised, _ = list(stage.bytes_of_devices())[replica]
         found.append(RankSummary(own.rank, promised, own.peak_bytes))
+    return tuple(found)
+
+
+def _links(prepared: Prepared, outcomes: list[Outcome]) -> tuple[LinkSummary, ...]:
+    """The borders between ranks, replicas together."""
+    plan = prepared.plan.plan
+    ranks = plan.source.rank_of_stage
+    sent = [link for one in outcomes for link in one.own.links]
+    found = []
+    for border, codecs in enumerate(main_codecs(prepared.run, plan)):
+        own = [link for link in sent if link.border == border]
+        if ranks[border] != ranks[border + 1]:
+            raw_bytes, sent_bytes = sum(link.raw_bytes for link in own), sum(link.sent_bytes for link in own)
+            words = codecs.forward, codecs.backward
+            found.append(LinkSummary(border, border + 1, *words, raw_bytes, sent_bytes))
     return tuple(found)
 
 

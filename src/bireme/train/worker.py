@@ -31,6 +31,7 @@ from bireme.train.data.samples import Samples
 from bireme.train.delay_warmup import first_delayed_step, flush_twin
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import HomeData, home_data
+from bireme.train.link_codecs import link_codecs
 from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
@@ -262,6 +263,8 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         compile=run.model.compile,
         sharing=sharing_of(run, plan, part.cluster, profile, part.samples),
         reads_apart=bool(part.start.census),
+        sum_codec=run.sync.codec,
+        codecs=link_codecs(run, plan.plan),
     )
 
 

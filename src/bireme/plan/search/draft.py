@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from bireme.cluster.cluster import Cluster
+from bireme.codec.border import BorderCodecs
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.search.shapes import PARTS, Outline
@@ -35,6 +36,8 @@ class Draft:
     recompute: tuple[int, ...] = ()
     num_sliced: int | None = None
     lookahead: int = 0
+    codecs: tuple[BorderCodecs, ...] = ()
+    """Of its borders; the one that is wished for on all of them if it is empty."""
 
     @property
     def rule(self) -> Rule:
@@ -71,8 +74,8 @@ class Draft:
             outline.updates_early,
         )
 
-    def plan(self, names: tuple[str, ...]) -> Plan:
-        """The plan, with the devices' names."""
+    def plan(self, names: tuple[str, ...], codecs: tuple[BorderCodecs, ...] = ()) -> Plan:
+        """The plan, with the devices' names and the codecs of its borders."""
         outline = self.outline
         is_told = outline.stages_per_rank > 1 or outline.schedule in PARTS
         return Plan(
@@ -87,6 +90,7 @@ class Draft:
             micro_batch_sizes=outline.sizes,
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
             updates_early=outline.updates_early,
+            codecs=() if all(one.is_none for one in codecs) else codecs,
         )
 
 
@@ -142,4 +146,4 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             f"The plan puts two ranks on {cluster.devices()[twice].name}; each rank needs its own device."
         )
-    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead)
+    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead, plan.codecs)

@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 
 from bireme.plan.partition.loads import Recompute
-from bireme.plan.ring import ring_share
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
@@ -113,6 +112,8 @@ class Estimator:
         under_way = {"gpipe": m, "sequential": 1}.get(outline.schedule, min(p, m))
         state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
         state += totals.workspace_bytes
+        if outline.width > 1:
+            state += self._ground.wishes.sums.kept_share * totals.gradient_bytes / p
         wish = self._ground.wishes.recompute
         if wish is not Recompute.ALWAYS and state + under_way * totals.kept_bytes / p <= limit:
             return False
@@ -126,7 +127,7 @@ class Estimator:
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
         message = totals.boundary_bytes + totals.returned_bytes
-        ring = ring_share(w) * totals.gradient_bytes / p
+        ring = self._ground.wishes.sums.hop_share(w) * totals.gradient_bytes / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (

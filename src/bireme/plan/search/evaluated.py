@@ -96,7 +96,12 @@ class EvaluatedDrafts:
             if len(shown) < MOST_SHOWN:
                 shown.setdefault(judged.draft, judged)
         ordered = sorted(shown.values(), key=lambda judged: (judged.cost, judged.draft.outline.num_devices))
-        return tuple(Candidate(one.draft.plan(self._ground.names), one.forecast) for one in ordered)
+        return tuple(self._candidate(one) for one in ordered)
+
+    def _candidate(self, found: EvaluatedDraft) -> Candidate:
+        draft, ground = found.draft, self._ground
+        codecs = ground.codecs(draft.outline.rank_of_stage, draft.codecs)
+        return Candidate(draft.plan(ground.names, codecs), found.forecast)
 
 
 def _shape(outline: Outline) -> tuple[str, int, int]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from bireme.plan.codec_costs import coded
 from bireme.plan.energy import total_watts
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.partition.stage_costs import costs_between
-from bireme.plan.ring import ring_share
 from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.problem import PlanningProblem
@@ -162,14 +162,17 @@ class PlanEvaluator:
         penalty = ground.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
+        codecs = ground.codecs(outline.rank_of_stage, draft.codecs)
+        codec_penalty = ground.wishes.codec_penalty(codecs)
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
-            penalty=penalty,
+            penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=floor.bottleneck,
             stages=tuple(self._stages(draft, program, of_replica)),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.delay_warmup_share,
+            codec_penalty=codec_penalty,
             watts=total_watts(ground.watts[device] for row in draft.grid for device in row),
         )
 
@@ -274,12 +277,18 @@ class PlanEvaluator:
 
     def _work(self, draft: Draft, size: int) -> _Work:
         ground = self._ground
-        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced)
+        kept_share = ground.wishes.sums.kept_share if draft.outline.width > 1 else 0.0
+        codecs = ground.codecs(draft.outline.rank_of_stage, draft.codecs)
+        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share
         if key not in self._works:
             half = None
             if draft.num_sliced and size % 2 == 0 and size // 2 in ground.profile.micro_batches:
                 half = ground.whole(size // 2).forward_s
             costs = costs_between(ground.whole(size), draft.cuts, half_forward_s=half)
+            if kept_share:
+                kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
+                costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
+            costs = coded(costs, codecs, ground.wishes.value_bytes)
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
@@ -320,21 +329,21 @@ class PlanEvaluator:
         num_stages = draft.outline.num_stages
         tied_s = [0.0] * num_stages
         reduced = list(self._reduce_bytes(draft))
-        width = draft.outline.width
+        share = self._ground.wishes.sums.hop_share(draft.outline.width)
         for holders, ring in rings:
             for stage in holders:
                 tied_s[stage] += ring.seconds
-                reduced[stage] = max(reduced[stage] - ring_share(width) * ring.num_bytes, 0.0)
+                reduced[stage] = max(reduced[stage] - share * ring.num_bytes, 0.0)
         return tuple(tied_s), tuple(reduced)
 
     def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        width = draft.outline.width
+        share = self._ground.wishes.sums.hop_share(draft.outline.width)
         gradients = self._work(draft, draft.outline.sizes[0]).costs.gradient_bytes
-        return tuple(ring_share(width) * one for one in gradients)
+        return tuple(share * one for one in gradients)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
-        costs = {size: self._work(draft, size).costs for size in set(draft.outline.sizes)}
+        costs = [self._work(draft, size).costs for size in draft.outline.sizes]
         count = draft.outline.num_microbatches
         reduced = self._reduce_bytes(draft)
         per_rank = [0.0] * draft.outline.num_ranks
@@ -344,7 +353,7 @@ class PlanEvaluator:
             self._ground,
             draft.grid,
             rank_of_stage,
-            [[count * one for one in costs[size].message_bytes] for size in draft.outline.sizes],
+            [[count * one for one in own.forward_bytes] for own in costs],
             per_rank,
-            [[count * one for one in costs[size].gradient_message_bytes] for size in draft.outline.sizes],
+            [[count * one for one in own.backward_bytes] for own in costs],
         )

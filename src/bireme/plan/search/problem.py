@@ -5,13 +5,15 @@ Units that must stay together are one unit of the merged chain, so that no parti
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.engine_cost import NO_ENGINE
 from bireme.cluster.routes import Lane
 from bireme.cluster.symmetry import Symmetry
+from bireme.codec.border import AS_IT_IS, BorderCodecs
 from bireme.errors import BiremeError
+from bireme.plan.codec_costs import with_fewer_bytes
 from bireme.plan.homes import check_servers
 from bireme.plan.partition.chain import Chain, chain_of
 from bireme.plan.plan_request import Goal, PlanRequest
@@ -67,6 +69,8 @@ class PlanningProblem:
         self.bounds = _bounds(wishes, len(profile.units))
         self.pins = self._pins()
         self.schedules = _schedules(wishes)
+        self.codec = BorderCodecs(wishes.codec, wishes.codec)
+        """That of all borders between ranks, unless a draft has its own."""
         self.sizes = self._sizes()
         self._check_numbers()
         self._chains: dict[int, Chain] = {}
@@ -135,12 +139,21 @@ class PlanningProblem:
         return self._chains[micro_batch]
 
     def merged(self, micro_batch: int) -> Chain:
-        """The chain of what may be cut apart."""
+        """The chain of what may be cut apart, with the bytes that are sent over its cuts."""
         if micro_batch not in self._merged:
             chain = self.whole(micro_batch)
             is_plain = len(self.bounds) == chain.num_units + 1
-            self._merged[micro_batch] = chain if is_plain else chain.merged(self.bounds)
+            merged = chain if is_plain else chain.merged(self.bounds)
+            self._merged[micro_batch] = with_fewer_bytes(merged, self.codec, self.wishes.value_bytes)
         return self._merged[micro_batch]
+
+    def codecs(
+        self, rank_of_stage: Sequence[int], own: tuple[BorderCodecs, ...] = ()
+    ) -> tuple[BorderCodecs, ...]:
+        """The codecs of the borders between stages: a draft's own, or the one that is wished for."""
+        asked = own or (self.codec,) * (len(rank_of_stage) - 1)
+        far = (one != other for one, other in pairwise(rank_of_stage))
+        return tuple(one if is_far else AS_IT_IS for one, is_far in zip(asked, far, strict=False))
 
     def path(self, source: int, destination: int) -> tuple[Lane, ...]:
         """The lanes between two devices."""

@@ -14,7 +14,8 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, NothingFits, Origin
 from bireme.plan.hashes import profile_hash
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import AUTO, PlanRequest
+from bireme.plan.search.codec_choice import with_best_codecs
 from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluated import EvaluatedDrafts
 from bireme.plan.search.evaluator import PlanEvaluator
@@ -44,6 +45,20 @@ def find_plan(
 
     With `is_brief`, for a run that is over soon, the search stops early where it would go through all plans.
     """
+    tell = progress or (lambda _share: None)
+
+    def search(wish: PlanRequest, place: int, count: int) -> Answer | NothingFits:
+        return _found(profile, cluster, wish, lambda done: tell((place + done) / count), is_brief=is_brief)
+
+    if wishes.codec == AUTO:
+        return with_best_codecs(profile, cluster, wishes, search)
+    return search(wishes, 0, 1)
+
+
+def _found(
+    profile: Profile, cluster: Cluster, wishes: PlanRequest, progress: Progress, *, is_brief: bool
+) -> Answer | NothingFits:
+    """The best plans with the codec that is wished for."""
     ground = PlanningProblem(profile, cluster, wishes)
     outlines = Outlines(ground)
     shapes = list(outlines)
@@ -51,7 +66,7 @@ def find_plan(
         raise BiremeError(_no_shape(ground, outlines.refusal))
     if homeless := why_homeless(ground, shapes):
         raise BiremeError(homeless)
-    ledger = EvaluatedDrafts(ground, PlanEvaluator(ground), progress or (lambda _share: None))
+    ledger = EvaluatedDrafts(ground, PlanEvaluator(ground), progress)
     explorer: Explorer
     if few_enough(ground, shapes):
         explorer = ExhaustiveExplorer(ground, outlines, ledger, is_brief=is_brief)

@@ -6,7 +6,7 @@ It may assume that every key is right by itself. It must not look at files, devi
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
-from bireme.train.run_file.tables import Balancing, Lora, Machines, Model, Planning, Tables, Training
+from bireme.train.run_file.tables import Balancing, Links, Lora, Machines, Model, Planning, Tables, Training
 
 __all__ = ["check_together"]
 
@@ -25,6 +25,7 @@ def check_together(tables: Tables) -> None:
     _check_delay(tables.plan, tables.training.steps)
     _check_machines(tables.cluster, tables.plan)
     _check_balance(tables.balance, tables.plan)
+    _check_links(tables.links)
 
 
 def _check_model_and_data(tables: Tables) -> None:
@@ -211,6 +212,24 @@ def _check_delay_warmup(plan: Planning, steps: int, asked: str, rule: Rule) -> N
             f"{asked}, but training.steps is {steps}: updates would never be delayed. Make it shorter, or "
             "set plan.synchronous."
         )
+
+
+def _check_links(links: Links) -> None:
+    parts = links.schedule
+    if parts.first_fraction + parts.last_fraction > 1:
+        raise BiremeError(
+            f"links.schedule.first_fraction is {parts.first_fraction:g} and last_fraction is "
+            f"{parts.last_fraction:g}: together they are more than the whole run. Make one of them smaller."
+        )
+    named = [one.border for one in links.borders or ()]
+    twice = next((border for border in named if named.count(border) > 1), None)
+    if twice is not None:
+        raise BiremeError(f"links.borders names the border {twice} twice. Leave out one of the two.")
+    for one in links.borders or ():
+        try:
+            _ = one.codecs
+        except BiremeError as error:
+            raise BiremeError(f"links.borders, border {one.border}: {error}") from None
 
 
 def _check_machines(cluster: Machines, plan: Planning) -> None:

@@ -54,12 +54,13 @@ def _tables(model: type[BaseModel], beginning: str) -> Iterator[TableOfKeys]:
 
 
 def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
-    schema = model.model_json_schema()["properties"]
+    whole = model.model_json_schema()
+    schema, inner = whole["properties"], whole.get("$defs", {})
     return tuple(
         Key(
             name,
             field.description or "",
-            _allowed(_not_null(schema[name])),
+            _allowed(_not_null(schema[name]), inner),
             tuple(_not_null(schema[name]).get("enum", ())),
             field.default,
             field.examples[0] if field.examples else None,
@@ -81,8 +82,8 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _allowed(schema: dict[str, Any]) -> str:
-    """Which values a key may have, in words, from its JSON schema."""
+def _allowed(schema: dict[str, Any], inner: dict[str, Any]) -> str:
+    """Which values a key may have, in words, from its JSON schema; `inner` has those of tables in lists."""
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     match schema["type"]:
@@ -95,12 +96,21 @@ def _allowed(schema: dict[str, Any]) -> str:
         case "object":
             return "table of SERVER = source"
         case "array" if "prefixItems" not in schema:
-            is_mixture = "$ref" in schema.get("items", {})
-            return "list of {source = text, weight = number}" if is_mixture else "list of texts"
+            table = schema.get("items", {}).get("$ref")
+            return (
+                "list of texts" if table is None else f"list of {{{_keys_of(inner[table.split('/')[-1]])}}}"
+            )
         case "array":
-            inner = schema["prefixItems"]
-            return f"{len(inner)} numbers, {_range(inner[0])}"
+            places = schema["prefixItems"]
+            return f"{len(places)} numbers, {_range(places[0])}"
     return "text"
+
+
+def _keys_of(table: dict[str, Any]) -> str:
+    """The keys of a table in a list, such as `source = text, weight = number`."""
+    words = {"string": "text"}
+    types = {name: _not_null(one)["type"] for name, one in table["properties"].items()}
+    return ", ".join(f"{name} = {words.get(kind, kind)}" for name, kind in types.items())
 
 
 def _range(schema: dict[str, Any]) -> str:

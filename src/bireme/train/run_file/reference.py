@@ -79,6 +79,7 @@ def _more(table: str) -> Iterator[str]:
         "[private-data.md](private-data.md) private samples.",
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "balance": "[balance.md](balance.md) explains shares.",
+        "links": "[codecs.md](codecs.md) explains codecs.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
     }
     if table in further:

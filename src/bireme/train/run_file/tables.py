@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.model.part import ALL_LINEAR, Part
 from bireme.model.part import Lora as LoraPart
 from bireme.train.run_file.balance import Balancing
 from bireme.train.run_file.data import Data, Mixed
+from bireme.train.run_file.links import Links
 from bireme.train.run_file.planning import Penalties, Planning
 from bireme.train.run_file.table import (
     Samples,
@@ -31,6 +33,7 @@ __all__ = [
     "Checkpoints",
     "Data",
     "Export",
+    "Links",
     "Log",
     "Lora",
     "Machines",
@@ -38,6 +41,7 @@ __all__ = [
     "Model",
     "Penalties",
     "Planning",
+    "Sync",
     "Tables",
     "Training",
 ]
@@ -63,6 +67,10 @@ def _loss(value: str) -> str:
     if value not in LOSSES and not (module and colon and function):
         raise ValueError(f"{', '.join(LOSSES)}, or a function of your own as module:function")
     return value
+
+
+def _sum_codec(value: str) -> str:
+    return str(parse_sum_codec(value))
 
 
 PlainName = Annotated[Text, AfterValidator(_plain_name)]
@@ -276,6 +284,17 @@ class Machines(Table):
     )
 
 
+class Sync(Table):
+    """`[sync]`."""
+
+    codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
+        default="none",
+        description="What sums of gradients over replicas go through: none, int8 (blocks with a scale), int4 "
+        "to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found every so many "
+        "steps) or lowrank:RANK",
+    )
+
+
 class Checkpoints(Table):
     """`[checkpoint]`."""
 
@@ -362,7 +381,11 @@ class Tables(Table):
     balance: Balancing = Field(
         default_factory=Balancing, description="How much of each batch every replica trains."
     )
+    links: Links = Field(
+        default_factory=Links, description="Fewer bytes between stages, by codecs on the borders."
+    )
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
+    sync: Sync = Field(default_factory=Sync, description="How replicas sum their gradients.")
     checkpoint: Checkpoints = Field(
         default_factory=Checkpoints, description="Checkpoints, from which a run resumes."
     )

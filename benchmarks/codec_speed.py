@@ -1,0 +1,115 @@
+"""How fast codecs encode and decode on one core, and how many bits they send.
+
+    python benchmarks/codec_speed.py [--quick] [--json]
+
+A tensor of activations of a GPT's size, with the deviations from token to token that activations have, is
+encoded and decoded over and over by one thread, codec after codec in turns. Speeds are bytes of the tensor,
+in float32, over seconds of the processor.
+"""
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.command import Findings, Section, benchmark
+from bireme.bench.document import Verdict, at_least
+from bireme.codec import Codec, Keep, codec_of, parse_codec
+
+SHAPE = (8, 512, 768)
+WORDS = (
+    "bfloat16",
+    "int8",
+    "int5",
+    "int4",
+    "int3",
+    "int2",
+    "keep:0.5:4",
+    "keep:0.25:8",
+    "keep:0.25",
+    "keep:0.125:8",
+)
+LEAST_GB_PER_S = {"int8": 1.0, "keep:0.25:8": 1.0, "keep:0.125:8": 1.0, "int4": 0.5}
+ROUNDS, QUICK_ROUNDS = 15, 2
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    begin = time.thread_time()
+    work()
+    return time.thread_time() - begin
+
+
+class Case:
+    """A codec at work on a tensor, and what it took, round by round."""
+
+    def __init__(self, word: str, codec: Codec, tensor: torch.Tensor) -> None:
+        self.word, self.codec, self.tensor = word, codec, tensor
+        self.shape = tuple(tensor.shape)
+        self.message = torch.empty(codec.most_bytes(self.shape, tensor.dtype), dtype=torch.uint8)
+        self.encode_s: list[float] = []
+        self.decode_s: list[float] = []
+
+    def go(self) -> None:
+        self.encode_s.append(seconds_of(lambda: self.codec.encode(self.tensor, self.message)))
+        self.decode_s.append(
+            seconds_of(lambda: self.codec.decode(self.message, self.shape, self.tensor.dtype))
+        )
+
+    def row(self) -> dict[str, Any]:
+        values = self.tensor.numel()
+        return {
+            "codec": self.word,
+            "bits": 8 * len(self.message) / values,
+            "encode_GB_per_s": 4e-9 * values / median(self.encode_s),
+            "decode_GB_per_s": 4e-9 * values / median(self.decode_s),
+            "encode_ns_per_value": 1e9 * median(self.encode_s) / values,
+            "decode_ns_per_value": 1e9 * median(self.decode_s) / values,
+        }
+
+
+def cases(tensor: torch.Tensor) -> list[Case]:
+    found = []
+    for word in WORDS:
+        codec = codec_of(parse_codec(word))
+        found.append(Case(word, codec, tensor))
+        if isinstance(codec, Keep):
+            mask = codec.mask_of(found[-1].message, SHAPE)
+            codec.encode(tensor, found[-1].message)
+            found.append(Case(f"{word}, gradient", codec.back(mask.clone()), tensor))
+    return found
+
+
+def measure(asked: Namespace) -> Findings:
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(SHAPE[:-1], generator=generator).mul(2).exp().unsqueeze(-1)
+    found = cases(torch.randn(SHAPE, generator=generator) * spread)
+    for number in range(1 + (QUICK_ROUNDS if asked.quick else ROUNDS)):
+        for case in found:
+            case.go()
+            if number == 0:  # memory is taken from the system in the first round
+                case.encode_s.clear()
+                case.decode_s.clear()
+    rows = [case.row() for case in found]
+    return Findings([Section("Codecs on one core", rows)], verdicts(rows))
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
+    return [
+        at_least(
+            f"{row['codec']}: GB/s encoded on a core", row["encode_GB_per_s"], LEAST_GB_PER_S[row["codec"]]
+        )
+        for row in rows
+        if row["codec"] in LEAST_GB_PER_S
+    ]
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, measure, quick="two rounds")

@@ -1,0 +1,230 @@
+"""Time to a loss over slow links: what the schedule brings, what the codec brings, and both.
+
+    python benchmarks/links.py [--quick] [--json]
+
+The setting of a public benchmark at our size: eight stages, links of 50 ms with the bandwidth at which dense
+bfloat16 under 1f1b spends 85 % of a step on bytes. T is the steps to the loss of the synchronous dense run,
+times seconds of a step. A run with delayed updates has its first fifth under 1f1b, one with an ending its
+last fifth in int8: T counts these steps as they are.
+
+Seconds are the simulator's. Three rows are also run by the engine, over links that are as late, with stages
+that sleep for as long as they would compute, all of it at a tenth of the time. Steps are not measured here:
+those of delayed updates are of docs/convergence.md, those of codecs of a pilot of one seed (docs/codecs.md),
+and the two are multiplied.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.made_up.models import profile_of
+from benchmarks.rehearsal.rehearsal import Effort, rehearse
+from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
+from bireme.bench.document import Verdict, at_least, at_most
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.device import Device
+from bireme.cluster.links import Link, Mesh
+from bireme.cluster.server import Server
+from bireme.codec import BorderCodecs
+from bireme.codec.description import bits_a_value
+from bireme.plan.codec_penalties import codec_steps
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
+from bireme.plan.plan import Plan
+from bireme.profile.profile import Profile
+from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.rule import Rule
+
+STAGES, MICRO_BATCHES = 8, 32
+FORWARD_S, BACKWARD_S, UPDATE_S = 0.04, 0.08, 0.02
+LATENCY_S = 0.05
+BORDER_BYTES, VALUE_BYTES = 2_000_000, 2
+"""Of a micro-batch's activations in bfloat16."""
+BYTES_SHARE = 0.85
+STEPS = 300
+"""Of the synchronous dense run: those of the study that the penalties are from."""
+ENDING = 0.2
+"""The share of a run that the penalties with an ending are for."""
+LOOKAHEADS = (0, 7, 14, 21, MICRO_BATCHES - STAGES)
+TENTH = 0.1
+LEAST_GAIN, MOST_ERROR = 5.0, 0.05
+CODECS = ("none", "int8", "int5", "keep:0.5:4", "keep:0.25:8", "keep:0.125:8")
+SCHEDULES = ("1f1b", "zb-h1", "2bw-fresh")
+SOURCE = "convergence.md, pilot"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to train: a schedule, a codec on all borders, and whether the last fifth of the run has int8."""
+
+    schedule: str
+    codec: str
+    has_ending: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.codec}, then int8" if self.has_ending else self.codec
+
+
+def profile(share_of_time: float) -> Profile:
+    """Eight equal units. Messages are as large whatever the time, so that encoding them takes its part."""
+    several = [1.0] * STAGES
+    return profile_of(
+        [share_of_time * FORWARD_S * one for one in several],
+        [share_of_time * BACKWARD_S * one for one in several],
+        boundary_bytes=[round(share_of_time * BORDER_BYTES)] * STAGES,
+        parameter_bytes=[40] * STAGES,
+        update_s=[share_of_time * UPDATE_S * one for one in several],
+    )
+
+
+def cluster(bytes_per_s: float, share_of_time: float = 1.0) -> Cluster:
+    """Eight devices, each two with a cable of their own."""
+    devices = (Device("emulated", "emulated", memory_bytes=1 << 40),) * STAGES
+    link = Link(bytes_per_s, share_of_time * LATENCY_S)
+    return Cluster((Server("server0", devices, meshes=(Mesh("mesh0", tuple(range(STAGES)), link),)),))
+
+
+def plan_of(schedule: str, codec: str, lookahead: int = 0) -> Plan:
+    codecs = () if codec == "none" else (BorderCodecs(codec, codec),) * (STAGES - 1)
+    return Plan(
+        tuple(range(1, STAGES)),
+        MICRO_BATCHES,
+        schedule,
+        lookahead=lookahead,
+        updates_early=False,
+        codecs=codecs,
+    )
+
+
+def seconds_of(plan: Plan, bytes_per_s: float) -> float:
+    joined = cluster(bytes_per_s)
+    return simulated_s(rehearsed(profile(1.0), joined, plan, value_bytes=VALUE_BYTES), joined)
+
+
+@cache
+def bandwidth() -> float:
+    """At which so much of a step of dense 1f1b is spent on bytes."""
+    dense = plan_of("1f1b", "none")
+    without_s = seconds_of(dense, 1e15)
+    least, most = 1e5, 1e9
+    for _ in range(24):
+        middle = (least * most) ** 0.5
+        is_too_slow = 1 - without_s / seconds_of(dense, middle) > BYTES_SHARE
+        least, most = (middle, most) if is_too_slow else (least, middle)
+    return most
+
+
+@cache
+def step(schedule: str, codec: str) -> tuple[float, int]:
+    """Seconds of a step, with the lookahead at which it takes least."""
+    most = 0 if schedule_named(schedule).most_lookahead is None or schedule == "1f1b" else LOOKAHEADS[-1]
+    times = {one: seconds_of(plan_of(schedule, codec, one), bandwidth()) for one in LOOKAHEADS if one <= most}
+    best = min(times, key=lambda one: (times[one], one))
+    return times[best], best
+
+
+def row_of(way: Way) -> dict[str, Any]:
+    """The time to the loss of the dense synchronous run, and what it is made of."""
+    seconds, lookahead = step(way.schedule, way.codec)
+    rule = schedule_named(way.schedule).rule
+    is_delayed = rule is not Rule.SYNCHRONOUS
+    unseen = unseen_share(STAGES, MICRO_BATCHES, lookahead)
+    codecs = BorderCodecs(way.codec, way.codec)
+    steps = STEPS * codec_steps([codecs], has_ending=way.has_ending)
+    steps *= steps_for_one(rule, "adamw", delay_warmup=DEFAULT_DELAY_WARMUP, unseen=unseen)
+    start = DEFAULT_DELAY_WARMUP if is_delayed else 0.0
+    end = ENDING if way.has_ending else 0.0
+    mean_s = (1 - start - end) * seconds
+    mean_s += start * step("1f1b", way.codec)[0] + end * step(way.schedule, "int8")[0]
+    bits = [
+        bits_a_value(codecs.choice(forward=there), VALUE_BYTES, is_back=not there) for there in (True, False)
+    ]
+    return {
+        "schedule": way.schedule,
+        "lookahead": lookahead,
+        "codec": way.name,
+        "bits": (1 - end) * sum(bits) / 2 + end * 8.5,
+        "steps": steps,
+        "step_s": seconds,
+        "T": steps * mean_s,
+        "T_dense_over_T": 0.0,
+        "engine_step_s": None,
+        "engine_error": None,
+        "steps_from": SOURCE,
+    }
+
+
+def engine_rows(rows: Sequence[dict[str, Any]], ways: Sequence[Way]) -> None:
+    """Let the engine run three rows at a tenth of the time, and write down what it took."""
+    best = max(rows, key=lambda row: row["T_dense_over_T"])
+    chosen = [
+        place
+        for place, (row, way) in enumerate(zip(rows, ways, strict=True))
+        if (way.schedule == "1f1b" and way.name == "none")
+        or (way.schedule == "1f1b" and row["codec"] == best["codec"])
+        or row is best
+    ]
+    plans = [plan_of(ways[place].schedule, ways[place].codec, rows[place]["lookahead"]) for place in chosen]
+    log(f"the engine runs {len(plans)} rows")
+    found = rehearse(
+        profile(TENTH),
+        cluster(bandwidth(), TENTH),
+        plans,
+        effort=Effort(counted=2, rounds=2),
+        value_bytes=VALUE_BYTES,
+    )
+    for place, one in zip(chosen, found, strict=True):
+        rows[place]["engine_step_s"] = one.measured_s.median / TENTH
+        rows[place]["engine_error"] = one.error
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
+    def gain(schedules: Sequence[str], codecs: Sequence[str] | None) -> float:
+        found: float = max(
+            row["T_dense_over_T"]
+            for row in rows
+            if row["schedule"] in schedules and (codecs is None or row["codec"] in codecs)
+        )
+        return found
+
+    errors = [abs(row["engine_error"]) for row in rows if row["engine_error"] is not None]
+    found = [
+        at_least("T of dense 1f1b over T, the schedule alone", gain(SCHEDULES, ("none",)), 1.0),
+        at_least("T of dense 1f1b over T, the codec alone", gain(("1f1b",), None), 1.0),
+        at_least("T of dense 1f1b over T, both", gain(SCHEDULES, None), LEAST_GAIN),
+    ]
+    return [
+        *found,
+        *([at_most("the simulator beside the engine, worst row", max(errors), MOST_ERROR)] if errors else []),
+    ]
+
+
+def measure(asked: Namespace) -> Findings:
+    ways = [Way(schedule, codec) for schedule in SCHEDULES for codec in CODECS]
+    ways += [
+        Way(schedule, codec, True)
+        for schedule in SCHEDULES
+        for codec in CODECS
+        if codec.startswith(("keep:0.2", "keep:0.1"))
+    ]
+    rows = [row_of(way) for way in ways]
+    dense = next(row["T"] for row in rows if row["schedule"] == "1f1b" and row["codec"] == "none")
+    for row in rows:
+        row["T_dense_over_T"] = dense / row["T"]
+    if not asked.quick:
+        engine_rows(rows, ways)
+    megabits = 8e-6 * bandwidth()
+    links = f"links of {LATENCY_S * 1e3:g} ms and {megabits:.0f} Mbit/s"
+    title = f"{STAGES} stages, {MICRO_BATCHES} micro-batches, {links}"
+    return Findings([Section(title, rows)], verdicts(rows))
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, measure, quick="the simulator alone")

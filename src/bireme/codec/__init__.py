@@ -1,0 +1,61 @@
+"""Codecs: how a tensor of numbers becomes fewer bytes, and becomes a tensor again.
+
+    from bireme.codec import codec_of, parse_codec
+
+    codec = codec_of(parse_codec("keep:0.25:8"))
+    message = torch.empty(codec.most_bytes(x.shape, x.dtype), dtype=torch.uint8)
+    used = codec.encode(x, message)
+    y = codec.decode(message[:used], x.shape, x.dtype)
+
+They need neither the engine nor each other. `Codec` is the protocol for one's own. Importing this imports no
+torch: `description` says in plain numbers which codecs there are, for planners and run files.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from bireme.codec.border import NO_CODECS, BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec.description import NONE, CodecChoice, parse_codec
+
+if TYPE_CHECKING:
+    from bireme.codec.blocks import Blocks
+    from bireme.codec.cast import Cast
+    from bireme.codec.codec import Codec, Masking
+    from bireme.codec.cut import through
+    from bireme.codec.keep import Keep, Kept
+    from bireme.codec.of_choice import codec_of
+
+__all__ = [
+    "NONE",
+    "NO_CODECS",
+    "Blocks",
+    "BorderCodecs",
+    "Cast",
+    "Codec",
+    "CodecChoice",
+    "CodecPhase",
+    "Keep",
+    "Kept",
+    "LinkCodecs",
+    "Masking",
+    "codec_of",
+    "parse_codec",
+    "through",
+]
+
+PLACES = {
+    "Blocks": "bireme.codec.blocks",
+    "Cast": "bireme.codec.cast",
+    "Codec": "bireme.codec.codec",
+    "Keep": "bireme.codec.keep",
+    "Kept": "bireme.codec.keep",
+    "Masking": "bireme.codec.codec",
+    "codec_of": "bireme.codec.of_choice",
+    "through": "bireme.codec.cut",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in PLACES:
+        return getattr(importlib.import_module(PLACES[name]), name)
+    raise AttributeError(f"module 'bireme.codec' has no attribute {name!r}")

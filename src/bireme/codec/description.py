@@ -1,0 +1,187 @@
+"""Which codec, in words and plain numbers: what people write, plans carry and sizes follow from. No torch.
+
+    none            as it is
+    bfloat16        two bytes a value
+    int8            8 bits a value and a scale for each 32 values
+    int7 … int1     fewer bits, after a Hadamard rotation of each 32 values
+    keep:0.25       the largest quarter of each row, and one bit an entry that says which
+    keep:0.25:8     the same, in 8 bits a value and a scale a row
+
+A row is the last axis of a tensor: the numbers of one token.
+"""
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from bireme.errors import BiremeError, closest
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "BLOCK",
+    "FEWEST_ENTRIES",
+    "KEPT_BITS",
+    "NONE",
+    "CodecChoice",
+    "aligned",
+    "bits_a_value",
+    "blocks_bytes",
+    "encoded_bytes",
+    "kept_bytes",
+    "kept_of_row",
+    "mask_bytes",
+    "parse_codec",
+]
+
+BLOCK = 32
+"""Values that share a scale."""
+
+FEWEST_ENTRIES = 256
+"""Smaller tensors are sent as they are."""
+
+KEPT_BITS = (4, 8)
+"""Bits that the values of `keep` may have; else they stay in the type of the tensor."""
+
+ALIGNMENT_BYTES = 8
+"""The parts of an encoded tensor begin at multiples of this, so that they can be viewed in any type."""
+
+NAMES = ("none", "bfloat16", "int8", "int4", "keep:0.25:8")
+"""Examples of each codec, for errors."""
+
+INTEGERS = re.compile(r"int(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """A codec and its numbers. `str()` gives the words that `parse_codec` reads."""
+
+    name: str = "none"
+    """none, bfloat16, int or keep."""
+    bits: int | None = None
+    """Bits a value, of int and keep; keep without has the values in the tensor's own type."""
+    share: float | None = None
+    """The share of the entries that keep keeps."""
+
+    def __str__(self) -> str:
+        if self.name == "int":
+            return f"int{self.bits}"
+        if self.name == "keep":
+            return f"keep:{self.share:g}" + (f":{self.bits}" if self.bits is not None else "")
+        return self.name
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether values are rotated before they are rounded."""
+        return self.name == "int" and self.bits is not None and self.bits < 8
+
+
+NONE = CodecChoice()
+
+
+def parse_codec(word: str) -> CodecChoice:
+    """The codec that a word names; an error says which words there are."""
+    name, *numbers = word.strip().lower().split(":")
+    if name in ("none", "bfloat16", "bf16"):
+        _take_no_numbers(word, numbers)
+        return NONE if name == "none" else CodecChoice("bfloat16")
+    found = INTEGERS.fullmatch(name)
+    if found is not None:
+        _take_no_numbers(word, numbers)
+        bits = int(found[1])
+        if not 1 <= bits <= 8:
+            raise BiremeError(f"{word!r} is no codec: values have 1 to 8 bits. Write int8 or int4.")
+        return CodecChoice("int", bits)
+    if name == "keep":
+        return _keep(word, numbers)
+    near = closest(name, [one.partition(":")[0] for one in NAMES])
+    raise BiremeError(f"{word!r} is no codec. {near} Examples: {', '.join(NAMES)}.")
+
+
+def _keep(word: str, numbers: list[str]) -> CodecChoice:
+    how = "Write keep:SHARE or keep:SHARE:BITS, such as keep:0.25:8"
+    if not 1 <= len(numbers) <= 2:
+        raise BiremeError(f"{word!r} is no codec: keep needs the share of the entries to keep. {how}.")
+    try:
+        share = float(numbers[0])
+        bits = int(numbers[1]) if len(numbers) == 2 else None
+    except ValueError:
+        raise BiremeError(f"{word!r} is no codec: {':'.join(numbers)} are no numbers. {how}.") from None
+    if not 0 < share <= 1:
+        raise BiremeError(f"{word!r} keeps a share of {share:g}; it must be above 0 and at most 1. {how}.")
+    if bits is not None and bits not in KEPT_BITS:
+        known = " or ".join(map(str, KEPT_BITS))
+        raise BiremeError(f"{word!r} has values of {bits} bits; they may have {known}. {how}.")
+    return CodecChoice("keep", bits, share)
+
+
+def _take_no_numbers(word: str, numbers: list[str]) -> None:
+    if numbers:
+        raise BiremeError(f"{word!r} is no codec: {word.partition(':')[0]} takes no numbers after a colon.")
+
+
+def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False) -> float:
+    """Bits that are sent for each value of a tensor, scales and mask counted, where its rows are long."""
+    raw, scale = 8.0 * value_bytes, 16 / BLOCK
+    match choice.name:
+        case "bfloat16":
+            return 16.0
+        case "int":
+            assert choice.bits is not None
+            return choice.bits + scale
+        case "keep":
+            assert choice.share is not None
+            values = choice.share * (raw if choice.bits is None else choice.bits)
+            return values if is_back else values + 1
+        case _:
+            return raw
+
+
+def encoded_bytes(
+    choice: CodecChoice, shape: tuple[int, ...], value_bytes: int, *, is_back: bool = False
+) -> int:
+    """The bytes of an encoded tensor whose values have so many bytes. They follow from its shape alone.
+
+    `is_back` asks for the gradient, which `keep` sends without the mask.
+    """
+    count = prod(shape)
+    match choice.name:
+        case "bfloat16":
+            return 2 * count
+        case "int":
+            assert choice.bits is not None
+            return blocks_bytes(count, choice.bits)
+        case "keep":
+            assert choice.share is not None
+            width = shape[-1] if shape else 1
+            values = kept_bytes(count, width, choice.share, choice.bits, value_bytes)
+            return values if is_back else mask_bytes(count) + values
+        case _:
+            return count * value_bytes
+
+
+def blocks_bytes(count: int, bits: int, block: int = BLOCK) -> int:
+    """Bytes of so many values, rounded to so many bits in blocks that share a scale of two bytes."""
+    num_blocks = -(-count // block)
+    return aligned(2 * num_blocks) + bits * -(-num_blocks * block // 8)
+
+
+def kept_of_row(width: int, share: float) -> int:
+    """How many entries of a row are kept: at least one."""
+    return max(1, round(share * width))
+
+
+def kept_bytes(count: int, width: int, share: float, bits: int | None, value_bytes: int) -> int:
+    """Bytes of the values that `keep` sends of so many entries in rows of that width."""
+    kept = kept_of_row(width, share)
+    num_kept = count // width * kept if width else 0
+    return num_kept * value_bytes if bits is None else blocks_bytes(num_kept, bits, kept)
+
+
+def mask_bytes(count: int) -> int:
+    """Bytes of one bit an entry."""
+    return aligned(-(-count // 8))
+
+
+def aligned(num_bytes: int) -> int:
+    """The next place where a part may begin."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,107 @@
+"""The largest entries of every row, and one bit an entry that says which: dynamic communication thresholding
+(Gupta et al., "Training Recommender Systems at Scale", KDD 2021) for what crosses a border of a pipeline.
+
+The next stage works on the tensor with zeros in all other entries. The exact gradient of that is zero there
+too, so the gradient is sent for the same entries, without their places (`Kept`).
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from bireme.codec.blocks import Blocks
+from bireme.codec.cast import Cast
+from bireme.codec.codec import Codec
+from bireme.codec.description import kept_bytes, kept_of_row, mask_bytes
+from bireme.codec.packing import pack_mask, unpack_mask
+from bireme.codec.selection import largest_of_rows, selected, spread
+
+__all__ = ["Keep", "Kept"]
+
+
+class Keep:
+    """Sends the share `share` of every row (last axis) that is largest by magnitude, exactly so many a row.
+
+    Of equal entries the first are kept. Values have `bits` (4 or 8) and a scale a row, or none: the tensor's
+    own type. A NaN counts as larger than any number.
+    """
+
+    def __init__(self, share: float, bits: int | None = None) -> None:
+        self._share = share
+        self._bits = bits
+
+    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Exactly what a tensor of that shape and type takes."""
+        return mask_bytes(prod(shape)) + _values_bytes(self._share, self._bits, shape, dtype)
+
+    def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
+        """Write the mask and the values; nothing is drawn."""
+        width = _width(tuple(tensor.shape))
+        rows = tensor.detach().reshape(-1, width)
+        mask = largest_of_rows(rows, kept_of_row(width, self._share))
+        begin = mask_bytes(rows.numel())
+        pack_mask(mask, out[:begin])
+        return begin + Kept(mask, self._share, self._bits).encode(rows, out[begin:], seed=seed)
+
+    def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor, with zeros where nothing was kept."""
+        mask = self.mask_of(message, shape)
+        return self.back(mask).decode(message[mask.numel() :], shape, dtype)
+
+    def mask_of(self, message: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Which entries a message holds, as it says it: one bit an entry."""
+        return message[: mask_bytes(prod(shape))]
+
+    def back(self, mask: Tensor) -> "Kept":
+        """The codec of the gradient of a tensor that was sent with this mask."""
+        return Kept(mask, self._share, self._bits)
+
+
+class Kept:
+    """Sends the entries of a mask that both ends know; the others arrive as zeros.
+
+    `mask` is of bools, or of bits as in the message of `Keep`; `share` and `bits` are those of `Keep`.
+    """
+
+    def __init__(self, mask: Tensor, share: float, bits: int | None = None) -> None:
+        self._mask = mask
+        self._share = share
+        self._bits = bits
+
+    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Exactly what the gradient of a tensor of that shape takes."""
+        return _values_bytes(self._share, self._bits, shape, dtype)
+
+    def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
+        """Write the values of the entries."""
+        shape = tuple(tensor.shape)
+        mask = self._as_bools(shape)
+        values = selected(tensor.detach(), mask, self._num_kept(shape))
+        return self._codec(shape).encode(values, out, seed=seed)
+
+    def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor, with zeros outside the mask."""
+        mask = self._as_bools(shape)
+        values = self._codec(shape).decode(message, (self._num_kept(shape),), dtype)
+        return spread(values, mask)
+
+    def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
+        return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
+
+    def _num_kept(self, shape: tuple[int, ...]) -> int:
+        return prod(shape[:-1]) * kept_of_row(_width(shape), self._share)
+
+    def _codec(self, shape: tuple[int, ...]) -> Codec:
+        if self._bits is None:
+            return Cast()
+        return Blocks(self._bits, block=kept_of_row(_width(shape), self._share))
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    """The entries of a row."""
+    return shape[-1] if shape else 1
+
+
+def _values_bytes(share: float, bits: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return kept_bytes(prod(shape), _width(shape), share, bits, dtype.itemsize)

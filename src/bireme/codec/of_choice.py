@@ -1,0 +1,26 @@
+"""From the words for a codec to the codec."""
+
+import torch
+
+from bireme.codec.blocks import Blocks
+from bireme.codec.cast import Cast
+from bireme.codec.codec import Codec
+from bireme.codec.description import CodecChoice
+from bireme.codec.keep import Keep
+
+__all__ = ["codec_of"]
+
+
+def codec_of(choice: CodecChoice) -> Codec:
+    """The codec that a choice names."""
+    match choice.name:
+        case "bfloat16":
+            return Cast(torch.bfloat16)
+        case "int":
+            assert choice.bits is not None
+            return Blocks(choice.bits, is_rotated=choice.is_rotated)
+        case "keep":
+            assert choice.share is not None
+            return Keep(choice.share, choice.bits)
+        case _:
+            return Cast()

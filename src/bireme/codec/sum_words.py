@@ -1,0 +1,184 @@
+"""The codec of gradient sums in the words of a run file: what it keeps, and how many bytes it sends.
+
+A description only, without tensors, so planners can read it. `sync/coded.py` does what it says.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bireme.codec.description import FEWEST_ENTRIES, blocks_bytes
+from bireme.errors import BiremeError, closest
+
+__all__ = [
+    "DENSE",
+    "DENSE_SUMS",
+    "DENSITY_SLACK",
+    "SUM_CODEC_WORDS",
+    "SumCodec",
+    "SumCost",
+    "SumKind",
+    "parse_sum_codec",
+    "sum_cost",
+]
+
+LEAST_BITS_ALONE = 4
+"""With fewer bits, what rounding loses is kept and added to the next gradient."""
+
+DENSITY_SLACK = 4
+"""How many times more entries than asked for an old threshold may send before it is renewed."""
+
+INDEX_BYTES, MASK_BYTES = 2, 1 / 8
+"""What the place of an entry takes: by itself, or as one bit for each entry of the tensor."""
+
+ENTRY_BYTES = 4
+"""Of a gradient in float32."""
+
+KEPT_COPIES = 2
+"""Residuals: as of the last batch that counted, and as the batch under way leaves them."""
+
+SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS or lowrank:RANK"
+
+BITS = re.compile(r"int([1-8])|([1-8])bit")
+
+
+class SumKind(StrEnum):
+    """How gradients travel."""
+
+    DENSE = "none"
+    BITS = "bits"
+    THRESHOLD = "threshold"
+    LOWRANK = "lowrank"
+
+
+@dataclass(frozen=True, slots=True)
+class SumCodec:
+    """Entries of few `bits`; the largest `share` of them, whose threshold lives `life` steps; or a matrix of
+    `rank`.
+    """
+
+    kind: SumKind
+    bits: int = 0
+    share: float = 0.0
+    life: int = 0
+    rank: int = 0
+
+    def __str__(self) -> str:
+        """As a run file has it."""
+        match self.kind:
+            case SumKind.BITS:
+                return f"int{self.bits}"
+            case SumKind.THRESHOLD:
+                return f"threshold:{self.share:g}:{self.life}"
+            case SumKind.LOWRANK:
+                return f"lowrank:{self.rank}"
+        return "none"
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what is not sent is kept and added to the next gradient."""
+        few = self.kind is SumKind.BITS and self.bits < LEAST_BITS_ALONE
+        return few or self.kind in (SumKind.THRESHOLD, SumKind.LOWRANK)
+
+    def codes(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient of this shape goes through the codec, and not as it is."""
+        num_entries = math.prod(shape)
+        if self.kind is SumKind.DENSE or num_entries < FEWEST_ENTRIES:
+            return False
+        if self.kind is SumKind.LOWRANK:
+            rows, columns = matrix_shape(shape)
+            return len(shape) > 1 and 2 * self.rank * (rows + columns) < num_entries
+        return True
+
+    def message_bytes(self, shape: Sequence[int]) -> float:
+        """About how many bytes a replica's message or factors take, for a float32 gradient of this shape."""
+        num_entries = math.prod(shape)
+        if not self.codes(shape):
+            return num_entries * ENTRY_BYTES
+        if self.kind is SumKind.LOWRANK:
+            return self.rank * sum(matrix_shape(shape)) * ENTRY_BYTES
+        if self.kind is SumKind.BITS:
+            return blocks_bytes(num_entries, self.bits)
+        sent = max(1.0, self.share * num_entries)
+        return sent * ENTRY_BYTES + min(sent * INDEX_BYTES, num_entries * MASK_BYTES)
+
+
+DENSE = SumCodec(SumKind.DENSE)
+
+
+@dataclass(frozen=True, slots=True)
+class SumCost:
+    """What a codec makes of a model's sums: bytes for each byte of its gradients, in the mean over them.
+
+    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch.
+    """
+
+    codec: SumCodec = DENSE
+    message_share: float = 1.0
+    kept_share: float = 0.0
+
+    def hop_share(self, width: int) -> float:
+        """What each of so many replicas sends on, in a ring."""
+        if self.codec.kind in (SumKind.DENSE, SumKind.LOWRANK):
+            return 2 * (width - 1) / width * self.message_share
+        return (width - 1) * self.message_share
+
+
+DENSE_SUMS = SumCost()
+
+
+def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:
+    """The cost of sums of gradients in these shapes."""
+    sizes = list(shapes)
+    total = sum(math.prod(shape) for shape in sizes)
+    if codec == DENSE or not total:
+        return DENSE_SUMS
+    coded = sum(math.prod(shape) for shape in sizes if codec.codes(shape))
+    message = sum(codec.message_bytes(shape) for shape in sizes) / (ENTRY_BYTES * total)
+    return SumCost(codec, message, KEPT_COPIES * coded / total if codec.has_feedback else 0.0)
+
+
+def parse_sum_codec(text: str) -> SumCodec:
+    """The codec that a text names; a `BiremeError` where there is none such."""
+    word, *numbers = text.strip().split(":")
+    if (found := BITS.fullmatch(word)) and not numbers:
+        return SumCodec(SumKind.BITS, bits=int(found[1] or found[2]))
+    if word == "none" and not numbers:
+        return DENSE
+    if word == "threshold" and len(numbers) <= 2:
+        share = _number(
+            text, numbers[0] if numbers else "0.01", "a share of the entries, above 0 and up to 1"
+        )
+        life = _number(text, numbers[1] if len(numbers) > 1 else "50", "a whole number of steps from 1 on")
+        if not 0 < share <= 1:
+            raise _impossible(text, f"the share {share:g} must be above 0 and up to 1")
+        if life < 1 or life != int(life) or life > 1e9:
+            raise _impossible(text, f"{life:g} must be a whole number of steps from 1 on")
+        return SumCodec(SumKind.THRESHOLD, share=share, life=int(life))
+    if word == "lowrank" and len(numbers) <= 1:
+        rank = _number(text, numbers[0] if numbers else "4", "a rank from 1 on")
+        if rank < 1 or rank != int(rank) or rank > 65536:
+            raise _impossible(text, f"the rank {rank:g} must be a whole number from 1 to 65536")
+        return SumCodec(SumKind.LOWRANK, rank=int(rank))
+    advice = closest(word, ["none", "int8", "int4", "int2", "threshold", "lowrank"])
+    raise BiremeError(f"There is no codec {text!r} for sums of gradients. {advice} Use {SUM_CODEC_WORDS}.")
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """A gradient as a matrix: its first axis, and all others together."""
+    return shape[0], math.prod(shape[1:])
+
+
+def _number(text: str, part: str, wanted: str) -> float:
+    if not re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", part):
+        raise _impossible(text, f"{part!r} must be {wanted}")
+    try:
+        return float(part)
+    except ValueError:
+        raise _impossible(text, f"{part!r} must be {wanted}") from None
+
+
+def _impossible(text: str, why: str) -> BiremeError:
+    return BiremeError(f"The codec {text!r} is impossible: {why}. Use {SUM_CODEC_WORDS}.")

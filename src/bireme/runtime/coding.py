@@ -1,0 +1,85 @@
+"""What crosses the borders of one rank, encoded and decoded; masks are kept from the forward to the backward.
+
+A mask is made with the message of an activation. Both ends keep it, one bit an entry, until the gradient of
+the same micro-batch has crossed the border: it is sent for the same entries.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from bireme.codec.codec import Codec, Masking
+from bireme.codec.of_choice import codec_of
+from bireme.codec.packing import unpack_mask
+from bireme.runtime.tensor_spec import TensorSpec
+from bireme.schedule.instruction import Message
+
+__all__ = ["Coding"]
+
+_codec_of = lru_cache(maxsize=64)(codec_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """One bit an entry, of a tensor of that shape."""
+
+    bits: Tensor
+    shape: tuple[int, ...]
+
+
+class Coding:
+    """The codecs of one rank. Set `keeps_masks` to False where no gradients follow, as in an evaluation."""
+
+    def __init__(self) -> None:
+        self.keeps_masks = True
+        self._masks: dict[Message, dict[str, _Mask]] = {}
+        """By the message of the activation."""
+
+    @property
+    def num_masks(self) -> int:
+        """How many messages there are whose gradient has not crossed the border yet."""
+        return len(self._masks)
+
+    def encode(self, key: Message, spec: TensorSpec, tensor: Tensor, out: Tensor) -> None:
+        """Write a tensor into its part of a message."""
+        codec = self._codec(key, spec)
+        # Messages may lie on the host: what is encoded on an accelerator is then copied there.
+        room = out if tensor.device == out.device else torch.empty_like(out, device=tensor.device)
+        codec.encode(tensor, room)
+        self._keep_mask(key, spec, codec, room)
+        if room is not out:
+            out.copy_(room)
+
+    def decode(self, key: Message, spec: TensorSpec, message: Tensor) -> Tensor:
+        """The tensor in its part of a message."""
+        codec = self._codec(key, spec)
+        self._keep_mask(key, spec, codec, message)
+        return codec.decode(message, spec.shape, spec.dtype)
+
+    def _codec(self, key: Message, spec: TensorSpec) -> Codec:
+        codec = _codec_of(spec.codec)
+        if key.forward or not isinstance(codec, Masking):
+            return codec
+        return codec.back(self._mask(key, spec))
+
+    def _keep_mask(self, key: Message, spec: TensorSpec, codec: Codec, message: Tensor) -> None:
+        if self.keeps_masks and key.forward and isinstance(codec, Masking):
+            bits = codec.mask_of(message, spec.shape).clone()
+            self._masks.setdefault(key, {})[spec.name] = _Mask(bits, spec.shape)
+
+    def _mask(self, key: Message, spec: TensorSpec) -> Tensor:
+        """The mask that the activation had whose gradient comes or goes; or those of its two halves."""
+        whole = Message(True, key.from_stage, key.batch, key.microbatch, None)
+        if whole in self._masks:
+            return self._taken(whole, spec.name).bits
+        halves = [self._taken(whole._replace(half=half), spec.name) for half in (0, 1)]
+        return torch.cat([unpack_mask(one.bits, one.shape) for one in halves], spec.batch_axis)
+
+    def _taken(self, key: Message, name: str) -> _Mask:
+        masks = self._masks[key]
+        found = masks.pop(name)
+        if not masks:
+            del self._masks[key]
+        return found

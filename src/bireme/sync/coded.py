@@ -1,0 +1,258 @@
+"""Sums of gradients through a codec: fewer bytes, and still the same bits on every replica.
+
+Low rank is linear, so its factors are summed as gradients are. Messages of the other codecs are gathered, and
+every replica decodes all of them, its own too, and adds them up in the replicas' order. Gradients that are
+small, or of another kind than real numbers, are summed as they are.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from bireme.codec.blocks import Blocks
+from bireme.codec.description import aligned
+from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
+from bireme.codec.sum_words import SumCodec, SumKind
+from bireme.codec.threshold import Threshold, new_memory
+from bireme.sync.exchange import NUM_IN_FLIGHT, SentBytes, held_flags, note_held, sum_flats
+from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.group import Group, Pending
+
+__all__ = ["CodedSums"]
+
+
+class CodedSums:
+    """Sums of one rank's gradients through a codec, batch by batch."""
+
+    def __init__(self, codec: SumCodec) -> None:
+        self.codec = codec
+        self.feedback = Feedback() if codec.has_feedback else None
+        """What was not sent yet, where that is kept."""
+
+    def sum(
+        self,
+        group: Group,
+        names: Sequence[str],
+        gradients: BatchGradients,
+        slice_bytes: int,
+        sent: SentBytes,
+        *,
+        batch: Hashable,
+    ) -> None:
+        """Sum the gradients of `names`, in place, over a group, and mark those that any member had."""
+        if group.size == 1 or not names:
+            return
+        views = {name: gradients.views[name] for name in names}
+        flags = held_flags(names, gradients)
+        sent.note(group.size, raw=flags.nbytes + sum(view.nbytes for view in views.values()))
+        plain = [view for view in views.values() if not self._codes(view)]
+        note_held(gradients, names, _sum_plain(group, plain, flags, slice_bytes, sent))
+        coded = {name: view for name, view in views.items() if name in gradients.held and self._codes(view)}
+        staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
+        own = [
+            _Own(name, view, staged.get(name, {}), f"{batch} {group.rank} {name}")
+            for name, view in coded.items()
+        ]
+        if self.codec.kind is SumKind.LOWRANK:
+            _sum_factors(group, own, self.codec.rank, slice_bytes, sent)
+        else:
+            _gather(group, own, _coder(self.codec), slice_bytes, sent)
+
+    def settle(self, *, counts: bool) -> None:
+        """The batch is done; what it left is kept if it counts."""
+        if self.feedback is not None:
+            self.feedback.settle(counts=counts)
+
+    def _codes(self, view: Tensor) -> bool:
+        return view.dtype in (torch.float32, torch.float64) and self.codec.codes(view.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A gradient of this replica: where its sum belongs, what is kept of it, and a word for its chances."""
+
+    name: str
+    view: Tensor
+    kept: dict[str, Tensor]
+    word: str
+
+    @property
+    def wanted(self) -> Tensor:
+        """What is to be sent: the gradient, with what was not sent before if that is kept."""
+        return self.kept.get(RESIDUAL, self.view)
+
+
+def _sum_plain(
+    group: Group, views: Sequence[Tensor], flags: Tensor, slice_bytes: int, sent: SentBytes
+) -> Tensor:
+    """Sum gradients as they are, those of one dtype in one piece; gives the sum of the flags."""
+    numbers = flags.to(views[0].dtype if views else torch.float32)
+    alike: dict[torch.dtype, list[Tensor]] = {numbers.dtype: [numbers]}
+    for view in views:
+        alike.setdefault(view.dtype, []).append(view)
+    for own in alike.values():
+        flat = torch.cat([view.reshape(-1) for view in own])
+        sum_flats(group, [flat], slice_bytes, sent)
+        for view, piece in zip(own, torch.split(flat, [view.numel() for view in own]), strict=True):
+            view.copy_(piece.view(view.shape))
+    return numbers.real if numbers.is_complex() else numbers
+
+
+def _sum_factors(group: Group, own: Sequence[_Own], rank: int, slice_bytes: int, sent: SentBytes) -> None:
+    """Sums of low rank. Residuals become what the replica's own part of the sum lacks."""
+    for alike in _of_one_dtype(own):
+        wanted = [as_matrix(one.wanted) for one in alike]
+        seeds = [crc32(one.name.encode()) for one in alike]
+        bases = [
+            _basis(one, matrix, rank, seed) for one, matrix, seed in zip(alike, wanted, seeds, strict=True)
+        ]
+        lefts = [matrix @ basis for matrix, basis in zip(wanted, bases, strict=True)]
+        lefts = _orthonormal(_summed(group, lefts, slice_bytes, sent))
+        rights = [matrix.T @ left for matrix, left in zip(wanted, lefts, strict=True)]
+        sums = _summed(group, rights, slice_bytes, sent)
+        for one, matrix, left, right, whole, seed in zip(
+            alike, wanted, lefts, rights, sums, seeds, strict=True
+        ):
+            matrix.sub_(product(left, right))
+            one.view.copy_(product(left, whole).view(one.view.shape))
+            one.kept[BASIS] = next_basis(whole, seed=seed)
+
+
+def _basis(one: _Own, matrix: Tensor, rank: int, seed: int) -> Tensor:
+    """What the power iteration goes on from; where that does not fit, it begins anew."""
+    known = one.kept.get(BASIS)
+    if known is None or known.shape != (matrix.shape[1], rank):
+        known = first_basis(matrix.shape[1], rank, seed=seed)
+    return known.to(matrix)
+
+
+def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Each with orthonormal columns; those with as many rows together, which costs as much as one."""
+    alike: dict[int, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        alike.setdefault(len(matrix), []).append(place)
+    found = list(matrices)
+    for places in alike.values():
+        made = orthonormal(torch.stack([matrices[place] for place in places]))
+        for place, matrix in zip(places, made, strict=True):
+            found[place] = matrix
+    return found
+
+
+def _summed(group: Group, tensors: Sequence[Tensor], slice_bytes: int, sent: SentBytes) -> list[Tensor]:
+    """Sums over a group, in memory of their own."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    sum_flats(group, [flat], slice_bytes, sent)
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _of_one_dtype(own: Sequence[_Own]) -> Iterable[list[_Own]]:
+    alike: dict[torch.dtype, list[_Own]] = {}
+    for one in own:
+        alike.setdefault(one.view.dtype, []).append(one)
+    return alike.values()
+
+
+Coder = Threshold | Blocks
+
+
+def _coder(codec: SumCodec) -> Coder:
+    """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
+    if codec.kind is SumKind.THRESHOLD:
+        return Threshold(codec.share, codec.life)
+    return Blocks(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """Messages of some gradients: the lengths of each member's, and the messages, once they are there."""
+
+    own: Sequence[_Own]
+    lengths: Sequence[Sequence[int]]
+    messages: Sequence[Tensor]
+    pending: Pending
+
+
+def _gather(group: Group, own: Sequence[_Own], coder: Coder, slice_bytes: int, sent: SentBytes) -> None:
+    """Messages of all members, some gradients at a time, and their sums."""
+    under_way: deque[_UnderWay] = deque()
+    for some in _in_pieces(own, slice_bytes):
+        if len(under_way) > NUM_IN_FLIGHT:
+            _add_up(under_way.popleft(), coder, group.rank)
+        under_way.append(_begin(group, some, coder, sent))
+    while under_way:
+        _add_up(under_way.popleft(), coder, group.rank)
+
+
+def _begin(group: Group, own: Sequence[_Own], coder: Coder, sent: SentBytes) -> _UnderWay:
+    """Encode some gradients, and begin to gather all members' messages of them."""
+    device = own[0].view.device
+    most = [coder.most_bytes(tuple(one.view.shape), one.view.dtype) for one in own]
+    message = torch.empty(sum(map(aligned, most)), dtype=torch.uint8, device=device)
+    lengths, end = [], 0
+    for one, room in zip(own, most, strict=True):
+        lengths.append(_encode(coder, one, message[end : end + room]))
+        end += aligned(lengths[-1])
+    of_all = [lengths] * group.size
+    if isinstance(coder, Threshold):
+        of_all = _all_lengths(group, lengths, device, sent)
+    longest = max(sum(map(aligned, of_one)) for of_one in of_all)
+    messages = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(group.size)]
+    message = message[:longest]  # what one sends is as long as the longest; its end may be anything
+    sent.sent += (group.size - 1) * longest
+    return _UnderWay(own, of_all, messages, group.gather(message, messages))
+
+
+def _encode(coder: Coder, one: _Own, out: Tensor) -> int:
+    if isinstance(coder, Blocks):
+        return coder.encode(one.wanted, out, seed=crc32(one.word.encode()))
+    return coder.encode(one.wanted, out, one.kept.setdefault(THRESHOLD, new_memory()))
+
+
+def _all_lengths(
+    group: Group, lengths: Sequence[int], device: torch.device, sent: SentBytes
+) -> list[list[int]]:
+    """How long all members' messages are."""
+    own = torch.tensor(lengths, dtype=torch.int64, device=device)
+    of_all = [torch.empty_like(own) for _ in range(group.size)]
+    sent.sent += (group.size - 1) * own.nbytes
+    group.gather(own, of_all).wait()
+    return [of_one.tolist() for of_one in of_all]
+
+
+def _add_up(some: _UnderWay, coder: Coder, rank: int) -> None:
+    """Decode all members' messages, in their order, on every member."""
+    some.pending.wait()
+    ends = [0] * len(some.messages)
+    for place, one in enumerate(some.own):
+        shape, dtype = tuple(one.view.shape), one.view.dtype
+        for member, message in enumerate(some.messages):
+            begin, length = ends[member], some.lengths[member][place]
+            ends[member] += aligned(length)
+            part = coder.decode(message[begin : begin + length], shape, dtype)
+            if member == rank and RESIDUAL in one.kept:
+                one.kept[RESIDUAL].sub_(part)
+            if member:
+                one.view.add_(part)
+            else:
+                one.view.copy_(part)
+
+
+def _in_pieces(own: Sequence[_Own], slice_bytes: int) -> Iterator[list[_Own]]:
+    """The gradients, so many together as are no larger than a slice."""
+    some: list[_Own] = []
+    size = 0
+    for one in own:
+        if some and size + one.view.nbytes > slice_bytes:
+            yield some
+            some, size = [], 0
+        some.append(one)
+        size += one.view.nbytes
+    if some:
+        yield some

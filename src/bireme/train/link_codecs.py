@@ -1,0 +1,77 @@
+"""The codecs of a run's borders, batch by batch: from the run file and the plan.
+
+They depend on the number of the batch alone, so a run that is resumed goes on to the last bit.
+"""
+
+from collections.abc import Callable
+
+from bireme.codec.border import AS_IT_IS, BorderCodecs, CodecPhase, LinkCodecs
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import load_plan
+from bireme.train.folder import RunFolder
+from bireme.train.run_file import RunFile
+from bireme.train.run_file.links import AUTO
+
+__all__ = ["check_borders", "link_codecs", "main_codecs", "tell_changed_codecs"]
+
+
+def main_codecs(run: RunFile, plan: Plan) -> tuple[BorderCodecs, ...]:
+    """The codecs of each border in the middle of a run."""
+    num_borders = plan.num_stages - 1
+    asked = run.links
+    if asked.codec is None or asked.codec == AUTO:
+        found = [*plan.codecs, *[AS_IT_IS] * (num_borders - len(plan.codecs))]
+    else:
+        found = [BorderCodecs(asked.codec, asked.codec)] * num_borders
+    for one in asked.borders or ():
+        if one.number < num_borders:
+            found[one.number] = one.codecs
+    return tuple(found)
+
+
+def link_codecs(run: RunFile, plan: Plan) -> LinkCodecs:
+    """The codecs of all borders over a run."""
+    steps, parts = run.training.steps, run.links.schedule
+    num_borders = plan.num_stages - 1
+    first, last = round(parts.first_fraction * steps), round(parts.last_fraction * steps)
+    phases = {0: main_codecs(run, plan)}
+    if first:
+        phases = {0: _all(parts.first_codec, num_borders), first: phases[0]}
+    if last:
+        phases = {begin: one for begin, one in phases.items() if begin < steps - last}
+        phases[steps - last] = _all(parts.last_codec, num_borders)
+    if all(one.is_none for borders in phases.values() for one in borders):
+        return LinkCodecs()
+    return LinkCodecs(tuple(CodecPhase(begin, phases[begin]) for begin in sorted(phases)))
+
+
+def check_borders(run: RunFile, plan: Plan) -> None:
+    """Refuse codecs for borders that the plan does not have."""
+    for one in run.links.borders or ():
+        if one.number >= plan.num_stages - 1:
+            raise BiremeError(
+                f"links.borders names the border {one.border}, but the plan has {plan.num_stages} stages, 0 "
+                f"to {plan.num_stages - 1}. Name a border between two of them, or set plan.depth."
+            )
+
+
+def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Callable[[str], None]) -> None:
+    """Say that a run goes on with other codecs than it had, which is allowed."""
+    before, now = link_codecs(folder.load_run(), load_plan(folder.plan).plan), link_codecs(run, plan)
+    if now != before:
+        tell(f"The codecs of the borders change from {_named(before)} to {_named(now)}.")
+
+
+def _named(codecs: LinkCodecs) -> str:
+    """All of them in a sentence, each once."""
+    words = [
+        one.forward if one.forward == one.backward else f"{one.forward} with gradients in {one.backward}"
+        for phase in codecs.phases
+        for one in phase.borders
+    ]
+    return ", then ".join(dict.fromkeys(words)) or "none"
+
+
+def _all(word: str, num_borders: int) -> tuple[BorderCodecs, ...]:
+    return (BorderCodecs(word, word),) * num_borders

@@ -1,0 +1,23 @@
+"""Sums of gradients over replicas as a run asks for them: what they cost, and whether there are any."""
+
+from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
+from bireme.model.graph import Graph
+from bireme.plan.plan import Plan
+from bireme.train.run_file import RunFile
+
+__all__ = ["idle_codec", "sums_of"]
+
+
+def sums_of(run: RunFile, graph: Graph) -> SumCost:
+    """What the run's codec makes of the sums of a model's gradients."""
+    return sum_cost(parse_sum_codec(run.sync.codec), graph.gradient_shapes)
+
+
+def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
+    """A sentence if the run has a codec for sums and its plan has no sums."""
+    if run.sync.codec == "none" or plan.width > 1:
+        return ()
+    return (
+        f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums over "
+        "replicas. Set plan.width to 2 or more, or leave the codec out.",
+    )

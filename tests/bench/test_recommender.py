@@ -1,0 +1,28 @@
+"""The example of a recommender: what it claims of codecs holds in a short run."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+from tests.support.thread_transport import ThreadFabric
+from tests.support.together import run_threads
+
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "recommender.py"))
+
+
+def train(border: str, sums: str, steps: int) -> Any:
+    fabric, graph = ThreadFabric(4, timeout_s=60.0), EXAMPLE["recommender"]()
+    train = EXAMPLE["train"]
+    return EXAMPLE["together"](
+        run_threads(4, lambda rank: train(fabric.of(rank), graph, border, sums, steps))
+    )
+
+
+def test_a_recommender_learns_as_much_with_fewer_bytes_on_both_links() -> None:
+    dense, *_, both = (train(border, sums, 60) for border, sums in (EXAMPLE["WAYS"][0], EXAMPLE["WAYS"][3]))
+    assert dense.auc > 0.6
+    assert both.auc > dense.auc - 0.03
+    assert dense.sum_bytes == dense.raw_sum_bytes == both.raw_sum_bytes
+    assert dense.border_bytes == dense.raw_border_bytes
+    assert both.sum_bytes < dense.sum_bytes / 8
+    assert both.border_bytes < dense.border_bytes / 3

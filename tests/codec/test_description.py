@@ -1,0 +1,53 @@
+"""The words for codecs: they are read and written alike, and wrong ones are explained."""
+
+import pytest
+
+from bireme.codec.description import CodecChoice, encoded_bytes, parse_codec
+from bireme.errors import BiremeError
+
+
+@pytest.mark.parametrize(
+    ("word", "choice"),
+    [
+        ("none", CodecChoice()),
+        ("bfloat16", CodecChoice("bfloat16")),
+        ("int8", CodecChoice("int", 8)),
+        ("int3", CodecChoice("int", 3)),
+        ("keep:0.25", CodecChoice("keep", None, 0.25)),
+        ("keep:0.125:4", CodecChoice("keep", 4, 0.125)),
+    ],
+)
+def test_a_codec_is_written_as_it_is_read(word: str, choice: CodecChoice) -> None:
+    assert parse_codec(word) == choice
+    assert str(choice) == word
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("itn8", "Did you mean 'int8'?"),
+        ("int9", "1 to 8 bits"),
+        ("int0", "1 to 8 bits"),
+        ("int8:4", "takes no numbers"),
+        ("keep", "needs the share"),
+        ("keep:0", "above 0 and at most 1"),
+        ("keep:1.5", "above 0 and at most 1"),
+        ("keep:much", "are no numbers"),
+        ("keep:0.25:5", "may have 4 or 8"),
+    ],
+)
+def test_a_wrong_word_says_what_is_wrong(word: str, why: str) -> None:
+    with pytest.raises(BiremeError, match=word.split(":", maxsplit=1)[0]) as raised:
+        parse_codec(word)
+    assert why in str(raised.value)
+
+
+def test_bytes_count_scales_and_masks() -> None:
+    shape, values = (4, 128, 64), 4 * 128 * 64
+    bits = {
+        word: 8 * encoded_bytes(parse_codec(word), shape, 4) / values for word in ("int8", "int4", "int3")
+    }
+    assert bits == {"int8": 8.5, "int4": 4.5, "int3": 3.5}
+    keep = parse_codec("keep:0.25:8")
+    assert 8 * encoded_bytes(keep, shape, 4) / values == 1 + 2 + 16 / 64
+    assert 8 * encoded_bytes(keep, shape, 4, is_back=True) / values == 2 + 16 / 64

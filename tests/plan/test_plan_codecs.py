@@ -1,0 +1,92 @@
+"""Codecs in plans: counted in bytes and steps, chosen by time to loss, kept in the file."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.device import Device
+from bireme.cluster.links import Card, Link, Switch
+from bireme.cluster.server import Server
+from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
+from bireme.errors import BiremeError
+from bireme.plan.codec_penalties import PILOT, codec_steps
+from bireme.plan.forecast import Answer
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import load_plan, write_plan
+from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.search import find_plan, forecast_of
+from bireme.report.plan_document import plan_document
+from tests.support.hand_plans import tiny_profile
+
+WISHES = PlanRequest(8, depth=2, width=1, schedule="1f1b", codec="auto")
+
+
+def two_servers(bytes_per_s: float) -> Cluster:
+    """Two equal devices, each in a server of its own."""
+    device = Device("a device", "emulated", 2**30)
+    card = (Card("card", (0,), Link(bytes_per_s)),)
+    return Cluster((Server("one", (device,), cards=card), Server("two", (device,), cards=card)), Switch())
+
+
+def found(cluster: Cluster, wishes: PlanRequest = WISHES) -> Answer:
+    answer = find_plan(tiny_profile(), cluster, wishes)
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def test_the_planner_takes_codecs_where_links_are_slow_and_none_where_they_are_fast() -> None:
+    slow, fast = found(two_servers(1e6)), found(two_servers(1e15))
+    assert slow.best.plan.codecs
+    assert slow.best.forecast.codec_penalty > 1
+    without = next(one for one in slow.candidates if not one.plan.codecs)
+    assert slow.best.forecast.cost_s_per_sample < without.forecast.cost_s_per_sample
+    assert slow.best.forecast.batch_s < without.forecast.batch_s / 1.5
+    assert fast.best == found(two_servers(1e15), replace(WISHES, codec="none")).best
+    document = plan_document(slow, tiny_profile(), 0.0)
+    assert document["codecs"][0].keys() == {"from_stage", "to_stage", "forward", "backward"}
+    assert document["codec_penalty"] == slow.best.forecast.codec_penalty
+
+
+def test_within_one_server_nothing_is_tried() -> None:
+    device = Device("a device", "emulated", 2**30)
+    one = Cluster((Server("one", (device, device)),))
+    auto, none = (found(one, replace(WISHES, codec=word)) for word in ("auto", "none"))
+    assert auto == none
+
+
+def test_a_plan_keeps_its_codecs_in_its_file_and_promises_the_same_again(tmp_path: Path) -> None:
+    cluster = two_servers(1e6)
+    best = found(cluster).best
+    write_plan(tmp_path / "plan.json", best)
+    again = load_plan(tmp_path / "plan.json")
+    assert again.plan == best.plan
+    assert again.forecast == best.forecast
+    assert forecast_of(again.plan, tiny_profile(), cluster, replace(WISHES, codec="none")) == best.forecast
+
+
+def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
+    fine, few = BorderCodecs("int8", "int8"), BorderCodecs("keep:0.25:8", "keep:0.25:8")
+    assert codec_steps([], has_ending=False) == codec_steps([BorderCodecs()], has_ending=False) == 1.0
+    assert codec_steps([fine, few], has_ending=False) == codec_steps([few], has_ending=False)
+    assert 1 < codec_steps([fine], has_ending=False) < codec_steps([few], has_ending=True)
+    assert codec_steps([few], has_ending=True) < codec_steps([few], has_ending=False)
+    assert all(one.ended <= one.bare for one in PILOT.values())
+
+
+def test_codecs_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(BiremeError, match="the same entries"):
+        BorderCodecs("keep:0.25:8", "int8")
+    with pytest.raises(BiremeError, match="codecs for 2 borders; 2 stages have 1"):
+        Plan((4,), 4, "1f1b", codecs=(BorderCodecs(), BorderCodecs()))
+
+
+def test_the_codec_of_a_batch_follows_from_its_number() -> None:
+    first, later = BorderCodecs("int8", "int8"), BorderCodecs("keep:0.25:8", "keep:0.25:8")
+    codecs = LinkCodecs((CodecPhase(0, (first, first)), CodecPhase(10, (later, later))))
+    assert [codecs.of(1, batch) for batch in (0, 9, 10, 99)] == [first, first, later, later]
+    assert codecs.of(5, 0) == BorderCodecs()
+    assert codecs.held(3) == LinkCodecs.steady((first, first))
+    assert codecs.between((0, 0, 1)).of(0, 0) == BorderCodecs()
+    assert codecs.between((0, 0, 1)).of(1, 0) == first

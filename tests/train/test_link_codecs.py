@@ -1,0 +1,95 @@
+"""`[links]`: which codec each batch has, what a run says of its bytes, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from bireme.codec.border import BorderCodecs, LinkCodecs
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.train.link_codecs import check_borders, link_codecs
+from bireme.train.run_file import load_run_file
+from tests.support.command import bireme
+from tests.support.training import settings, write_run
+
+PLAN = Plan((2, 4), 4, "1f1b", codecs=(BorderCodecs("int8", "int4"),))
+KEEP = "keep:0.25:8"
+
+
+def codecs(*sets: str) -> LinkCodecs:
+    return link_codecs(load_run_file(None, ["training.steps=100", *sets]), PLAN)
+
+
+def test_without_links_a_run_has_the_codecs_of_its_plan() -> None:
+    assert (
+        codecs()
+        == codecs("links.codec=auto")
+        == LinkCodecs.steady((BorderCodecs("int8", "int4"), BorderCodecs()))
+    )
+    assert codecs("links.codec=none") == LinkCodecs()
+
+
+def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
+    own = '[{border = "1-2", forward = "int8"}]'
+    found = codecs(
+        f"links.codec={KEEP}",
+        f"links.borders={own}",
+        "links.schedule.first_fraction=0.1",
+        "links.schedule.first_codec=bf16",
+        "links.schedule.last_fraction=0.2",
+    )
+    words = {
+        batch: [found.of(border, batch).forward for border in (0, 1)] for batch in (0, 9, 10, 79, 80, 99)
+    }
+    assert words == {
+        0: ["bfloat16"] * 2,
+        9: ["bfloat16"] * 2,
+        10: [KEEP, "int8"],
+        79: [KEEP, "int8"],
+        80: ["int8"] * 2,
+        99: ["int8"] * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (["links.codec=itn8"], "Did you mean 'int8'"),
+        (["links.codec=keep:0"], "above 0 and at most 1"),
+        (
+            ["links.schedule.first_fraction=0.6", "links.schedule.last_fraction=0.6"],
+            "more than the whole run",
+        ),
+        (['links.borders=[{border = "0-2", forward = "int8"}]'], "two neighbouring stages"),
+        ([f'links.borders=[{{border = "0-1", forward = "{KEEP}", backward = "int8"}}]'], "the same entries"),
+    ],
+)
+def test_wrong_links_are_refused_in_a_sentence(sets: list[str], why: str) -> None:
+    with pytest.raises(BiremeError) as raised:
+        load_run_file(None, sets)
+    assert why in str(raised.value)
+
+
+def test_a_border_that_the_plan_does_not_have_is_refused() -> None:
+    run = load_run_file(None, ['links.borders=[{border = "2-3", forward = "int8"}]'])
+    with pytest.raises(BiremeError, match="the plan has 3 stages"):
+        check_borders(run, PLAN)
+
+
+@pytest.mark.slow
+def test_a_run_says_what_it_sent_and_goes_on_with_another_codec(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, "1f1b")
+    done = bireme(capsys, "train", str(path), *settings(training__steps=4, links__codec="int8"), "--json")
+    document = done.document
+    (link,) = document["links"]
+    assert (link["from_stage"], link["to_stage"]) == (0, 1)
+    assert link["forward"] == link["backward"] == "int8"
+    assert 0 < link["sent_bytes"] < link["raw_bytes"] / 3
+    assert document["eval_loss"] == pytest.approx(document["eval_loss_through_codecs"], rel=1e-2)
+    more = settings(training__steps=6, training__schedule_steps=4, links__codec=KEEP)
+    again = bireme(capsys, "resume", str(tmp_path / "runs" / "run"), *more, "--json")
+    assert again.status == 0, again.err
+    assert "from int8 to keep:0.25:8" in again.err
+    assert again.document["links"][0]["forward"] == KEEP
