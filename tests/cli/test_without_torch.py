@@ -90,7 +90,7 @@ def commands(tmp_path: Path) -> list[str]:
     """These, with files that there are."""
     make_run(tmp_path / "run", steps=20)
     save_profile(tiny_profile(), tmp_path / "profile.json")
-    plan = f"--profile {tmp_path}/profile.json --cluster laptop --batch-size 1 --schedule 1f1b"
+    plan = f"--profile {tmp_path}/profile.json --cluster laptop --batch-size 4 --depth 1"
     return [words.format(folder=tmp_path, examples=EXAMPLES, plan=plan) for words in COMMANDS]
 
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from bireme.runtime.fork_server import inherited
+from bireme.runtime.processes import serve_from_here
 from tests.support.copies import run_python
 
 __all__ = ["copy_ranks"]
@@ -81,6 +82,7 @@ def _live(leads: int, words: Sequence[str], variables: Mapping[str, str]) -> NoR
         atexit._clear()
         os.environ.clear()
         os.environ.update(variables)
+        serve_from_here()  # what a rank starts is on its machine, and of its session
         status = _status(words)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -7,6 +7,7 @@ new Python imports, or about the installed command, start those.
 torchrun is a copy too; `tests/support/copied_ranks.py` makes its ranks copies of it.
 """
 
+import importlib
 import os
 import runpy
 import signal
@@ -134,11 +135,13 @@ def run_python(words: Sequence[str]) -> None:
 
 def _run(words: list[str]) -> None:
     match words:
-        case ["-m", name, *rest]:
-            if name == TORCHRUN:
-                from tests.support.copied_ranks import copy_ranks
+        case ["-m", name, *rest] if name == TORCHRUN:
+            from tests.support.copied_ranks import copy_ranks
 
-                copy_ranks()
+            copy_ranks()
+            sys.argv = [name, *rest]
+            importlib.import_module(name).main()
+        case ["-m", name, *rest]:
             sys.argv = [name, *rest]
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         case [script, *_]:
