@@ -176,8 +176,8 @@ def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"])
 def test_the_steady_state_of_a_long_window_is_a_loop(name: str) -> None:
-    stages, batches = 6, 40
-    program = generate(name, num_stages=stages, num_microbatches=4, num_batches=batches, stages_per_rank=3)
+    stages, batches = 4, 40
+    program = generate(name, num_stages=stages, num_microbatches=3, num_batches=batches, stages_per_rank=2)
     of = sizes(stages, (2, 2, 6, 1))
     program = page(
         program, of, Budgets(int(0.6 * peak(program, of)), 20 * CHUNK, 500 * CHUNK), chunk_bytes=CHUNK
@@ -189,7 +189,7 @@ def test_the_steady_state_of_a_long_window_is_a_loop(name: str) -> None:
 
 def test_with_k_of_p_parts_on_the_device_a_micro_batch_fetches_the_others_twice() -> None:
     """Forwards go up the parts and backwards down, so the last k and the first k parts are still there."""
-    p, k, m = 8, 3, 6
+    p, k, m = 6, 2, 4
     of = sizes(p, (1, 0, 0, 0))
     fetched = []
     for batches in (20, 21):
@@ -371,7 +371,8 @@ def test_small_plans_copy_hardly_more_than_any_plan_must_and_never_more_than_lea
     assert ours <= 1.05 * fewest
 
 
-@given(st.dictionaries(st.integers(1, 10_000).map(float), st.integers(1, 8), min_size=1, max_size=6))
+@examples(80)
+@given(st.dictionaries(st.integers(1, 2000).map(float), st.integers(1, 4), min_size=1, max_size=6))
 def test_no_chunk_size_that_is_tried_wastes_a_hundredth_less(items: dict[float, int]) -> None:
     def waste(chunk_bytes: int) -> float:
         return sum(

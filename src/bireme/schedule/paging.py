@@ -118,7 +118,7 @@ def _as_it_is(program: Program) -> Program:
 
 
 def _updates_together(program: Program) -> Program:
-    """The program, written out, each rank's updates of a batch one after the other; itself if that is wrong."""
+    """The program, written out, a rank's updates of a batch one after the other; itself if that is wrong."""
     tracks = []
     for track in program.tracks:
         own: defaultdict[int, list[Instruction]] = defaultdict(list)
