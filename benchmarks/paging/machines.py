@@ -30,8 +30,6 @@ USABLE = 0.9
 """The share of a device's memory that a program may plan with; the rest is the runtime's and workspace."""
 LIVE_BYTES = 34
 """Of activations, for each token and element of the width, while a layer's backward runs."""
-AHEAD = (4, 1)
-"""Fetched so many instructions ahead; the faster counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +123,15 @@ def row_of(case: Case) -> dict[str, Any]:
     refused = ""
     for schedule in case.schedules:
         for sweep in case.sweeps:
-            for ahead in AHEAD:
+            for together in (False, True):
                 try:
-                    timeline = simulated(case, schedule, sweep, ahead)
+                    timeline = simulated(case, schedule, sweep, updates_together=together)
                 except BiremeError as error:
                     refused = str(error)
                     break
                 if best is None or timeline.steady_batch_s < best[0]:
                     how = schedule if sweep == 1 else f"{schedule}, sweeps of {sweep}"
+                    how += ", updates together" if together else ""
                     best = timeline.steady_batch_s, how, timeline
     model, machine = case.model, case.machine
     state = 16 * model.num_parameters
@@ -158,7 +157,7 @@ def row_of(case: Case) -> dict[str, Any]:
 FIGURES = ("step_s", "samples_per_s", "compute_s", "host_wire_s", "disk_s", "network_s", "limit")
 
 
-def simulated(case: Case, schedule: str, sweep: int, ahead: int) -> Timeline:
+def simulated(case: Case, schedule: str, sweep: int, *, updates_together: bool) -> Timeline:
     """Three batches of a case."""
     machine = case.machine
     program = generate(
@@ -172,7 +171,7 @@ def simulated(case: Case, schedule: str, sweep: int, ahead: int) -> Timeline:
     )
     costs = costs_of(case)
     budgets = Budgets(int(USABLE * machine.device.memory_bytes), machine.host_bytes, machine.disk_bytes)
-    paged: Program = page(program, costs.sizes(), budgets, ahead=ahead)
+    paged: Program = page(program, costs.sizes(), budgets, updates_together=updates_together)
     links = TierLinks(machine.host_bytes_per_s, machine.disk_bytes_per_s)
     network = Links(machine.link_bytes_per_s).network(paged)
     return simulate(paged, costs, network, tier_links=links)

@@ -53,6 +53,7 @@ class Asked:
     sizes: Sizes
     budgets: Budgets
     ahead: int
+    updates_together: bool
 
 
 @st.composite
@@ -84,13 +85,20 @@ def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
     whole = peak(program, of)
     disk = 0 if host is None else int(1000 * whole)
     budgets = Budgets(int(share * whole), None if host is None else int(host * whole), disk)
-    return Asked(program, of, budgets, draw(st.integers(0, 3)))
+    return Asked(program, of, budgets, draw(st.integers(0, 3)), draw(st.booleans()))
 
 
 def paged(one: Asked) -> Program:
     """The program within its budgets; cases below the least budget are tried elsewhere."""
     try:
-        return page(one.program, one.sizes, one.budgets, ahead=one.ahead, chunk_bytes=CHUNK)
+        return page(
+            one.program,
+            one.sizes,
+            one.budgets,
+            ahead=one.ahead,
+            chunk_bytes=CHUNK,
+            updates_together=one.updates_together,
+        )
     except BiremeError:
         assume(False)
         raise
@@ -105,7 +113,9 @@ def test_a_paged_program_is_proved_right_within_its_budgets(one: Asked) -> None:
     program = paged(one)
     report = check(program)
     assert report.ok, report.problems or report.deadlock
-    assert without_paging(program) == [list(track) for track in one.program.tracks]
+    for left, track in zip(without_paging(program), one.program.tracks, strict=True):
+        assert sorted(map(str, left)) == sorted(map(str, track))
+        assert left == list(track) or one.updates_together
     for rank, tiers in enumerate(program.tiers):
         kept = resident(program, rank, one.sizes)
         if tiers is None:
@@ -166,8 +176,8 @@ def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"])
 def test_the_steady_state_of_a_long_window_is_a_loop(name: str) -> None:
-    stages, batches = 6, 40
-    program = generate(name, num_stages=stages, num_microbatches=4, num_batches=batches, stages_per_rank=3)
+    stages, batches = 4, 40
+    program = generate(name, num_stages=stages, num_microbatches=3, num_batches=batches, stages_per_rank=2)
     of = sizes(stages, (2, 2, 6, 1))
     program = page(
         program, of, Budgets(int(0.6 * peak(program, of)), 20 * CHUNK, 500 * CHUNK), chunk_bytes=CHUNK
@@ -179,7 +189,7 @@ def test_the_steady_state_of_a_long_window_is_a_loop(name: str) -> None:
 
 def test_with_k_of_p_parts_on_the_device_a_micro_batch_fetches_the_others_twice() -> None:
     """Forwards go up the parts and backwards down, so the last k and the first k parts are still there."""
-    p, k, m = 8, 3, 6
+    p, k, m = 6, 2, 4
     of = sizes(p, (1, 0, 0, 0))
     fetched = []
     for batches in (20, 21):
@@ -361,7 +371,8 @@ def test_small_plans_copy_hardly_more_than_any_plan_must_and_never_more_than_lea
     assert ours <= 1.05 * fewest
 
 
-@given(st.dictionaries(st.integers(1, 10_000).map(float), st.integers(1, 8), min_size=1, max_size=6))
+@examples(80)
+@given(st.dictionaries(st.integers(1, 2000).map(float), st.integers(1, 4), min_size=1, max_size=6))
 def test_no_chunk_size_that_is_tried_wastes_a_hundredth_less(items: dict[float, int]) -> None:
     def waste(chunk_bytes: int) -> float:
         return sum(

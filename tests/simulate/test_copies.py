@@ -18,7 +18,6 @@ from bireme.schedule.program import Program
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
-from bireme.simulate.paging import solve_paging
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 from tests.support.command import bireme
@@ -86,20 +85,17 @@ def test_a_rank_waits_for_just_what_a_copy_takes() -> None:
 
 
 def test_copies_hide_behind_work_where_there_is_room_to_fetch_ahead() -> None:
-    program, costs = program_of(8, batches=12), costs_of(8, stash=0, optimizer=0)
+    program, costs = program_of(8, microbatches=8), costs_of(8, stash=0, optimizer=0)
     links = TierLinks(2 * CHUNK / 0.4)
     budgets = Budgets(10 * CHUNK)
     late, ahead = (
         simulate(
-            page(program, costs.sizes(), budgets, ahead=ahead, chunk_bytes=CHUNK), costs, tier_links=links
+            page(program, costs.sizes(), budgets, ahead=steps, chunk_bytes=CHUNK), costs, tier_links=links
         ).steady_batch_s
-        for ahead in (0, 1)
+        for steps in (0, 1)
     )
-    best = solve_paging(program, costs, budgets, links, chunk_bytes=CHUNK)
-    found = simulate(best, costs, tier_links=links).steady_batch_s
     alone = simulate(program, costs).steady_batch_s
-    assert alone <= found <= min(late, ahead)
-    assert found < 1.05 * alone < late
+    assert alone <= ahead < 1.05 * alone < late
 
 
 @examples(40)
@@ -139,7 +135,7 @@ def pairwise_spans(starts: Iterable[float], ends: Iterable[float]) -> list[tuple
 # --- shown -------------------------------------------------------------------------------------------------
 
 COMMAND = (
-    "simulate --schedule 1f1b --stages 4 --stages-per-rank 4 --microbatches 4 --batches 3 --forward-s 1 "
+    "simulate --schedule 1f1b --stages 4 --stages-per-rank 4 --microbatches 2 --batches 2 --forward-s 1 "
     "--weight-bytes 2e6 --optimizer-bytes 12e6 --stash-bytes 1e6 --device-memory 30MB --host-memory 40MB "
     "--disk 1GB --host-bytes-per-s 2e7 --disk-bytes-per-s 1e7"
 ).split()

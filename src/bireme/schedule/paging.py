@@ -12,6 +12,7 @@ chunk is decided once for all batches of the steady state.
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from bireme.errors import BiremeError
@@ -22,6 +23,7 @@ from bireme.schedule.folding import WRITTEN_OUT, fold
 from bireme.schedule.holding import Holding
 from bireme.schedule.instruction import Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Track
+from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers, Tier
@@ -71,10 +73,13 @@ def page(
     ahead: int = 1,
     chunk_bytes: int | None = None,
     is_summed: bool = False,
+    updates_together: bool = False,
 ) -> Program:
     """The program within the budgets, or itself where every rank fits.
 
-    Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room.
+    Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
+    `updates_together` a rank updates all its stages when it updates the first, where that is right: the
+    copies of an update take long, and the others would wait for the next batch's first micro-batch.
     `chunk_bytes` is searched for each rank unless given. `is_summed` where gradients are summed over replicas
     between REDUCE and UPDATE, and must stay. Raises where a budget is below the largest working set.
     """
@@ -84,14 +89,15 @@ def page(
     repeats = {track.repeats for track in program.tracks}
     is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
     least = program.num_batches - (min(repeats) if is_loop else 0)
-    model = _of_length(program, least + STEADY) if is_loop else program
+    order = _updates_together if updates_together else _as_it_is
+    model = order(_of_length(program, least + STEADY) if is_loop else program)
     plans = [
         None if tiers is None else _Planner(model, rank, tiers, ahead, is_summed).decided()
         for rank, tiers in enumerate(cut)
     ]
 
     def make(num_batches: int) -> Program:
-        shown = _of_length(program, num_batches) if is_loop else program
+        shown = order(_of_length(program, num_batches) if is_loop else program)
         made = [
             (Track(tuple(track), versions_per_batch=track.versions_per_batch), tiers)
             if tiers is None or plan is None
@@ -105,6 +111,24 @@ def page(
         return paged
 
     return fold(make, program.num_batches, shortest=least + 1) if is_loop else make(program.num_batches)
+
+
+def _as_it_is(program: Program) -> Program:
+    return program
+
+
+def _updates_together(program: Program) -> Program:
+    """The program, written out, a rank's updates of a batch one after the other; itself if that is wrong."""
+    tracks = []
+    for track in program.tracks:
+        own: defaultdict[int, list[Instruction]] = defaultdict(list)
+        for step in track:
+            if step.kind is Kind.UPDATE:
+                own[step.batch].append(step)
+        steps = (own.pop(step.batch, []) if step.kind is Kind.UPDATE else [step] for step in track)
+        tracks.append(Track(tuple(chain.from_iterable(steps)), versions_per_batch=track.versions_per_batch))
+    moved = replace(program, tracks=tuple(tracks))
+    return program if next(stage_problems(moved), None) else moved
 
 
 def _of_length(program: Program, num_batches: int) -> Program:

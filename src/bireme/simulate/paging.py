@@ -1,7 +1,9 @@
-"""How far ahead chunks are fetched: what the simulated batch is fastest with.
+"""How far ahead chunks are fetched, and when ranks update: what the simulated batch is fastest with.
 
 To fetch earlier hides copies behind more work, and takes slots that could have kept chunks on the device.
 """
+
+from itertools import product
 
 from bireme.schedule.paging import Budgets, page
 from bireme.schedule.program import Program
@@ -12,7 +14,7 @@ from bireme.simulate.simulator import simulate
 
 __all__ = ["solve_paging"]
 
-TRIED = (0, 1, 2, 4, 8)
+TRIED = (0, 1, 4)
 """Instructions ahead."""
 
 
@@ -30,14 +32,16 @@ def solve_paging(
 ) -> Program:
     """The program within the budgets, with the copies that cost least time; itself where everything fits."""
     best, best_s = program, float("inf")
-    for ahead in TRIED:
+    is_summed = any(costs.reduce_s) or any(costs.reduce_bytes)
+    for ahead, updates_together in product(TRIED, (False, True)):
         paged = page(
             program,
             costs.sizes(),
             budgets,
             ahead=ahead,
             chunk_bytes=chunk_bytes,
-            is_summed=any(costs.reduce_s) or any(costs.reduce_bytes),
+            is_summed=is_summed,
+            updates_together=updates_together,
         )
         if paged is program:
             return program
