@@ -37,12 +37,12 @@ from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
 
-MODEL, LENGTH, VOCABULARY = "gpt:layers=4,width=128,heads=4,vocab=257,context=128", 128, 257
+MODEL, LENGTH, VOCABULARY = "gpt:layers=4,width=64,heads=4,vocab=257,context=128", 128, 257
 HALF_LAYERS = (1, 2, 4)
-STEPS, QUICK_STEPS, BATCH_SIZE = 300, 5, 8
-KNOWN, UNKNOWN, QUICK_KNOWN, QUICK_UNKNOWN = 192, 64, 24, 8
+STEPS, QUICK_STEPS, BATCH_SIZE = 200, 5, 8
+KNOWN, UNKNOWN, QUICK_KNOWN, QUICK_UNKNOWN = 128, 48, 24, 8
 """Samples that the probe is fitted on, and those that it is tried on."""
-PROBE_STEPS, QUICK_PROBE_STEPS, PROBE_BATCH, PROBE_RATE = 400, 60, 1024, 1e-2
+PROBE_STEPS, QUICK_PROBE_STEPS, PROBE_BATCH, PROBE_RATE = 300, 60, 1024, 1e-2
 TEXT_BYTES = 2_000_000
 CODECS = ("bfloat16", "int8", "int4", "int2", "keep:0.25:8")
 
@@ -143,7 +143,7 @@ def recovered(known: Tensor, known_ids: Tensor, unknown: Tensor, unknown_ids: Te
 
 
 def measure(asked: Namespace) -> Findings:
-    torch.set_num_threads(min(torch.get_num_threads(), 2))
+    torch.set_num_threads(1)  # the model is so small that two would mostly wait for each other
     ids = text()
     middle = len(ids) * 3 // 4  # the model and the probe learn the first part, the last is for the trial
     steps = QUICK_STEPS if asked.quick else STEPS

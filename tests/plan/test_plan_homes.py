@@ -48,9 +48,16 @@ def best(cluster: Cluster, wishes: PlanRequest) -> Plan:
     return found.best.plan
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "1f1b", "zbv"])
-@pytest.mark.parametrize("owners", [("a",), ("b",)])
-@pytest.mark.parametrize("goal", [Goal.THROUGHPUT, Goal.ENERGY])
+@pytest.mark.parametrize(
+    ("schedule", "owners", "goal"),
+    [
+        ("sequential", ("b",), Goal.THROUGHPUT),
+        ("sequential", ("a",), Goal.ENERGY),
+        ("1f1b", ("b",), Goal.ENERGY),
+        ("zbv", ("a",), Goal.ENERGY),
+        ("zbv", ("b",), Goal.THROUGHPUT),
+    ],
+)
 def test_the_plan_is_the_best_of_those_that_keep_samples_at_home(
     schedule: str, owners: tuple[str, ...], goal: Goal
 ) -> None:
