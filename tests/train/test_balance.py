@@ -1,7 +1,6 @@
 """`[balance]` of a run: what is refused, what memory allows, runs whose shares follow, from file to JSON."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def test_one_replica_has_no_shares_but_its_stages_are_watched() -> None:
 
 def test_a_slow_stage_is_known_by_what_was_planned_for_its_own_device() -> None:
     cluster, saved = cluster_of(1, 1, 0.5, 0.5), saved_plan(sizes=(2, 1))
-    watch = stage_watch_of(saved, cluster)
+    watch = stage_watch_of(saved.plan, cluster, [0.01, 0.02])
     assert watch is not None
     as_planned = [0.3, 0.6, 0.3, 0.6]  # the second replica has half the samples and half the speed
     assert [watch.note((8, 4), as_planned) for _ in range(40)] == [None] * 40
@@ -117,7 +116,7 @@ def test_a_slow_stage_is_known_by_what_was_planned_for_its_own_device() -> None:
     assert [(one.rank, round(one.times)) for one in found] == [(3, 3)]
     slower = slowed(cluster, saved.plan, found[0])
     assert [one.device.speed for one in slower.devices()] == pytest.approx([1, 1, 0.5, 0.5 / found[0].times])
-    assert stage_watch_of(replace(saved, forecast=None), cluster) is None
+    assert stage_watch_of(saved.plan, cluster, None) is None
     assert isinstance(found[0], SlowStage)
 
 

@@ -1,35 +1,49 @@
 """What a run notes of its replicas while it trains: changes of shares, and stages that have become slow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from bireme.balance.shares import Shares
 from bireme.balance.slow_stage import SlowStage, StageWatch
 from bireme.cluster.cluster import Cluster
 from bireme.plan.plan import Plan
-from bireme.plan.plan_file import SavedPlan
+from bireme.profile.profile import Profile
+from bireme.profile.stages import stage_cost
 from bireme.runtime.result import Result
 from bireme.schedule.source import ProgramSource
 
-__all__ = ["ReplicaNotes", "slowed", "stage_watch_of"]
+__all__ = ["ReplicaNotes", "sample_seconds", "slowed", "stage_watch_of"]
 
 
-def stage_watch_of(saved: SavedPlan, cluster: Cluster) -> StageWatch | None:
-    """What watches the ranks of a plan; None without a forecast, as of a plan made by hand."""
-    plan, forecast = saved.plan, saved.forecast
-    if forecast is None or not plan.devices:
+def sample_seconds(plan: Plan, profile: Profile | None) -> list[float] | None:
+    """How long the passes of a sample should keep each stage busy on a device of speed 1; None where nothing
+    was profiled, as for a plan from a file.
+    """
+    if profile is None:
+        return None
+    size = max(profile.micro_batches)
+    bounds = (0, *plan.cuts, len(profile.units))
+    found = []
+    for stage, (begin, end) in enumerate(pairwise(bounds)):
+        cost = stage_cost(profile, begin, end, size)
+        again_s = cost.forward_s if stage in plan.source.recomputed else 0.0
+        found.append((cost.forward_s + cost.backward_s + again_s) / size)
+    return found
+
+
+def stage_watch_of(plan: Plan, cluster: Cluster, sample_s: Sequence[float] | None) -> StageWatch | None:
+    """What watches the ranks of a plan whose stages should take so long for a sample, if that is known.
+
+    What ends a batch is no part of it, for it does not depend on shares.
+    """
+    if sample_s is None or not plan.devices:
         return None
     speeds = {placed.name: placed.device.speed for placed in cluster.devices()}
-    ranks = plan.source.rank_of_stage
-    sizes = plan.micro_batch_sizes or (1,) * plan.width
-    work = []
-    for rank, row in enumerate(plan.devices):
-        own = [stage.busy_s for stage, of in zip(forecast.stages, ranks, strict=True) if of == rank]
-        # The forecast is of the slowest device; this is for one of speed 1.
-        slowest = max(size / speeds.get(name, 1.0) for size, name in zip(sizes, row, strict=True))
-        work.append(sum(own) / slowest)
+    ranks = range(len(plan.devices))
+    of_rank = [sum(sample_s[stage] for stage in plan.source.stages_of(rank)) for rank in ranks]
     expected_s = [
-        work[rank] / speeds.get(row[replica], 1.0)
+        of_rank[rank] / speeds.get(row[replica], 1.0)
         for replica in range(plan.width)
         for rank, row in enumerate(plan.devices)
     ]

@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 
+from bireme.balance.slow_stage import StageWatch
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from bireme.model.graph_file import graph_hash, load_graph
+from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.profile.control import Control
+from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
+from bireme.runtime.balancer import Sharing
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
@@ -46,8 +50,8 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.screen import Screen
-from bireme.train.shares import measures_first, sharing_of
-from bireme.train.slow_stages import ReplicaNotes, stage_watch_of
+from bireme.train.shares import measures_first, mode_of, sharing_of
+from bireme.train.slow_stages import ReplicaNotes, sample_seconds, stage_watch_of
 from bireme.train.stops import Stops
 from bireme.train.tensorboard import TensorBoard
 from bireme.train.tracker import Tracker
@@ -119,6 +123,11 @@ class _Part:
         """The devices that the run was planned for."""
         return read_cluster(self.folder.cluster)
 
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan was made from; None if it came from a file."""
+        return load_profile(self.folder.profile) if self.folder.profile.is_file() else None
+
 
 def _stops(run: RunFile, world: World) -> Stops:
     return Stops() if world.rank else Stops(run.training.time_limit_s, run.checkpoint.every_s)
@@ -174,7 +183,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             not_saved=_not_saved(part, pipeline),
             notes=() if log is None else data_notes(part.data),
             replicas=ReplicaNotes(
-                stage_watch_of(saved, part.cluster),
+                _stage_watch(part, saved.plan, pipeline),
                 _silent if log is None else log.tell,
                 may_replan=run.balance.replan and part.start.may_replan,
             ),
@@ -247,7 +256,6 @@ def _pipelines(
 
 def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
     run, world, graph = part.run, part.world, load_graph(part.folder.graph)
-    profile = load_profile(part.folder.profile) if part.folder.profile.is_file() else None
     return Pipeline(
         graph,
         plan,
@@ -261,11 +269,25 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         device=world.device,
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
         compile=run.model.compile,
-        sharing=sharing_of(run, plan, part.cluster, profile, part.samples),
+        sharing=_sharing(part, plan),
         reads_apart=bool(part.start.census),
         sum_codec=run.sync.codec,
         codecs=link_codecs(run, plan.plan),
     )
+
+
+def _sharing(part: _Part, saved: SavedPlan) -> Sharing | None:
+    """How batches are shared out. Where nothing follows, nothing is read for it."""
+    if mode_of(part.run, saved.plan, part.cluster) == "off":
+        return None
+    return sharing_of(part.run, saved, part.cluster, part.profile, part.samples)
+
+
+def _stage_watch(part: _Part, plan: Plan, pipeline: Pipeline) -> StageWatch | None:
+    """What tells slow stages, where busy seconds are known."""
+    if pipeline.balancer is None:
+        return None
+    return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))
 
 
 def _optimizer(run: RunFile) -> OptimizerFactory:
