@@ -34,7 +34,7 @@ from bireme.train.launching import DONE, Finished, finish
 from bireme.train.machine_devices import Member, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.network_card import let_gloo_use_the_way_to
-from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
 from bireme.train.prepare import Prepared
 from bireme.train.private_census import (
     Census,
@@ -341,6 +341,7 @@ def _digest(folder: RunFolder) -> str:
 
 def _outcome(told: dict[str, Any]) -> Outcome:
     own, slow = RankOutcome(**told["own"]), told["slow"]
+    own = replace(own, links=tuple(LinkBytes(**link) for link in told["own"]["links"]))
     found = replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
     return found if slow is None else replace(found, slow=SlowStage(**slow))
 
