@@ -175,10 +175,11 @@ def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"])
-def test_the_steady_state_of_a_long_window_is_a_loop(name: str) -> None:
+@pytest.mark.parametrize("master", [True, False])
+def test_the_steady_state_of_a_long_window_is_a_loop(name: str, master: bool) -> None:
     stages, batches = 4, 40
     program = generate(name, num_stages=stages, num_microbatches=3, num_batches=batches, stages_per_rank=2)
-    of = sizes(stages, (2, 2, 6, 1))
+    of = sizes(stages, (2, 2, 6, 1), master=master)
     program = page(
         program, of, Budgets(int(0.6 * peak(program, of)), 20 * CHUNK, 500 * CHUNK), chunk_bytes=CHUNK
     )

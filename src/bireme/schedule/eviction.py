@@ -109,7 +109,7 @@ class Choice:
 
 
 def gaps_of(accesses: Iterable[Access]) -> list[Gap]:
-    """All gaps, from accesses in the order of time."""
+    """All gaps in the order of their ends, from accesses in the order of time."""
     gaps: list[Gap] = []
     last: dict[Chunk, Access] = {}
     latest: dict[Chunk, Gap] = {}
@@ -122,10 +122,11 @@ def gaps_of(accesses: Iterable[Access]) -> list[Gap]:
             gap = latest[chunk] = Gap(chunk, before, access, previous)
             gaps.append(gap)
         seen.add(chunk)
+        last.pop(chunk, None)
         if access.ends:
-            last.pop(chunk, None)
             latest.pop(chunk, None)
         else:
+            # At the end, so that what is left is in the order of time.
             last[chunk] = access
     for chunk, before in last.items():
         gaps.append(Gap(chunk, before, None, None if before.writes else latest.get(chunk)))

@@ -26,7 +26,7 @@ from bireme.schedule.program import Program, Track
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
 from bireme.schedule.rule import Rule
-from bireme.schedule.tiers import Chunk, RankTiers, Tier
+from bireme.schedule.tiers import RankTiers, Tier
 
 __all__ = ["Budgets", "page"]
 
@@ -322,10 +322,12 @@ class _Planner:
     def _copies(
         self, gaps: Sequence[Gap], tier: int, num_steps: int
     ) -> tuple[defaultdict[int, list[_Copy]], defaultdict[int, list[_Copy]]]:
-        """The copies out of a tier, by the step before them, and into it, by the step after them."""
+        """The copies out of a tier, by the step before them, and into it, by the step after them.
+
+        Gaps are in the order of their ends, and so are the fetches of a place.
+        """
         outs: defaultdict[int, list[_Copy]] = defaultdict(list)
         backs: defaultdict[int, list[_Copy]] = defaultdict(list)
-        fetches: list[tuple[int, Chunk, int, _Copy]] = []
         for gap in gaps:
             if not gap.is_evicted:
                 continue
@@ -339,9 +341,7 @@ class _Planner:
                 back = self._instruction(Kind.FETCH, gap.after, tier, is_copied=True)
                 label = (Kind.FETCH, gap.group)
                 access = replace(gap.after, label=label, reads=True, writes=False, ends=False)
-                fetches.append((end, gap.chunk, end - gap.lead, _Copy(back, access)))
-        for _, _, place, copy in sorted(fetches, key=lambda one: one[:3]):
-            backs[place].append(copy)
+                backs[end - gap.lead].append(_Copy(back, access))
         return outs, backs
 
     def _instruction(self, kind: Kind, access: Access, tier: int, *, is_copied: bool) -> Instruction:
