@@ -57,6 +57,7 @@ bench: setup
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/batch_end.py
 	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/leakage.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
 
