@@ -19,7 +19,7 @@ from bireme.model.sources import load_source
 from bireme.model.weights import materialise
 from bireme.train.data.order import Order
 from bireme.train.model import RunModel
-from bireme.train.prepare import data_of
+from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.alone import alone
 from tests.support.command import bireme

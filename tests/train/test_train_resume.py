@@ -17,7 +17,7 @@ from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.data.order import Order
 from bireme.train.model import RunModel
-from bireme.train.prepare import data_of
+from bireme.train.run_data import data_of
 from bireme.train.run_file import load_run_file
 from bireme.train.worker import Start
 from tests.support.alone import alone

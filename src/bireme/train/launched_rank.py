@@ -34,7 +34,7 @@ from bireme.train.machine_devices import Member, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.network_card import let_gloo_use_the_way_to
 from bireme.train.outcome import Outcome, RankOutcome
-from bireme.train.prepare import Prepared, data_of
+from bireme.train.prepare import Prepared
 from bireme.train.private_census import (
     Census,
     census_from,
@@ -48,6 +48,7 @@ from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import Environment, Talk, rendezvous, until
 from bireme.train.restart_limit import RestartLimitError
 from bireme.train.resume_checks import check_data_here
+from bireme.train.run_data import data_of
 from bireme.train.worker import Start, train_rank
 
 __all__ = ["join"]

@@ -32,10 +32,10 @@ from bireme.train.metrics import Metrics
 from bireme.train.mlflow_tracker import MLflow
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
-from bireme.train.prepare import data_of
 from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import run_conditions
+from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.screen import Screen
