@@ -62,6 +62,7 @@ bench: setup
 	$(BIN)/python benchmarks/batch_end.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/leakage.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
 	$(BIN)/python benchmarks/codec_speed.py

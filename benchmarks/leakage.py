@@ -8,8 +8,9 @@ one linear layer with a softmax, from the numbers of one token to the token. It 
 same is done with the gradients that come back over the border, and with each codec there is between.
 
 `recovered_share` is the share of tokens that the probe names rightly, `common_share` what the most frequent
-token alone would give. The probe is the weakest of attacks: published ones do better. A low share is no proof
-that anything is safe.
+token alone would give. Activations are tried for the token that they stand for, gradients for the next one,
+which the model was to predict there. The probe is the weakest of attacks: published ones do better. A low
+share is no proof that anything is safe.
 """
 
 import importlib
@@ -151,15 +152,16 @@ def measure(asked: Namespace) -> Findings:
     num_known, num_unknown = (QUICK_KNOWN, QUICK_UNKNOWN) if asked.quick else (KNOWN, UNKNOWN)
     known = next(batches(ids[:middle], 1, num_known, seed=3))
     unknown = next(batches(ids[middle:], 1, num_unknown, seed=4))
-    known_ids, unknown_ids = known["input_ids"].reshape(-1), unknown["input_ids"].reshape(-1)
-    common = float((unknown_ids == known_ids.mode().values).double().mean())
+    ids_of = [one["input_ids"] for one in (known, unknown)]
+    common = float((ids_of[1] == ids_of[0].reshape(-1).mode().values).double().mean())
     rows: list[dict[str, Any]] = []
     for half_layers in HALF_LAYERS:
         cut = 1 + half_layers
         sent = [crossing(graph, weights, buffers, cut, batch) for batch in (known, unknown)]
-        for what in ("activations", "gradients"):
+        for what, begin in (("activations", 0), ("gradients", 1)):
+            known_ids, unknown_ids = (one[:, begin:].reshape(-1) for one in ids_of)
             for name, round_trip in round_trips().items():
-                there, here = (round_trip(one[what]).flatten(0, 1) for one in sent)
+                there, here = (round_trip(one[what])[:, : LENGTH - begin].flatten(0, 1) for one in sent)
                 share = recovered(
                     there, known_ids, here, unknown_ids, QUICK_PROBE_STEPS if asked.quick else PROBE_STEPS
                 )

@@ -21,7 +21,7 @@ from bireme.report.units import bytes_text, counted, rate_text, seconds_text
 __all__ = ["cluster_document", "print_cluster"]
 
 
-DEVICES = ("device", "model", "memory", "speed", "float32", "bfloat16", "cores", "watts")
+DEVICES = ("device", "model", "memory", "speed", "float32", "bfloat16", "cores")
 LINKS = ("link", "joins", "bandwidth", "latency", "shared")
 WORDS = ("device", "model", "link", "joins", "bandwidth", "shared")
 """The columns that hold no numbers alone."""
@@ -117,7 +117,6 @@ def _figures(device: Device) -> list[str]:
             for flops in (device.float32_flops_per_s, device.bfloat16_flops_per_s)
         ),
         str(device.num_cores or ""),
-        f"{device.watts:g}" if device.watts else "",
     ]
 
 

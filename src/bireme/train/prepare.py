@@ -96,7 +96,7 @@ class Prepared:
 def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepared:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`.
 
-    With `is_alone` all servers are on this machine, which so reads their private samples too.
+    With `is_alone` all servers are this machine, which reads their private samples too.
     """
     check_trackers(run.log.trackers)
     progress(0.0, "loading the model")
@@ -134,9 +134,8 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         run = with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
     identity = data_identity(run, data)
-    return Prepared(
-        run, machines, graph, evaluation, plan, answer, measured, data, identity, planning_s, census
-    )
+    last = identity, planning_s, census
+    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, *last)
 
 
 def prepared_again(
@@ -164,16 +163,14 @@ def prepared_again(
         _check_samples(data, graph)
         census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
         identity = data_identity(run, data)
-        found = Prepared(
-            run, machines, graph, evaluation, plan, None, measured, data, identity, census=census
-        )
+        found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
     else:
         tell("What the plan rests on was changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone)
     check_borders(run, found.plan.plan)
-    if checkpoint is not None and is_alone:
-        check_same_census(load_census(folder.private), found.census, str(folder.path), tell)
     if checkpoint is not None:
+        if is_alone:
+            check_same_census(load_census(folder.private), found.census, str(folder.path), tell)
         tell_changed_codecs(run, found.plan.plan, folder, tell)
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder, checkpoint)
