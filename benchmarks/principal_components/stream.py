@@ -13,7 +13,7 @@ column it is the rank-1 algorithm of Hoskins et al. 2019 (`FirstComponent`), whi
 import torch
 from torch import Tensor
 
-__all__ = ["FirstComponent", "PrincipalComponents", "merged"]
+__all__ = ["PIECE", "FirstComponent", "PrincipalComponents", "merged"]
 
 PIECE = 32
 """Pairs that a step takes."""
