@@ -114,4 +114,5 @@ def _positive(values: Tensor) -> Tensor:
 
 
 def _unit(vector: Tensor) -> Tensor:
-    return vector / torch.linalg.vector_norm(vector).clamp(min=LEAST)
+    length: Tensor = torch.linalg.vector_norm(vector).clamp(min=LEAST)
+    return vector / length
