@@ -8,7 +8,7 @@ times seconds of a step. A run with delayed updates has its first fifth under 1f
 last fifth in int8: T counts these steps as they are.
 
 Seconds are the simulator's. Three rows are also run by the engine, over links that are as late, with stages
-that sleep for as long as they would compute, all of it at a tenth of the time. Steps are not measured here:
+that sleep for as long as they would compute, all of it at a quarter of the time. Steps are not measured here:
 those of delayed updates are of docs/convergence.md, those of codecs of a pilot of one seed (docs/codecs.md),
 and the two are multiplied.
 """
@@ -52,7 +52,8 @@ STEPS = 300
 ENDING = 0.2
 """The share of a run that the penalties with an ending are for."""
 LOOKAHEADS = (0, 7, 14, 21, MICRO_BATCHES - STAGES)
-TENTH = 0.1
+SCALE = 0.25
+"""Of all seconds and bytes, where the engine runs: less, and what is seen is the machine that emulates."""
 LEAST_GAIN, MOST_ERROR = 5.0, 0.05
 CODECS = ("none", "int8", "int5", "keep:0.5:4", "keep:0.25:8", "keep:0.125:8")
 SCHEDULES = ("1f1b", "zb-h1", "2bw-fresh")
@@ -162,7 +163,7 @@ def row_of(way: Way) -> dict[str, Any]:
 
 
 def engine_rows(rows: Sequence[dict[str, Any]], ways: Sequence[Way]) -> None:
-    """Let the engine run three rows at a tenth of the time, and write down what it took."""
+    """Let the engine run three rows at a quarter of the time, and write down what it took."""
     best = max(rows, key=lambda row: row["T_dense_over_T"])
     chosen = [
         place
@@ -174,24 +175,25 @@ def engine_rows(rows: Sequence[dict[str, Any]], ways: Sequence[Way]) -> None:
     plans = [plan_of(ways[place].schedule, ways[place].codec, rows[place]["lookahead"]) for place in chosen]
     log(f"the engine runs {len(plans)} rows")
     found = rehearse(
-        profile(TENTH),
-        cluster(bandwidth(), TENTH),
+        profile(SCALE),
+        cluster(bandwidth(), SCALE),
         plans,
         effort=Effort(counted=2, rounds=2),
         value_bytes=VALUE_BYTES,
     )
     for place, one in zip(chosen, found, strict=True):
-        rows[place]["engine_step_s"] = one.measured_s.median / TENTH
+        rows[place]["engine_step_s"] = one.measured_s.median / SCALE
         rows[place]["engine_error"] = one.error
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
     def gain(schedules: Sequence[str], codecs: Sequence[str] | None) -> float:
-        return max(
+        found: list[float] = [
             row["T_dense_over_T"]
             for row in rows
             if row["schedule"] in schedules and (codecs is None or row["codec"] in codecs)
-        )
+        ]
+        return max(found)
 
     errors = [abs(row["engine_error"]) for row in rows if row["engine_error"] is not None]
     found = [

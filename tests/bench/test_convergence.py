@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from benchmarks.delay_study.clock import NetworkSpeed, batch_time
+from benchmarks.delay_study.coded import CodedCuts, codecs_named
 from benchmarks.delay_study.picture import curves
 from benchmarks.delay_study.rules import RULES, rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation, stage_of_parameter
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting
 from benchmarks.delay_study.table import penalty, rows
 from benchmarks.delay_study.task import SIZES, text
+from bireme.codec import through
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.stage import stage_function
@@ -317,6 +319,36 @@ def test_a_switch_waits_for_nothing_that_is_not_done_and_needs_two_banks(
             assert last_before < places[Kind.FORWARD, batch, n]
             last_early = max(places[Kind.BACKWARD, batch, microbatch] for microbatch in range(n))
             assert last_early < places[Kind.TRIAL, batch + 1, None]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_codecs_lie_between_the_stages_of_the_simulation(num_stages: int) -> None:
+    """Also where a stage ends amid a layer: the same loss and gradients as of stages with cuts between."""
+    codecs = codecs_named("keep:0.5/keep:0.5")
+    model, graph, ids = model_of(), gpt("layers=2,tied=false"), batch_of(0, 4)
+    cuts = CodedCuts(model, num_stages)
+    plain = float(model(ids, ids)["loss"].detach())
+    cuts.codecs = codecs
+    loss = model(ids, ids)["loss"]
+    loss.backward()
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in graph.weights.items()}
+    values = {"input_ids": ids, "labels": ids}
+    for stage in range(num_stages):
+        own = [
+            unit
+            for unit in graph.units
+            if stage_of_parameter(unit.parameters[0], NUM_LAYERS, num_stages) == stage
+        ]
+        function = stage_function(graph.graph, own)
+        received = {name: through(codecs, values[name]) for name in function.receives}
+        values |= function(leaves, {}, {**values, **received})
+    values["loss"].backward()
+    assert float(loss.detach()) == float(values["loss"].detach()) != plain
+    for name, parameter in model.named_parameters():
+        found, wanted = parameter.grad, leaves[name].grad
+        assert found is not None
+        assert wanted is not None
+        assert torch.allclose(found, wanted, rtol=0.0, atol=1e-12), name
 
 
 def test_too_few_microbatches_are_refused() -> None:

@@ -5,6 +5,8 @@ of the time of torch's (`benchmarks/codec_speed.py`). On an accelerator rows are
 would have to wait for it.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,13 +48,28 @@ def largest_of_rows(rows: Tensor, kept: int) -> Tensor:
 
 def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
     """The entries of a mask, which has so many, in the order of the tensor."""
-    return tensor.reshape(-1).take(_places(mask, num_kept))
+    flat = tensor.reshape(-1)
+    if not flat.is_cpu:
+        return flat.take(_sorted_places(mask, num_kept))
+    found = torch.empty(num_kept, dtype=flat.dtype)
+    integers = INTEGERS[flat.dtype.itemsize]
+    given, taken = flat.view(integers).numpy(), found.view(integers).numpy()
+    for part, places, at in _places(mask):
+        # What is taken lies within: numpy need not look, which would take a copy.
+        np.take(given[part], places, out=taken[at], mode="clip")
+    return found
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
     """The values at the entries of the mask, in order, and zeros elsewhere."""
     whole = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
-    whole.view(-1).put_(_places(mask, values.numel()), values)
+    if not whole.is_cpu:
+        whole.view(-1).put_(_sorted_places(mask, values.numel()), values)
+        return whole
+    integers = INTEGERS[values.dtype.itemsize]
+    put, given = whole.view(-1).view(integers).numpy(), values.view(integers).numpy()
+    for part, places, at in _places(mask):
+        put[part][places] = given[at]
     return whole
 
 
@@ -64,10 +81,16 @@ def _drop_last_of_equal(chosen: np.ndarray, sizes: np.ndarray, least: np.ndarray
     chosen[crowded] &= ~equal | (equal.cumsum(1) <= room)
 
 
-def _places(mask: Tensor, num_kept: int) -> Tensor:
-    """Where a mask is true. On an accelerator sorted: the number of them is known, a count would be waited
-    for.
-    """
-    if mask.is_cpu:
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+def _places(mask: Tensor) -> Iterator[tuple[slice, np.ndarray, slice]]:
+    """Where a mask is true, part by part: the part, the places within it, and which of all these they are."""
+    flat, found = mask.view(-1).numpy(), 0
+    for begin in range(0, len(flat), PART_VALUES):
+        part = slice(begin, begin + PART_VALUES)
+        places = np.flatnonzero(flat[part])
+        yield part, places, slice(found, found + len(places))
+        found += len(places)
+
+
+def _sorted_places(mask: Tensor, num_kept: int) -> Tensor:
+    """Where a mask is true. The number of places is known, and a count would be waited for."""
     return mask.view(-1).to(torch.uint8).sort(descending=True, stable=True).indices[:num_kept]
