@@ -61,6 +61,8 @@ bench: setup
 	$(BIN)/python benchmarks/convergence.py
 	$(BIN)/python benchmarks/codec_speed.py
 	$(BIN)/python benchmarks/links.py
+	$(BIN)/python benchmarks/sums.py
+	$(BIN)/python benchmarks/principal.py
 
 # It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
 gpu:
