@@ -34,9 +34,9 @@ from bireme.errors import BiremeError
 NUM_PAIRS = 512
 PASSES = (1, 6)
 RANKS, PIECES = (1, 2, 4), (32, 128)
-RATES = (0.05, 0.1, 0.2, 0.4)
-BATCH, EPOCHS, QUICK_EPOCHS = 64, 30, 2
-TRAINED_RANKS = (1, 4, 8)
+RATES = (0.1, 0.3)
+BATCH, EPOCHS, QUICK_EPOCHS = 64, 15, 1
+TRAINED_RANKS = (1, 8)
 HELD_OUT = 360
 
 

@@ -58,6 +58,7 @@ def _mean(rows: list[dict[str, Any]], dense: list[dict[str, Any]]) -> dict[str, 
         "loss_over_dense": fmean(row["loss"] for row in rows) / fmean(row["loss"] for row in dense),
         "step_s": fmean(row["step_s"] for row in rows),
         "seconds_over_dense": fmean(row["step_s"] for row in rows) / fmean(row["step_s"] for row in dense),
+        "processor_s": fmean(row["processor_s"] for row in rows),
         "network_bytes_per_step": fmean(row["network_bytes"] for row in rows),
         "times_fewer": fmean(times) if times else None,
     }

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.principal_components.stream import PrincipalComponents
+from benchmarks.principal_components.stream import PIECE, PrincipalComponents
 
 __all__ = ["streamed", "streams_of"]
+
+PLACES = 16
+"""So many times more pairs of a convolution go in a step: each image has one at each of its places."""
 
 
 class _Map(torch.autograd.Function):
@@ -36,11 +39,12 @@ class _Map(torch.autograd.Function):
 class _Streamed(nn.Module):
     """A layer and the stream of its weight."""
 
-    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int, seed: int) -> None:
+    def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int, seed: int, piece: int = PIECE) -> None:
         super().__init__()
         self.layer = layer
         layer.weight.requires_grad_(False)
-        self.stream = PrincipalComponents(len(layer.weight), layer.weight[0].numel(), rank, seed=seed)
+        num_inputs = layer.weight[0].numel()
+        self.stream = PrincipalComponents(len(layer.weight), num_inputs, rank, seed=seed, piece=piece)
         self._anchor = torch.zeros((), requires_grad=True)
 
     def mapped(self, rows: Tensor) -> Tensor:
@@ -88,7 +92,7 @@ def streamed(model: nn.Sequential, rank: int) -> nn.Sequential:
         if isinstance(layer, nn.Linear):
             layers.append(_Linear(layer, rank, number))
         elif isinstance(layer, nn.Conv2d):
-            layers.append(_Convolution(layer, rank, number))
+            layers.append(_Convolution(layer, rank, number, PLACES * PIECE))
         else:
             layers.append(layer)
     return nn.Sequential(*layers)

@@ -13,7 +13,7 @@ column it is the rank-1 algorithm of Hoskins et al. 2019 (`FirstComponent`), whi
 import torch
 from torch import Tensor
 
-__all__ = ["FirstComponent", "PrincipalComponents", "merged"]
+__all__ = ["PIECE", "FirstComponent", "PrincipalComponents", "merged"]
 
 PIECE = 32
 """Pairs that a step takes."""
@@ -114,5 +114,5 @@ def _positive(values: Tensor) -> Tensor:
 
 
 def _unit(vector: Tensor) -> Tensor:
-    found: Tensor = vector / torch.linalg.vector_norm(vector).clamp(min=LEAST)
-    return found
+    length: Tensor = torch.linalg.vector_norm(vector).clamp(min=LEAST)
+    return vector / length

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ __all__ = ["REPLICAS", "TORCH_DENSE", "TORCH_POWER_SGD", "Outcome", "train"]
 REPLICAS = 2
 SIZE = SIZES["small"]
 RATE = 4e-3
-WARM_UP = 0.1
+WARM_UP, CLIP_NORM = 0.1, 1.0
 FIRST = 5
 """Steps that count neither for seconds nor for bytes."""
 
@@ -42,7 +42,8 @@ TORCH_DENSE, TORCH_POWER_SGD = "torch", "torch-powersgd"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a run. `step_s` is the median, `network_bytes` the mean of a step and of both replicas;
+    """What came of a run. `step_s` is the median, `processor_s` the mean of one replica's processor time,
+    `network_bytes` the mean of a step and of both replicas;
     `times_fewer` compares what the sums sent with what they would have sent as they are, None of torch's.
     """
 
@@ -52,6 +53,7 @@ class Outcome:
     train_loss: float
     loss: float
     step_s: float
+    processor_s: float
     network_bytes: float
     times_fewer: float | None
 
@@ -71,6 +73,7 @@ def _with_engine(world: World, codec: str, seed: int, steps: int) -> Outcome:
         world,
         weights=lambda names: materialise(source.model, names, seed=seed),
         optimizer=_optimizer(),
+        clip_norm=CLIP_NORM,
         lr=lambda step: _rate(step, steps),
         sum_codec=codec,
     )
@@ -105,6 +108,7 @@ def _with_torch(world: World, codec: str, seed: int, steps: int) -> Outcome:
         own = {name: rows.chunk(REPLICAS)[world.rank] for name, rows in _batch(seed, step).items()}
         loss = replica(**own)["loss"]
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for one in optimizers:
             one.step()
             one.zero_grad()
@@ -123,14 +127,20 @@ class _Clock:
         self.steps_s: list[float] = []
         self._since = perf_counter()
         self._bytes = self._bytes_now = 0.0
+        self._processor_s = self._processor_now_s = 0.0
 
     def step(self) -> None:
         now = perf_counter()
         self.steps_s.append(now - self._since)
         self._since = now
         if len(self.steps_s) >= FIRST:
-            self._bytes_now = _network_bytes()
+            self._bytes_now, self._processor_now_s = _network_bytes(), process_time()
+            self._processor_s = self._processor_s or self._processor_now_s
             self._bytes = self._bytes or self._bytes_now
+
+    def processor_s(self) -> float:
+        """Of this replica, in the mean of a step."""
+        return (self._processor_now_s - self._processor_s) / max(len(self.steps_s) - FIRST, 1)
 
     def bytes_per_step(self) -> float:
         """Of both replicas."""
@@ -141,9 +151,17 @@ def _outcome(
     codec: str, seed: int, clock: _Clock, losses: Sequence[float], loss: float, times: float | None
 ) -> Outcome:
     last = losses[-20:]
-    steps_s = clock.steps_s[FIRST:]
-    num_bytes = clock.bytes_per_step()
-    return Outcome(codec, seed, len(losses), sum(last) / len(last), loss, median(steps_s), num_bytes, times)
+    return Outcome(
+        codec,
+        seed,
+        steps=len(losses),
+        train_loss=sum(last) / len(last),
+        loss=loss,
+        step_s=median(clock.steps_s[FIRST:]),
+        processor_s=clock.processor_s(),
+        network_bytes=clock.bytes_per_step(),
+        times_fewer=times,
+    )
 
 
 def _source() -> str:

@@ -6,7 +6,7 @@ small, or of another kind than real numbers, are summed as they are.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -50,18 +50,25 @@ class CodedSums:
         views = {name: gradients.views[name] for name in names}
         flags = held_flags(names, gradients)
         sent.note(group.size, raw=flags.nbytes + sum(view.nbytes for view in views.values()))
-        plain = [view for view in views.values() if not self._codes(view)]
-        note_held(gradients, names, _sum_plain(group, plain, flags, slice_bytes, sent))
-        coded = {name: view for name, view in views.items() if name in gradients.held and self._codes(view)}
+        coded = {name: view for name, view in views.items() if self._codes(view)}
+        plain = [view for name, view in views.items() if name not in coded]
+        # What no member has a gradient of is opened too, and left as it is.
         staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
         own = [
             _Own(name, view, staged.get(name, {}), f"{batch} {group.rank} {name}")
             for name, view in coded.items()
         ]
+        first = plain or [one.view for one in own]
+        numbers = flags.to(first[0].dtype if not first[0].is_complex() else torch.float32)
+        factors = _factors(own, self.codec.rank) if self.codec.kind is SumKind.LOWRANK else []
+        _sum_all(group, [numbers, *plain, *(one.left for one in factors)], slice_bytes, sent)
+        note_held(gradients, names, numbers)
         if self.codec.kind is SumKind.LOWRANK:
-            _sum_factors(group, own, self.codec.rank, slice_bytes, sent)
+            held = [one for one in factors if one.own.name in gradients.held]
+            _sum_factors(group, held, slice_bytes, sent)
         else:
-            _gather(group, own, _coder(self.codec), slice_bytes, sent)
+            held_own = [one for one in own if one.name in gradients.held]
+            _gather(group, held_own, _coder(self.codec), slice_bytes, sent)
 
     def settle(self, *, counts: bool) -> None:
         """The batch is done; what it left is kept if it counts."""
@@ -87,40 +94,34 @@ class _Own:
         return self.kept.get(RESIDUAL, self.view)
 
 
-def _sum_plain(
-    group: Group, views: Sequence[Tensor], flags: Tensor, slice_bytes: int, sent: SentBytes
-) -> Tensor:
-    """Sum gradients as they are, those of one dtype in one piece; gives the sum of the flags."""
-    numbers = flags.to(views[0].dtype if views else torch.float32)
-    alike: dict[torch.dtype, list[Tensor]] = {numbers.dtype: [numbers]}
-    for view in views:
-        alike.setdefault(view.dtype, []).append(view)
+def _sum_all(group: Group, tensors: Sequence[Tensor], slice_bytes: int, sent: SentBytes) -> None:
+    """Sum tensors as they are, in place, those of one dtype in one piece."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.dtype, []).append(tensor)
     for own in alike.values():
-        flat = torch.cat([view.reshape(-1) for view in own])
+        flat = torch.cat([tensor.reshape(-1) for tensor in own])
         sum_flats(group, [flat], slice_bytes, sent)
-        for view, piece in zip(own, torch.split(flat, [view.numel() for view in own]), strict=True):
-            view.copy_(piece.view(view.shape))
-    return numbers.real if numbers.is_complex() else numbers
+        for tensor, piece in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
 
 
-def _sum_factors(group: Group, own: Sequence[_Own], rank: int, slice_bytes: int, sent: SentBytes) -> None:
-    """Sums of low rank. Residuals become what the replica's own part of the sum lacks."""
-    for alike in _of_one_dtype(own):
-        wanted = [as_matrix(one.wanted) for one in alike]
-        seeds = [crc32(one.name.encode()) for one in alike]
-        bases = [
-            _basis(one, matrix, rank, seed) for one, matrix, seed in zip(alike, wanted, seeds, strict=True)
-        ]
-        lefts = [matrix @ basis for matrix, basis in zip(wanted, bases, strict=True)]
-        lefts = _orthonormal(_summed(group, lefts, slice_bytes, sent))
-        rights = [matrix.T @ left for matrix, left in zip(wanted, lefts, strict=True)]
-        sums = _summed(group, rights, slice_bytes, sent)
-        for one, matrix, left, right, whole, seed in zip(
-            alike, wanted, lefts, rights, sums, seeds, strict=True
-        ):
-            matrix.sub_(product(left, right))
-            one.view.copy_(product(left, whole).view(one.view.shape))
-            one.kept[BASIS] = next_basis(whole, seed=seed)
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """A gradient as a matrix, which lies where it is kept, and the left factor of this replica's part."""
+
+    own: _Own
+    matrix: Tensor
+    left: Tensor
+    seed: int
+
+
+def _factors(own: Sequence[_Own], rank: int) -> list[_Factors]:
+    found = []
+    for one in own:
+        matrix, seed = as_matrix(one.wanted), crc32(one.name.encode())
+        found.append(_Factors(one, matrix, matrix @ _basis(one, matrix, rank, seed), seed))
+    return found
 
 
 def _basis(one: _Own, matrix: Tensor, rank: int, seed: int) -> Tensor:
@@ -131,32 +132,29 @@ def _basis(one: _Own, matrix: Tensor, rank: int, seed: int) -> Tensor:
     return known.to(matrix)
 
 
+def _sum_factors(group: Group, factors: Sequence[_Factors], slice_bytes: int, sent: SentBytes) -> None:
+    """Sums from left factors that are summed. Residuals become what the replica's own part of them lacks."""
+    lefts = _orthonormal([one.left for one in factors])
+    rights = [one.matrix.T @ left for one, left in zip(factors, lefts, strict=True)]
+    sums = [right.clone() for right in rights]
+    _sum_all(group, sums, slice_bytes, sent)
+    for one, left, right, whole in zip(factors, lefts, rights, sums, strict=True):
+        one.matrix.sub_(product(left, right))
+        one.own.view.copy_(product(left, whole).view(one.own.view.shape))
+        one.own.kept[BASIS] = next_basis(whole, seed=one.seed)
+
+
 def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Each with orthonormal columns; those with as many rows together, which costs as much as one."""
-    alike: dict[int, list[int]] = {}
+    alike: dict[tuple[int, torch.dtype], list[int]] = {}
     for place, matrix in enumerate(matrices):
-        alike.setdefault(len(matrix), []).append(place)
+        alike.setdefault((len(matrix), matrix.dtype), []).append(place)
     found = list(matrices)
     for places in alike.values():
         made = orthonormal(torch.stack([matrices[place] for place in places]))
         for place, matrix in zip(places, made, strict=True):
             found[place] = matrix
     return found
-
-
-def _summed(group: Group, tensors: Sequence[Tensor], slice_bytes: int, sent: SentBytes) -> list[Tensor]:
-    """Sums over a group, in memory of their own."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    sum_flats(group, [flat], slice_bytes, sent)
-    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-
-
-def _of_one_dtype(own: Sequence[_Own]) -> Iterable[list[_Own]]:
-    alike: dict[torch.dtype, list[_Own]] = {}
-    for one in own:
-        alike.setdefault(one.view.dtype, []).append(one)
-    return alike.values()
 
 
 Coder = Threshold | Blocks
