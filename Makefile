@@ -69,7 +69,6 @@ bench: setup
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/sums.py
 	$(BIN)/python benchmarks/principal.py
-	$(BIN)/python benchmarks/leakage.py
 
 # It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
 gpu:

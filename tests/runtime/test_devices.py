@@ -34,7 +34,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_over_gloo_processes_share_a_device_in_parts() -> None:
     found = machines_of(asked(device="cuda", backend="gloo", workers=3), num_cuda=2, num_cores=8)
-    half, whole = replace(T4, memory_bytes=T4.memory_bytes // 2, speed=0.5), T4
+    half, whole = replace(T4, memory_bytes=T4.memory_bytes // 2, speed=0.5, watts=35.0), T4
     assert found.cluster.servers[0].devices == (half, whole, half)
     assert (found.device, found.backend) == ("cuda", "gloo")
 
