@@ -4,6 +4,7 @@ import json
 import math
 import random
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bireme.report.page.flows import flows
 from bireme.report.page.metrics import read_metrics
 from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
+from bireme.report.page.tables import tiles
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
 from bireme.train.metrics import Metrics
 from tests.support.run_folders import (
@@ -331,3 +333,15 @@ def test_links_carry_the_bytes_of_the_plan(run: Path) -> None:
         assert flow.forth_bytes == flow.back_bytes == 4 * 4e6
         assert flow.used_bytes_per_s == pytest.approx(16e6 / (0.24 * 1.04))
     assert found[1].most_bytes_per_s == 1.2e9
+
+
+def test_joules_are_the_watts_of_the_plan_at_the_measured_pace(run: Path) -> None:
+    found = read_run(run)
+    assert headline(found).joules_per_sample is None
+    assert found.plan is not None
+    assert found.plan.forecast is not None
+    known = replace(found.plan, forecast=replace(found.plan.forecast, watts=1500.0))
+    figures = headline(replace(found, plan=known))
+    assert figures.samples_per_s is not None
+    assert figures.joules_per_sample == pytest.approx(1500 / figures.samples_per_s)
+    assert "J</div>" in tiles(found, figures)
