@@ -25,6 +25,11 @@ def check_together(tables: Tables) -> None:
     _check_delay(tables.plan, tables.training.steps)
     _check_machines(tables.cluster, tables.plan)
     _check_balance(tables.balance, tables.plan)
+    if tables.balance.batch == "grow" and tables.data.private:
+        raise BiremeError(
+            'balance.batch is "grow", but data.private places samples for batches of training.batch_size. '
+            "Leave out one of the two."
+        )
     _check_links(tables.links)
 
 
