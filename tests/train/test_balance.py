@@ -46,7 +46,10 @@ def run_of(*sets: str) -> RunFile:
         (["balance.mode=off", "balance.batch=grow"], "measures nothing"),
         (["balance.mode=off", "balance.replan=true"], "measures nothing"),
         (["balance.batch=grow", "plan.largest_batch=64"], "both choose the size of the batch"),
-        (["balance.batch=grow", 'data.private={a = "x"}'], "places samples for batches of training.batch_size"),
+        (
+            ["balance.batch=grow", 'data.private={a = "x"}'],
+            "places samples for batches of training.batch_size",
+        ),
     ],
 )
 def test_keys_that_can_have_no_effect_are_refused_in_a_sentence(sets: list[str], words: str) -> None:

@@ -7,19 +7,23 @@ A codec is for activations and their gradients. What no gradient comes back for 
 and what is tiny is sent as it is.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
 import torch
 
 from bireme.codec.description import FEWEST_ENTRIES, NONE, CodecChoice
+from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.learned import learned_values
 from bireme.model.length import evaluate
+from bireme.model.units import Unit
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.tensor_spec import TensorSpec
 from bireme.runtime.wire import WireFormat
 
-__all__ = ["Borders"]
+__all__ = ["Borders", "received_by"]
 
 
 class Borders:
@@ -43,6 +47,16 @@ class Borders:
         """The axis of a tensor that grows with the batch."""
         shape = self._values[name].shape
         return next((axis for axis, length in enumerate(shape) if not isinstance(length, int)), None)
+
+    def check_halves(self, schedule: str) -> None:
+        """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
+        for names in self.receives:
+            for name in names:
+                if self.batch_axis(name) is None:
+                    raise BiremeError(
+                        f"{schedule} sends micro-batches in halves, and {name}, which crosses between "
+                        "stages, is not cut by samples. Use 1f1b."
+                    )
 
     def _forward(
         self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
@@ -83,3 +97,8 @@ class Borders:
         shape = self._shape(name, num_samples)
         has_rows = codec.name != "keep" or self.batch_axis(name) != len(shape) - 1
         return has_rows and prod(shape) >= FEWEST_ENTRIES
+
+
+def received_by(units: Sequence[Unit], plan: ProgramPlan) -> tuple[tuple[str, ...], ...]:
+    """What each stage receives."""
+    return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))

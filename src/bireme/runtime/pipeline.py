@@ -21,15 +21,14 @@ from bireme.model.capture import Inputs, Loss
 from bireme.model.counting import count_of
 from bireme.model.graph import Graph
 from bireme.model.stage import Resolve, torch_operator
-from bireme.model.units import Unit, units_of
+from bireme.model.units import units_of
 from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan_file import SavedPlan
-from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.assembly import Assembly
 from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
-from bireme.runtime.borders import Borders
+from bireme.runtime.borders import Borders, received_by
 from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of
@@ -119,8 +118,9 @@ class Pipeline:
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan)
-        self._borders = Borders(graph, _receives(units, self.plan))
-        self._check_halves()
+        self._borders = Borders(graph, received_by(units, self.plan))
+        if self.plan.source.num_sliced:
+            self._borders.check_halves(self.plan.source.name)
         batches = Batches()
         assembly = Assembly(
             graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches
@@ -395,18 +395,6 @@ class Pipeline:
             shares=None if self.balancer is None else self.balancer.shares,
         )
 
-    def _check_halves(self) -> None:
-        """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
-        if not self.plan.source.num_sliced:
-            return
-        for names in self._borders.receives:
-            for name in names:
-                if self._borders.batch_axis(name) is None:
-                    raise BiremeError(
-                        f"{self.plan.source.name} sends micro-batches in halves, and {name}, which crosses "
-                        "between stages, is not cut by samples. Use 1f1b."
-                    )
-
 
 def teller(world: World | Fabric | None) -> OnInstruction:
     """Tells a world's watch what this rank is doing, for when it has to be told why it does not go on."""
@@ -418,8 +406,3 @@ def teller(world: World | Fabric | None) -> OnInstruction:
         watch.doing = step
 
     return tell
-
-
-def _receives(units: Sequence[Unit], plan: ProgramPlan) -> tuple[tuple[str, ...], ...]:
-    """What each stage receives."""
-    return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))

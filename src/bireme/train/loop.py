@@ -7,13 +7,12 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
 from bireme.errors import BiremeError
 from bireme.profile.control import Control
-from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.sync.exchange import SentBytes
@@ -21,13 +20,12 @@ from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.mixture import shares_of
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
-from bireme.train.evaluation_set import Figures, combined, sets_of_run
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
+from bireme.train.run_evaluations import RunEvaluations
 from bireme.train.run_file import RunFile
 from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
@@ -96,10 +94,7 @@ class Loop:
         self._batch_s: list[float] = []
         self._since = [0.0, 0.0, 0.0]  # seconds, samples, tokens since the last line
         self._all = [0.0, 0.0, 0.0]
-        self._evaluations = {} if data.evaluation is None else sets_of_run(run, data.evaluation)
-        self._evaluated: Figures | None = None
-        self._evaluated_at = -1
-        self._through_codecs: float | None = None
+        self._evaluations = RunEvaluations(run, data)
         self._sent: list[LinkBytes] = []
         """By pipelines that are closed."""
         self._newest: int | None = None
@@ -135,7 +130,7 @@ class Loop:
         if self.step >= steps:
             self._reason = Reason.NONE  # who asked to stop has come too late
         is_done = self._reason in (Reason.NONE, Reason.TIME) and not self._is_to_replan
-        if is_done and self._evaluated_at != self.step:
+        if is_done and self._evaluations.step != self.step:
             self._evaluate()
         if self.run.checkpoint.at_end if is_done else not self._depends_on_drains:
             self._save()
@@ -358,45 +353,12 @@ class Loop:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        if self.data.evaluation is None:
+        if not self._evaluations.has_data:
             return
-        begin_s = perf_counter()
-        shares = shares_of(self.data.evaluation)
-        found = self._evaluations_now()
-        figures = combined(
-            found,
-            self._evaluations,
-            shares,
-            seconds=perf_counter() - begin_s,
-            tokenizer=self.data.tokenizer,
-        )
-        more: dict[str, object] = {}
-        if self.pipeline.codecs.held(max(self.step - 1, 0)).phases:
-            coded = self._evaluations_now(through_codecs=True)
-            self._through_codecs = combined(
-                coded, self._evaluations, shares, seconds=0.0, tokenizer=None
-            ).loss
-            more["loss_through_codecs"] = self._through_codecs
-        counts = any(one.weight for one in found.values())
-        self._evaluated, self._evaluated_at = figures if counts else None, self.step
-        if not counts:
+        told = self._evaluations.evaluate(self.pipeline, self.step)
+        if self._evaluations.figures is None:
             self._warn("The evaluation has no loss: nothing in its batches counts for one.")
-        of_sources = {name: one.loss if one.weight else None for name, one in found.items()}
-        self.tell(
-            "evaluation",
-            self.step,
-            num_samples=sum(one.num_samples for one in found.values()),
-            **asdict(figures),
-            **more,
-            **({"sources": of_sources} if len(found) > 1 else {}),
-        )
-
-    def _evaluations_now(self, *, through_codecs: bool = False) -> dict[str, Evaluation]:
-        wanted, pipeline = self.pipeline.cutter.wanted_to_evaluate, self.pipeline
-        return {
-            name: pipeline.evaluate(one.batches(wanted), through_codecs=through_codecs)
-            for name, one in self._evaluations.items()
-        }
+        self.tell("evaluation", self.step, **told)
 
     def _sent_by_pipeline(self) -> list[LinkBytes]:
         return [
@@ -406,7 +368,7 @@ class Loop:
 
     def _outcome(self) -> Outcome:
         seconds, samples, tokens = self._all
-        evaluated = self._evaluated
+        evaluated = self._evaluations.figures
         busy = None
         if self.timeline is not None:
             rank = self.pipeline.layout.pipeline_rank
@@ -418,7 +380,7 @@ class Loop:
             eval_loss=None if evaluated is None else evaluated.loss,
             eval_perplexity=None if evaluated is None else evaluated.perplexity,
             eval_bits_per_byte=None if evaluated is None else evaluated.bits_per_byte,
-            eval_loss_through_codecs=self._through_codecs,
+            eval_loss_through_codecs=self._evaluations.loss_through_codecs,
             batch_s=median(self._batch_s) if self._batch_s else None,
             samples_per_s=samples / seconds if seconds else None,
             tokens_per_s=tokens / seconds if seconds and tokens else None,
