@@ -54,24 +54,28 @@ def knee(times: Times) -> int:
     return next(size for size, rate in zip(times.sizes, rates, strict=True) if rate >= NEAR_BEST * max(rates))
 
 
-def shares_by_times(batch_size: int, num_microbatches: int, times: Sequence[Times], limits: Limits) -> Shares:
-    """The shares of a batch of that size with which all replicas take about the same time.
+def shares_by_times(
+    first: Shares, num_microbatches: int, times: Sequence[Times], limits: Limits, *, margin: float = 0.0
+) -> Shares:
+    """The shares of the same batch with which all replicas take about the same time, or the `first` ones
+    where others would not save more than the part `margin` of its time.
 
     The pace of a replica depends on its share, so they are found step by step, as long as a step helps.
     """
-    known = [one.known() for one in times]
+    known, batch_size = [one.known() for one in times], sum(first)
 
-    def paces(shares: Sequence[float]) -> list[float]:
+    def paces(shares: Shares) -> list[float]:
         sizes = [share / num_microbatches for share in shares]
         return [one.at(size) / size for one, size in zip(known, sizes, strict=True)]
 
-    best = fair_shares(batch_size, paces([batch_size / len(known)] * len(known)), limits)
+    best = first
     for _ in range(MOST_ROUNDS):
         found = fair_shares(batch_size, paces(best), limits)
         if batch_seconds(found, paces(found)) >= batch_seconds(best, paces(best)):
             break
         best = found
-    return best
+    saved = 1 - batch_seconds(best, paces(best)) / batch_seconds(first, paces(first))
+    return best if saved > margin else first
 
 
 def grown_shares(num_microbatches: int, times: Sequence[Times], limits: Limits) -> Shares:

@@ -31,4 +31,5 @@ def measured_shares(pipeline: Pipeline, run: RunFile, samples: Samples) -> Share
     times = replica_times(pipeline, rows, sizes, most)
     if run.balance.batch == "grow":
         return grown_shares(m, times, limits)
-    return shares_by_times(run.training.batch_size, m, times, limits)
+    first = pipeline.balancer.balance.shares
+    return shares_by_times(first, m, times, limits, margin=run.balance.margin)
