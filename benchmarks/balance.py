@@ -7,6 +7,7 @@
 chance, and with batches that take up to 20 % longer or shorter. What is possible is what the same batches
 take, chance and all, for one who knows every speed beforehand.
 (c) A host and 24 weak devices, 33 and 3.1 images a second, with a sum of gradients at each step: simulated.
+Joules per image follow from watts that you give, or from assumed ones.
 
 (a) and (b) run in the engine, in processes that sleep where they would compute. Each policy of (b) is also
 compared on the simulator's clock over many draws of chance.
@@ -28,6 +29,7 @@ from bireme.balance.shares import limits_of
 from bireme.bench.document import Verdict, at_least
 from bireme.bench.spread import Spread
 from bireme.bench.unequal import Trained, Trial, possible_s, train_unequal
+from bireme.plan.energy import joules_per_sample, total_watts
 from bireme.simulate.balance import Fixed, Following, Informed, ReplicaCost, balanced_run
 
 LEAST_OF_SUM, LEAST_OF_POSSIBLE = 0.9, 0.9
@@ -41,6 +43,8 @@ DROP, BACK, END, QUIET = 50, 150, 220, 10
 HOST, WEAK, NUM_WEAK = 33.0, 3.1, 24
 """Images per second of the host and of a weak device, and how many of these there are."""
 HOST_BATCH, WEAK_BATCH = 315, 25
+HOST_WATTS, WEAK_WATTS = 300.0, 12.0
+"""Assumed: a host with one processor at work, and a drive that computes. Nothing published says them."""
 SYNC_S = 0.3
 """A sum of 14 MB of gradients, there and back, at 100 MB/s."""
 LEAST_TIMES, WANTED_TIMES = 2.7, 2.9
@@ -133,7 +137,8 @@ def policies(num_draws: int) -> list[dict[str, Any]]:
     return rows
 
 
-def many_weak(watts: tuple[float, float] | None) -> list[dict[str, Any]]:
+def many_weak(host_watts: float, weak_watts: float) -> list[dict[str, Any]]:
+    watts = total_watts((host_watts, *(weak_watts,) * NUM_WEAK))
     rows = []
     batch_size = HOST_BATCH + NUM_WEAK * WEAK_BATCH
     for jitter in (0.0, 0.05):
@@ -151,10 +156,12 @@ def many_weak(watts: tuple[float, float] | None) -> list[dict[str, Any]]:
             "host_share": run.shares[-1][0],
             "weak_share": run.shares[-1][1],
         }
-        if watts is not None:
-            host_w, weak_w = watts
-            row["joules_per_image"] = (host_w + NUM_WEAK * weak_w) / rate
-            row["joules_per_image_of_host_alone"] = host_w / HOST
+        row |= {
+            "host_watts": host_watts,
+            "weak_watts": weak_watts,
+            "joules_per_image": joules_per_sample(watts, rate),
+            "joules_per_image_of_host_alone": joules_per_sample(host_watts, HOST),
+        }
         rows.append(row)
     return rows
 
@@ -179,15 +186,15 @@ def verdicts(a: list[dict[str, Any]], b: list[dict[str, Any]], c: list[dict[str,
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--host-watts", type=float, help="power of the host in (c), for joules per image")
-    parser.add_argument("--weak-watts", type=float, help="power of a weak device in (c)")
+    parser.add_argument(
+        "--host-watts", type=float, default=HOST_WATTS, help="power of the host in (c), for joules per image"
+    )
+    parser.add_argument("--weak-watts", type=float, default=WEAK_WATTS, help="power of a weak device in (c)")
 
 
 def measure(asked: Namespace) -> Findings:
-    watts = None
-    if asked.host_watts is not None and asked.weak_watts is not None:
-        watts = (asked.host_watts, asked.weak_watts)
-    a, b, c = one_to_ten(asked.quick), one_drops(asked.quick), many_weak(watts)
+    a, b = one_to_ten(asked.quick), one_drops(asked.quick)
+    c = many_weak(asked.host_watts, asked.weak_watts)
     sections = [
         Section("(a) Two replicas of two stages at speeds 1 : 10", a),
         Section(f"(b) One of four replicas: a third of its speed from step {DROP} to {BACK}", b),
