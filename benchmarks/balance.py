@@ -148,7 +148,7 @@ def many_weak(host_watts: float, weak_watts: float) -> list[dict[str, Any]]:
         first = tuple(equal + (place < left) for place in range(len(costs)))
         run = balanced_run(costs, 60, Following(first, limits, Policy(), 2), sync_s=SYNC_S)
         rate = run.samples_per_s(30)
-        row = {
+        row: dict[str, Any] = {
             "jitter": jitter,
             "images_per_s": rate,
             "times_the_host": rate / HOST,
@@ -156,12 +156,9 @@ def many_weak(host_watts: float, weak_watts: float) -> list[dict[str, Any]]:
             "host_share": run.shares[-1][0],
             "weak_share": run.shares[-1][1],
         }
-        row |= {
-            "host_watts": host_watts,
-            "weak_watts": weak_watts,
-            "joules_per_image": joules_per_sample(watts, rate),
-            "joules_per_image_of_host_alone": joules_per_sample(host_watts, HOST),
-        }
+        row |= {"host_watts": host_watts, "weak_watts": weak_watts}
+        row["joules_per_image"] = joules_per_sample(watts, rate)
+        row["joules_per_image_of_host_alone"] = joules_per_sample(host_watts, HOST)
         rows.append(row)
     return rows
 
