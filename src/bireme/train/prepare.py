@@ -248,14 +248,15 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
 
 def prepared_document(prepared: Prepared) -> dict[str, Any]:
     """The plan of a run in the words of `bireme plan --json`."""
+    sync = sync_document(plan_request_of(prepared.run, prepared.graph))
     if prepared.answer is None or prepared.profile is None or prepared.planning_s is None:
         names = [unit.name for unit in units_of(prepared.graph)]
         run = prepared.run
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
-        return found | {"notes": [], "exports": {}}
+        return found | {"sync": sync, "notes": [], "exports": {}}
     found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
-    found |= {"sync": sync_document(plan_request_of(prepared.run, prepared.graph))}
-    return found | {"notes": plan_notes(prepared.profile, prepared.machines.cluster), "exports": {}}
+    notes = plan_notes(prepared.profile, prepared.machines.cluster)
+    return found | {"sync": sync, "notes": notes, "exports": {}}
 
 
 def _check_devices(run: RunFile, machines: Machines) -> None:
