@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.extent import PART, TRY_ALL, several
+from tests.support.extent import IS_FEW, PART, TRY_ALL, part_of, several
 
 ROOT = Path(__file__).parents[1]
-DEFAULT_EXAMPLES, ALL_EXAMPLES = 15 // PART, 100
+DEFAULT_EXAMPLES, ALL_EXAMPLES = part_of(15), 100
 """Of a property test that does not say how many."""
 
 settings.register_profile(
@@ -96,8 +96,8 @@ def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
         mark = own[0].get_closest_marker("few")
         if mark is not None:
             dropped |= {*own} - {*several(own, mark.args[0])}
-        elif PART > 1 and len(own) > MANY:
-            dropped |= {*own} - {*several(own, max(len(own), PART * MANY))}
+        elif IS_FEW and len(own) > MANY:
+            dropped |= {*own} - {*several(own, max(len(own), round(PART * MANY)))}
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]

@@ -182,8 +182,12 @@ def test_an_interrupt_ends_a_training_cleanly(tmp_path: Path) -> None:
     assert errors.strip().endswith("KeyboardInterrupt")
 
 
+SEEN_S = 3.0
+"""By then the other ranks have seen a failure, before torchrun ends them."""
+
+
 def test_under_torchrun_the_others_name_the_rank_that_failed_and_its_instruction(tmp_path: Path) -> None:
-    run = run_script(UNDER_TORCHRUN, tmp_path, str(tmp_path), launcher=torchrun(2))
+    run = run_script(UNDER_TORCHRUN, tmp_path, str(tmp_path), launcher=torchrun(2, looks_every_s=SEEN_S))
 
     wait_until_gone(pids_in(tmp_path, 2))
     assert run.returncode == 1

@@ -92,9 +92,10 @@ def run_script(text: str, folder: Path, *words: str, launcher: Sequence[str] = (
         process.close()
 
 
-def torchrun(num_ranks: int) -> list[str]:
-    """The words that make torchrun run a script."""
-    return ["-m", TORCHRUN, "--standalone", "--nproc-per-node", str(num_ranks)]
+def torchrun(num_ranks: int, *, looks_every_s: float = 0.1) -> list[str]:
+    """The words that make torchrun run a script, and look so often whether all ranks are there."""
+    every = ["--monitor-interval", str(looks_every_s)]
+    return ["-m", TORCHRUN, "--standalone", *every, "--nproc-per-node", str(num_ranks)]
 
 
 def add_ranks(world: World, more: int) -> torch.Tensor:
