@@ -32,8 +32,8 @@ $(READY): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/bireme train
 
-# A worker for each core; who has nothing left takes tests from the others.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# A worker more than there are cores, for tests wait too; who has nothing left takes tests from the others.
+PYTEST := $(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
 
 test: setup
 	$(PYTEST)

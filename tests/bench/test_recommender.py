@@ -4,8 +4,12 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "recommender.py"))
 

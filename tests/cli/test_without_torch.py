@@ -15,6 +15,8 @@ from tests.support.hand_plans import tiny_profile
 from tests.support.patience import patience_s
 from tests.support.run_folders import make_run
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 MODULES = [

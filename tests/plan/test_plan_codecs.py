@@ -20,6 +20,8 @@ from bireme.plan.search.search import find_plan, forecast_of
 from bireme.report.plan_document import plan_document
 from tests.support.hand_plans import tiny_profile
 
+pytestmark = pytest.mark.slow
+
 WISHES = PlanRequest(8, depth=2, width=1, schedule="1f1b", codec="auto")
 
 

@@ -19,6 +19,8 @@ from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.summary import summarize
 from tests.plan.test_search import every_plan, fits
 
+pytestmark = pytest.mark.slow
+
 PROFILE = profile_of([3, 1, 2, 4], [5, 2, 3, 6], sizes=(1, 2), boundary_bytes=[1, 1, 1, 0])
 
 

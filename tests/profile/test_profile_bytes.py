@@ -28,6 +28,8 @@ from bireme.profile.trace import StorageTrace
 from bireme.profile.workbench import Workbench
 from tests.model.test_families import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 SIZES = (2, 5)
 
 

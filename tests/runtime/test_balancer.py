@@ -25,6 +25,8 @@ from tests.support.small_models import Batch, Model, gpt, real_batches, token_ba
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
+pytestmark = pytest.mark.slow
+
 NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 4, 40
 SUDDEN = 6
 """The batch from which the second replica is three times as slow."""

@@ -28,6 +28,8 @@ from tests.support.small_models import Model, captured, gpt, made_of, real_batch
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
+pytestmark = pytest.mark.slow
+
 CODECS = ("int8", "int4", "int2", "threshold:0.05:3", "lowrank:2")
 UNTIED = "layers=3,tied=false"
 WIDTH = 20

@@ -29,6 +29,8 @@ from tests.support.small_models import gpt, token_batches
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
+pytestmark = pytest.mark.slow
+
 UNTIED = "layers=3,tied=false"
 
 

@@ -32,6 +32,8 @@ from tests.support.small_models import (
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
+pytestmark = pytest.mark.slow
+
 TEXT = "layers=3,tied=false"
 
 

@@ -18,6 +18,8 @@ from tests.support.small_models import CONTEXT, VOCAB, gpt
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
+pytestmark = pytest.mark.slow
+
 SIZE, COUNT, SEED = 16, 4, 5
 OWNERS = (0, 1)
 """The first replica is at home on the first server, the second on the second."""

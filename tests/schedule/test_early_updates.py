@@ -16,6 +16,8 @@ from tests.support.symbolic import expected, outcome
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
+pytestmark = pytest.mark.slow
+
 FLOWING = ("2bw", "2bw-fresh")
 
 

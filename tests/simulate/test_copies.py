@@ -23,6 +23,8 @@ from bireme.timeline.timeline import Timeline
 from tests.support.command import bireme
 from tests.support.extent import examples
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 64
 
 

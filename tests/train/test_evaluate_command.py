@@ -23,6 +23,8 @@ from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.together import run_threads
 from tests.support.training import GPT, metrics, settings, write_run
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 32
 HELD = "".join(f"def held_{n}(value):\n    return {n * n}\n\n" for n in range(40))[: 16 * LENGTH - 1]
 """With the end of the text just two batches of eight samples."""

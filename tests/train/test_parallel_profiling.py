@@ -18,6 +18,8 @@ from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.run_file import load_run_file
 from bireme.train.run_length import is_short
 
+pytestmark = pytest.mark.slow
+
 MODEL = "gpt:layers=1,width=8,heads=2,vocab=257,context=8"
 
 

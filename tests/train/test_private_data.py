@@ -8,6 +8,8 @@ import pytest
 from tests.support.command import bireme
 from tests.support.training import TEXT, losses, metrics, settings, write_run
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = """
 format = 1
 

@@ -15,6 +15,8 @@ from bireme.train.wandb_tracker import WandB
 from tests.support.command import bireme
 from tests.support.training import settings, write_run
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {"training": {"steps": 12, "seed": None}, "log": {"project": "trial"}}
 
 
