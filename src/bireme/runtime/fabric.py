@@ -3,7 +3,7 @@
 The engine knows ranks through this alone, so the same engine runs on processes and, in tests, on threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -19,10 +19,10 @@ from bireme.runtime.socket_sums import SocketSums
 from bireme.runtime.socket_transport import SocketTransport
 from bireme.runtime.transport import Pending, Transport
 from bireme.runtime.world import World
-from bireme.schedule.instruction import Message
+from bireme.schedule.instruction import Instruction, Message
 from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, SingleRankGroup, Sums
 
-__all__ = ["DistFabric", "Fabric", "PipelineFabric", "SingleRankFabric", "fabric_of"]
+__all__ = ["DistFabric", "Fabric", "PipelineFabric", "SingleRankFabric", "fabric_of", "teller"]
 
 AWAKE_S = 0.5e-3
 """How long a rank with cores of its own stays awake when it waits for a message. Where processors sleep
@@ -49,6 +49,18 @@ def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.devi
             "pipeline the open World."
         )
     return SingleRankFabric()
+
+
+def teller(world: "World | Fabric | None") -> Callable[[Instruction], None]:
+    """Tells a world's watch what this rank is doing, for when it has to be told why it does not go on."""
+    if not isinstance(world, World):
+        return lambda _step: None
+    watch = world.watch
+
+    def tell(step: Instruction) -> None:
+        watch.doing = step
+
+    return tell
 
 
 class Fabric(Protocol):

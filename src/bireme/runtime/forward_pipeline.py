@@ -22,11 +22,10 @@ from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
 from bireme.runtime.courier import Courier
 from bireme.runtime.evaluation import Evaluation, EvaluationStage, Evaluator
-from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of
+from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import Layout, layout_of
 from bireme.runtime.microbatches import Cutter
-from bireme.runtime.pipeline import teller
 from bireme.runtime.prepared import Weights
 from bireme.runtime.runnable import work_of
 from bireme.runtime.stage import LOSS

@@ -31,7 +31,7 @@ from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders, received_by
 from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.evaluation import Evaluation, Evaluator
-from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of
+from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.feedback_sections import feedback_sections, load_feedback
 from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
@@ -48,11 +48,10 @@ from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
-from bireme.schedule.instruction import Instruction
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Pipeline", "Result", "Weights", "teller"]
+__all__ = ["Pipeline", "Result", "Weights"]
 
 
 class Pipeline:
@@ -394,15 +393,3 @@ class Pipeline:
             sizes=self.plan.micro_batch_sizes,
             shares=None if self.balancer is None else self.balancer.shares,
         )
-
-
-def teller(world: World | Fabric | None) -> OnInstruction:
-    """Tells a world's watch what this rank is doing, for when it has to be told why it does not go on."""
-    if not isinstance(world, World):
-        return lambda _step: None
-    watch = world.watch
-
-    def tell(step: Instruction) -> None:
-        watch.doing = step
-
-    return tell

@@ -1,6 +1,6 @@
 """One process of a run: make its part of the pipeline, load a checkpoint, run the loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,8 +39,6 @@ from bireme.train.link_codecs import link_codecs
 from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
-from bireme.train.metrics import Metrics
-from bireme.train.mlflow_tracker import MLflow
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
 from bireme.train.private_census import Census
@@ -48,14 +46,11 @@ from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import run_conditions
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_log import RunLog
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
-from bireme.train.screen import Screen
 from bireme.train.shares import measures_first, mode_of, sharing_of
 from bireme.train.slow_stages import ReplicaNotes, sample_seconds, stage_watch_of
 from bireme.train.stops import Stops
-from bireme.train.tensorboard import TensorBoard
-from bireme.train.tracker import Tracker
-from bireme.train.wandb_tracker import WandB
 
 __all__ = ["Start", "train_rank"]
 
@@ -153,7 +148,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             run = part.run
             pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
         pipeline.begin_with(shares)
-    log = _Log(world, folder, run, part.start) if world.rank == 0 else None
+    log = RunLog(folder, run, part.start.words, is_shown=part.start.is_shown) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
     loop: Loop | None = None
@@ -343,62 +338,6 @@ class _Shared:
             return []
         keys = [f"memory/{rank}" for rank in range(world.size)]
         return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
-
-
-class _Log:
-    """What rank 0 writes down and says."""
-
-    def __init__(self, world: World, folder: RunFolder, run: RunFile, start: Start) -> None:
-        self._metrics = Metrics(folder.metrics, trackers=_trackers(folder, run))
-        self._words = start.words
-        self._screen = Screen(run.training.steps) if start.is_shown else None
-        self._failed: set[str] = set()
-
-    @property
-    def tell(self) -> Callable[..., None]:
-        """For the loop."""
-        return self._tell
-
-    def begin(self, step: int) -> None:
-        """The run begins, or goes on."""
-        self._tell("start", step, **self._words)
-
-    def end(self, outcome: Outcome) -> None:
-        """The run is over, for now."""
-        self._tell("stop", outcome.steps, reason=outcome.reason)
-        self._metrics.close()
-        self._tell_failures(outcome.steps)
-
-    def _tell(self, kind: str, step: int, **values: Any) -> None:
-        before = self._metrics.failure
-        self._metrics.note(kind, step, **values)
-        if self._screen is None:
-            return
-        self._screen.show(kind, step, values)
-        failure = self._metrics.failure
-        if failure is not None and failure != before:
-            text = f"The log cannot be written ({failure}); its lines wait, and the run continues."
-            self._screen.show("warning", step, {"text": text})
-        self._tell_failures(step)
-
-    def _tell_failures(self, step: int) -> None:
-        """Say once of each tracker that it gets no more curves."""
-        for title, failure in self._metrics.tracker_failures.items():
-            if title not in self._failed and self._screen is not None:
-                self._failed.add(title)
-                text = f"{title} gets no more curves ({failure}); the run and its log go on."
-                self._screen.show("warning", step, {"text": text})
-
-
-def _trackers(folder: RunFolder, run: RunFile) -> list[Tracker]:
-    """Those that are asked for."""
-    asked, config = run.log, run.model_dump(mode="json")
-    makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoard(folder.path / "tensorboard"),
-        "wandb": lambda: WandB(folder.path, asked.project, config),
-        "mlflow": lambda: MLflow(folder.path, asked.project, config),
-    }
-    return [make() for key, make in makers.items() if asked.trackers[key]]
 
 
 def first_of(outcomes: Sequence[Outcome]) -> Outcome:
