@@ -217,9 +217,7 @@ def test_a_stopped_rank_ends_with_the_launcher(start: Start, tmp_path: Path) -> 
 
 
 def test_under_torchrun_the_error_is_told_once_and_named_by_the_others(tmp_path: Path) -> None:
-    run = run_script(
-        UNDER_TORCHRUN, tmp_path, "raise", str(tmp_path), launcher=torchrun(2, looks_every_s=3.0)
-    )
+    run = run_script(UNDER_TORCHRUN, tmp_path, "raise", str(tmp_path), launcher=torchrun(2))
 
     wait_until_gone(pids_in(tmp_path, 2))
     assert run.returncode == 1
