@@ -70,7 +70,7 @@ class Holding:
                         self._give(chunk, tier)
 
     def finish(self) -> Iterator[str]:
-        """What the window leaves behind that training could not go on without."""
+        """What must be there after the window for training to go on."""
         for chunk in sorted(self.lost):
             if chunk.item is Item.OPTIMIZER:
                 yield f"Chunk {chunk.chunk} of the optimiser of stage {chunk.stage} is lost: no tier has it."

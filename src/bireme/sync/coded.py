@@ -139,9 +139,8 @@ def _sum_factors(group: Group, factors: Sequence[_Factors], slice_bytes: int, se
     sums = [right.clone() for right in rights]
     _sum_all(group, sums, slice_bytes, sent)
     for one, left, right, whole in zip(factors, lefts, rights, sums, strict=True):
-        one.matrix.addmm_(
-            left, right.T, alpha=-1
-        )  # a residual is the replica's own, and may round as it does
+        # A residual is the replica's own, and may round as it does.
+        one.matrix.addmm_(left, right.T, alpha=-1)
         one.own.view.copy_(product(left, whole).view(one.own.view.shape))
         one.own.kept[BASIS] = next_basis(whole, seed=one.seed)
 
