@@ -450,6 +450,7 @@ def test_the_paper_s_table_follows_from_bytes(num_samples: int, width: int, perc
         assert made / 2**20 == pytest.approx(SIZES_MIB[num_samples], abs=0.0051)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("num_samples", "width", "percent"), TABLE[:5])
 def test_the_paper_s_table_is_what_the_trace_finds(num_samples: int, width: int, percent: float) -> None:
     """torch keeps eight numbers per sample where theirs keeps twelve, and labels as one number of 8 bytes."""
