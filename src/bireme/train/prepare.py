@@ -17,7 +17,7 @@ from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
-from bireme.plan.homes import check_homes, check_servers
+from bireme.plan.homes import check_homes
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
@@ -36,9 +36,8 @@ from bireme.train.base_weights import keep_base
 from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
-from bireme.train.data.checks import check_sizes
-from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
+from bireme.train.early_checks import check_depth, check_devices, check_samples
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
 from bireme.train.link_codecs import check_borders, tell_changed_codecs
@@ -101,7 +100,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     check_trackers(run.log.trackers)
     progress(0.0, "loading the model")
     machines = _machines(run)
-    _check_devices(run, machines)
+    check_devices(run, machines)
     sizes = micro_batches(run)
     with evaluation_beside(run, max(sizes), sizes[0]) as captured:
         model = RunModel.of(run, max(sizes))
@@ -109,7 +108,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         progress(0.0, "capturing the model")
         graph = model.training.graph(sizes[0])
         model.check_loss(graph)
-        _check_samples(data, graph)
+        check_samples(data, graph)
         evaluation = captured(model)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
@@ -121,6 +120,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         check_borders(run, plan.plan)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
+    check_depth(run, graph)
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
         sizes = sizes[::-2]
@@ -160,7 +160,7 @@ def prepared_again(
         graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
         model, plan = RunModel.of(run, 1), load_plan(folder.plan)
         data = data_of(run, model, progress)
-        _check_samples(data, graph)
+        check_samples(data, graph)
         census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
         identity = data_identity(run, data)
         found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
@@ -257,29 +257,6 @@ def prepared_document(prepared: Prepared) -> dict[str, Any]:
     found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
     notes = plan_notes(prepared.profile, prepared.machines.cluster)
     return found | {"sync": sync, "notes": notes, "exports": {}}
-
-
-def _check_devices(run: RunFile, machines: Machines) -> None:
-    """A plan for more devices than there are is refused before anything is measured."""
-    check_servers(run.data.private or (), machines.cluster)
-    needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
-    for name in run.plan.devices or ():
-        machines.cluster.number_of(name)
-    if needed > num_devices:
-        remedy = "Plan for fewer devices, or name a larger cluster."
-        if run.cluster.source is None:
-            remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
-        raise BiremeError(
-            f"plan.depth times plan.width is {needed}, but the run has {num_devices} devices: each of them "
-            f"is a process. {remedy}"
-        )
-
-
-def _check_samples(data: RunData, graph: Graph) -> None:
-    """Samples that the captured model cannot take are found here, and not by a rank."""
-    for what, samples in (("training", data.training), ("evaluation", data.evaluation)):
-        for one in () if samples is None else sources_of(samples).values():
-            check_sizes(one, graph.inputs, what, is_text=data.is_text)
 
 
 def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:
