@@ -122,6 +122,10 @@ class Updates:
             scale=self.scale,
             skip=not reduced.is_finite,
         )
+        if stage.banks.gradients.principal is not None:
+            stage.banks.gradients.principal.settle(
+                step.version, part.components() if reduced.is_finite else {}
+            )
         if not reduced.is_finite:
             stage.put_back_buffers(step.batch)
         part.release()
