@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bireme.errors import BiremeError
 from bireme.model.linear_maps import linear_maps
@@ -105,7 +105,11 @@ def test_going_on_from_components_is_never_having_stopped(schedule: str, width: 
 def test_other_ranks_replicas_and_whole_gradients_go_on_from_components() -> None:
     model, data = gpt(UNTIED), token_batches(16, 6)
     saved = together(train(model, Setting(plan_for("1f1b", 2, width=2), gradient="principal:2"), data))
-    for schedule, width, gradient in (("2bw", 2, "principal:2"), ("1f1b", 1, "principal:4"), ("1f1b", 1, "whole")):
+    for schedule, width, gradient in (
+        ("2bw", 2, "principal:2"),
+        ("1f1b", 1, "principal:4"),
+        ("1f1b", 1, "whole"),
+    ):
         setting = Setting(plan_for(schedule, 2, width=width), gradient=gradient)
         rest = train(model, setting, data[TAKEN_BEHIND:], saved)
         assert all(math.isfinite(loss) for loss in rest[0].losses)

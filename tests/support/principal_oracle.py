@@ -28,12 +28,14 @@ def principal_oracle(
     num_microbatches: int,
     is_delayed: bool,
 ) -> list[dict[str, Tensor]]:
-    """The weights after each batch, by plain steps at the rate `LR`; `maps` are the layers by their weights."""
+    """The weights after each batch, by plain steps at the rate `LR`; `maps` are layers by their weights."""
     names = dict(module.named_parameters())
     history = [{name: one.detach().clone() for name, one in names.items()}]
     settled = [
         {
-            name: first_components(*layer.weight.shape, rank, seed=crc32(name.encode()), dtype=torch.float64)
+            name: first_components(
+                len(layer.weight), len(layer.weight[0]), rank, seed=crc32(name.encode()), dtype=torch.float64
+            )
             for name, layer in maps.items()
         }
     ]
@@ -42,7 +44,7 @@ def principal_oracle(
         with torch.no_grad():
             for name, one in names.items():
                 one.copy_(history[begin][name])
-                one.grad = None
+        grads: dict[str, Tensor] = {}
         of_replicas: list[dict[str, PrincipalStream]] = []
         pieces = [dict(zip(batch, part, strict=True)) for part in _cut(batch, width * num_microbatches)]
         for replica in range(width):
@@ -50,13 +52,14 @@ def principal_oracle(
             of_replicas.append(streams)
             for piece in pieces[replica * num_microbatches : (replica + 1) * num_microbatches]:
                 _feed(module, maps, streams, piece, len(piece["x"]) / len(batch["x"]))
-        found = {
-            name: merged([streams[name].factors() for streams in of_replicas], rank) for name in maps
-        }
-        newest, grads = history[-1], {name: one.grad for name, one in names.items() if name not in maps}
-        finite = all(bool(g is not None and g.isfinite().all()) for g in grads.values()) and all(
-            bool(one.values.isfinite().all()) for one in found.values()
-        )
+            for name, one in names.items():
+                if one.grad is not None:
+                    grads[name] = grads[name] + one.grad if name in grads else one.grad
+                    one.grad = None
+        found = {name: merged([streams[name].factors() for streams in of_replicas], rank) for name in maps}
+        newest = history[-1]
+        numbers = [*grads.values(), *(one.values for one in found.values())]
+        finite = all(bool(one.isfinite().all()) for one in numbers)
         settled.append(found if finite else settled[-1])
         history.append(_stepped(newest, grads, found) if finite else newest)
     return history[1:]
@@ -81,7 +84,7 @@ def _feed(
 
         def note(_layer: nn.Module, given: tuple[Tensor], made: Tensor, name: str = name) -> None:
             seen[name] = given[0].detach()
-            made.register_hook(lambda back: streams[name].feed(back, seen[name]))
+            made.register_hook(lambda back: streams[name].feed(back, seen[name]))  # type: ignore[no-untyped-call]
 
         hooks.append(layer.register_forward_hook(note))
     loss = module(**piece)["loss"]
@@ -90,15 +93,11 @@ def _feed(
         hook.remove()
 
 
-@torch.no_grad()
 def _stepped(
-    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], found: Mapping[str, Components]
+    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], found: Mapping[str, Components]
 ) -> dict[str, Tensor]:
-    stepped = {}
-    for name, one in weights.items():
-        gradient = gradients.get(name)
-        if name in found:
-            gradient = found[name].product(tuple(one.shape)).rows()
-        assert gradient is not None
-        stepped[name] = one - LR * gradient
-    return stepped
+    stepped = {name: nn.Parameter(one.clone()) for name, one in weights.items()}
+    for name, one in stepped.items():
+        one.grad = found[name].product(one.shape).rows() if name in found else gradients[name]
+    torch.optim.SGD(stepped.values(), lr=LR, fused=True).step()
+    return {name: one.detach() for name, one in stepped.items()}

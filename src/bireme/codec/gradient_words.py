@@ -52,9 +52,11 @@ def parse_gradient(text: str, patterns: tuple[str, ...] | None = None) -> Gradie
         raise BiremeError(f"Gradients cannot be kept as {text!r}. Use {GRADIENT_WORDS}.")
     rank, piece = int(found[1]), int(found[2] or 0)
     if not 1 <= rank <= MOST:
-        raise BiremeError(f"{text!r} is impossible: the rank {rank} must be 1 to {MOST}. Use {GRADIENT_WORDS}.")
+        raise BiremeError(
+            f"{text!r} is impossible: the rank {rank} must be 1 to {MOST}. Use {GRADIENT_WORDS}."
+        )
     if found[2] is not None and not 1 <= piece <= MOST:
         raise BiremeError(
-            f"{text!r} is impossible: the pairs of a step, {piece}, must be 1 to {MOST}. Use {GRADIENT_WORDS}."
+            f"{text!r} is impossible: {piece} pairs, where 1 to {MOST} can be. Use {GRADIENT_WORDS}."
         )
     return GradientForm(rank, piece, patterns)

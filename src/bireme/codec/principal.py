@@ -131,7 +131,7 @@ class PrincipalStream:
         self.num_pairs += len(left)
 
     def _turn(self, u: Tensor, v: Tensor) -> None:
-        """One step on M = near farT + uT v: columns from what it makes of the other side's, then M on them."""
+        """A step on M = near farT + uT v: new columns are what M makes of the others, and M goes on them."""
         if self._first is None:
             basis, rest = torch.linalg.qr(self._far)
         else:  # values of zero would lose its directions
@@ -143,7 +143,7 @@ class PrincipalStream:
 
     @torch.no_grad()
     def factors(self) -> tuple[Tensor, Tensor]:
-        """P (a × k) and Q (b × k): the sum over the pairs so far is about P QT. One of them is orthonormal."""
+        """P (a × k) and Q (b × k): the sum over the pairs so far is about P QT. One is orthonormal."""
         near, far = self._sides(self._before.left, self._before.right)
         own = self._far - (far * self._begin) @ (near.T @ self._near)
         return self._sides(self._near, own)

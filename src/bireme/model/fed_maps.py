@@ -1,7 +1,7 @@
 """Linear maps whose weights get no gradient: their backward feeds pairs of rows to whoever asks for them.
 
-An operator of the graph runs as it is, so a forward has the same bits. Its backward gives the gradients of its
-input and its bias, and in place of that of its weight the pairs that it is the sum of products of.
+An operator of the graph runs as it is, so a forward has the same bits. Its backward gives the gradients of
+its input and its bias. That of its weight would be a sum of products of pairs: it gives these pairs instead.
 """
 
 import math
@@ -47,9 +47,7 @@ def feeding(resolve: Resolve, maps: Mapping[str, LinearMap], outlet: Outlet) -> 
     return resolved
 
 
-def _fed(
-    plain: Callable[..., Any], operator: Operator, one: LinearMap, outlet: Outlet
-) -> Callable[..., Any]:
+def _fed(plain: Callable[..., Any], operator: Operator, one: LinearMap, outlet: Outlet) -> Callable[..., Any]:
     place = operator.arguments.index(Reference(one.name))
     has_bias_first = one.kind is MapKind.PRODUCT and place == 2
     use: _Use = USES[one.kind](one)
@@ -144,12 +142,12 @@ class _Convolution(_Use):
         return _Convolution(self._map, settings[:3])
 
     def pairs(self, given: Tensor, back: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        images, kernel = given, weight.shape[2:]
-        how = [self._dilation, self._padding, self._stride]
+        images, kernel = given, tuple(weight.shape[2:])
+        dilation, padding, stride = (tuple(one) for one in (self._dilation, self._padding, self._stride))
         if self._num_axes == 1:
-            images, kernel = given.unsqueeze(-2), torch.Size([1, *kernel])
-            how = [[1, *self._dilation], [0, *self._padding], [1, *self._stride]]
-        patches = functional.unfold(images, kernel, how[0], how[1], how[2]).transpose(1, 2)
+            images, kernel = given.unsqueeze(-2), (1, *kernel)
+            dilation, padding, stride = (1, *dilation), (0, *padding), (1, *stride)
+        patches = functional.unfold(images, kernel, dilation, padding, stride).transpose(1, 2)
         return _rows(back.flatten(2).transpose(1, 2)), _rows(patches)
 
     def into_given(self, given: Tensor, back: Tensor, weight: Tensor) -> Tensor:

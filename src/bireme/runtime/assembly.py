@@ -59,12 +59,12 @@ class Assembly:
         if self.plan.source.splits_backward:
             raise BiremeError(
                 f"{self.plan.source.name} runs backwards in two halves, and principal components need whole "
-                "ones. Use a schedule such as 1f1b or 2bw, or training.gradient = \"whole\"."
+                'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
             )
         if self.compiles:
             raise BiremeError(
                 "A compiled stage cannot give the pairs that principal components are made from. Leave out "
-                "model.compile, or use training.gradient = \"whole\"."
+                'model.compile, or use training.gradient = "whole".'
             )
         return chosen_maps(self.graph, self.form)
 
@@ -92,9 +92,7 @@ class Assembly:
         resolve = self.resolve if outlet is None else feeding(self.resolve, maps, outlet)
         again = set(self.plan.recompute_units) & {unit.index for unit in units}
         if not again:
-            return stage_function(
-                self.graph, units, resolve=resolve, compile=self.compiles, outputs=(LOSS,)
-            )
+            return stage_function(self.graph, units, resolve=resolve, compile=self.compiles, outputs=(LOSS,))
         if self.plan.source.splits_backward:
             raise BiremeError(
                 f"{self.plan.source.name} runs backwards in two halves, and units that recompute would do so "

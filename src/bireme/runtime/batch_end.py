@@ -42,7 +42,7 @@ class StagePart:
     def whole_gradients(self) -> Iterator[tuple[str, Tensor | Product | None]]:
         """What the update is made from."""
         assert self.whole is not None, "it was gathered before"
-        return self.whole.items()
+        return self.whole.all_items()
 
     def components(self) -> Mapping[str, Components]:
         """The principal components of the whole batch's gradients, where any are kept so."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
 from bireme.codec.principal import Product
+from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
 from bireme.runtime.principal import BatchStreams, PrincipalGradients
 from bireme.runtime.shelf import Shelf, without
@@ -51,9 +51,13 @@ class GradientSums:
             self.views[name].copy_(gradient)
             self.held.add(name)
 
-    def items(self) -> Iterator[tuple[str, Tensor | Product | None]]:
-        """Each parameter with its sum, if it has one."""
-        yield from ((name, view if name in self.held else None) for name, view in self.views.items())
+    def items(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Each parameter in the arenas with its sum, if it has one."""
+        return ((name, view if name in self.held else None) for name, view in self.views.items())
+
+    def all_items(self) -> Iterator[tuple[str, Tensor | Product | None]]:
+        """Each parameter with its gradient, if it has one."""
+        yield from self.items()
         if self.streams is not None:
             yield from self.streams.items()
 

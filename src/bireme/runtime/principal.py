@@ -105,7 +105,7 @@ class PrincipalGradients:
         return self._settled[max(num_updates, min(self._settled))]
 
     def settle(self, num_updates: int, found: Settled) -> None:
-        """What there is after so many updates; what a batch has not found is as it was, as if it is skipped."""
+        """Keep what a batch has found after so many updates; the rest stays as it was."""
         last = self.after(num_updates - 1)
         self._settled = {
             num_updates - 1: last,
@@ -124,7 +124,7 @@ class PrincipalGradients:
         }
 
     def load(self, saved: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Go on from such a state after so many updates. What it lacks, or has of another rank, begins anew."""
+        """Go on from such a state after so many updates. What is missing or of another rank begins anew."""
         first = self.after(0)
         found: dict[int, Settled] = {}
         for age in range(self._delay + 1):

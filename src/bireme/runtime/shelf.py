@@ -44,7 +44,9 @@ def shelves_of(parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]) 
 def without(shelves: Sequence[Shelf], names: Collection[str]) -> tuple[Shelf, ...]:
     """The shelves as they are if parameters of these names have no place; empty ones are left out."""
     left = (
-        Shelf(Slots({name: slot.shape for name, slot in shelf.slots.items() if name not in names}), shelf.dtype)
+        Shelf(
+            Slots({name: slot.shape for name, slot in shelf.slots.items() if name not in names}), shelf.dtype
+        )
         for shelf in shelves
     )
     return tuple(shelf for shelf in left if len(shelf.slots))

@@ -151,7 +151,7 @@ class Updates:
         part = stage.part(step.batch - 1)
         stage.banks.trial(
             step.version,
-            dict(part.sums().items()) if part.seen else None,
+            dict(part.sums().all_items()) if part.seen else None,
             gradient_scale=1.0 / part.seen if part.seen else 1.0,
             lr_factor=self.settings.lr_factor(step.batch - 1),
             scale=self.scale,

@@ -45,7 +45,9 @@ def with_kept_gradients(run: RunFile, graph: Graph, profile: Profile) -> Profile
     for unit, cost in zip(units_of(graph), profile.units, strict=True):
         own = [maps[name] for name in unit.parameters if name in maps]
         whole = sum(gradient_bytes(states[one.name]) for one in own)
-        kept = sum(_kept_bytes(gradient_bytes(states[one.name]), form.rank, one.rows, one.columns) for one in own)
+        kept = sum(
+            _kept_bytes(gradient_bytes(states[one.name]), form.rank, one.rows, one.columns) for one in own
+        )
         units.append(
             replace(
                 cost,

@@ -1,8 +1,8 @@
 """Sums of gradients over replicas as a run asks for them: what they cost, and whether there are any."""
 
 from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
-from bireme.model.linear_maps import chosen_maps
 from bireme.model.graph import Graph
+from bireme.model.linear_maps import chosen_maps
 from bireme.plan.plan import Plan
 from bireme.train.run_file import RunFile
 
