@@ -79,6 +79,8 @@ class Setting:
     codecs: LinkCodecs | None = None
     """The plan's own if they are left out."""
     sum_codec: str = "none"
+    gradient: str = "whole"
+    gradient_of: tuple[str, ...] | None = None
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -132,6 +134,8 @@ def pipeline_of(
         reads_apart=setting.reads_apart,
         sum_codec=setting.sum_codec,
         codecs=setting.codecs,
+        gradient=setting.gradient,
+        gradient_of=setting.gradient_of,
     )
 
 

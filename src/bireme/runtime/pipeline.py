@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.codec.gradient_words import parse_gradient
 from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
@@ -66,7 +67,8 @@ class Pipeline:
     it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
     borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
-    rows of another replica to train on them: what they count goes around as numbers.
+    rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
+    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns.
     """
 
     def __init__(
@@ -92,9 +94,12 @@ class Pipeline:
         sharing: Sharing | None = None,
         reads_apart: bool = False,
         codecs: LinkCodecs | None = None,
+        gradient: str = "whole",
+        gradient_of: Sequence[str] | None = None,
     ) -> None:
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
+        form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         self._device = torch.device(device)
         check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -122,7 +127,7 @@ class Pipeline:
             self._borders.check_halves(self.plan.source.name)
         batches = Batches()
         assembly = Assembly(
-            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches
+            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches, form
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)

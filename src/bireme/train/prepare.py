@@ -41,6 +41,7 @@ from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
+from bireme.train.kept_gradients import check_gradient, gradient_document, with_kept_gradients
 from bireme.train.link_codecs import check_borders, tell_changed_codecs
 from bireme.train.machines import Machines, machines_of
 from bireme.train.micro_batch_sizes import micro_batches
@@ -111,6 +112,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         model.check_loss(graph)
         _check_samples(data, graph)
         evaluation = captured(model)
+    check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
     owners = sorted(run.data.private or ())
@@ -124,7 +126,8 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
         sizes = sizes[::-2]
-    measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
+    found = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
+    measured = with_kept_gradients(run, graph, found)
     begin_s = perf_counter()
     answer = planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
@@ -199,6 +202,7 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         sorted(run.data.private or ()),
         run.training.batch_size,
         run.training.optimizer,
+        run.training.gradient_form,
         run.links.codec == AUTO,
     )
 
@@ -249,14 +253,15 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
 def prepared_document(prepared: Prepared) -> dict[str, Any]:
     """The plan of a run in the words of `bireme plan --json`."""
     sync = sync_document(plan_request_of(prepared.run, prepared.graph))
+    kept = gradient_document(prepared.run, prepared.graph)
     if prepared.answer is None or prepared.profile is None or prepared.planning_s is None:
         names = [unit.name for unit in units_of(prepared.graph)]
         run = prepared.run
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
-        return found | {"sync": sync, "notes": [], "exports": {}}
+        return found | {"sync": sync, "notes": [], "exports": {}} | kept
     found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
     notes = plan_notes(prepared.profile, prepared.machines.cluster)
-    return found | {"sync": sync, "notes": notes, "exports": {}}
+    return found | {"sync": sync, "notes": notes, "exports": {}} | kept
 
 
 def _check_devices(run: RunFile, machines: Machines) -> None:

@@ -100,6 +100,11 @@ def _check_optimizer(training: Training) -> None:
             f'training.momentum is {training.momentum:g}, but training.optimizer is "{name}", which uses '
             "training.betas instead. Leave training.momentum out."
         )
+    if training.gradient_of is not None and training.gradient_form is None:
+        raise BiremeError(
+            'training.gradient_of is set, but training.gradient is "whole". Leave it out, or set '
+            "training.gradient, such as principal:8."
+        )
 
 
 def _check_rates(training: Training) -> None:
