@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["largest_of_rows", "selected", "spread"]
+__all__ = ["as_magnitudes", "largest_of_rows", "places_first", "selected", "spread"]
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers whose order is that of the magnitudes of numbers of so many bytes."""
@@ -50,7 +50,7 @@ def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
     """The entries of a mask, which has so many, in the order of the tensor."""
     flat = tensor.reshape(-1)
     if not flat.is_cpu:
-        return flat.take(_sorted_places(mask, num_kept))
+        return flat.take(places_first(mask, num_kept))
     found = torch.empty(num_kept, dtype=flat.dtype)
     integers = INTEGERS[flat.dtype.itemsize]
     given, taken = flat.view(integers).numpy(), found.view(integers).numpy()
@@ -64,7 +64,7 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     """The values at the entries of the mask, in order, and zeros elsewhere."""
     whole = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
     if not whole.is_cpu:
-        whole.view(-1).put_(_sorted_places(mask, values.numel()), values)
+        whole.view(-1).put_(places_first(mask, values.numel()), values)
         return whole
     integers = INTEGERS[values.dtype.itemsize]
     put, given = whole.view(-1).view(integers).numpy(), values.view(integers).numpy()
@@ -91,6 +91,14 @@ def _places(mask: Tensor) -> Iterator[tuple[slice, np.ndarray, slice]]:
         found += len(places)
 
 
-def _sorted_places(mask: Tensor, num_kept: int) -> Tensor:
-    """Where a mask is true. The number of places is known, and a count would be waited for."""
+def places_first(mask: Tensor, num_kept: int) -> Tensor:
+    """Where a mask is true, in order, and after that where it is not: so many places in all. To count them
+    would be to wait.
+    """
     return mask.view(-1).to(torch.uint8).sort(descending=True, stable=True).indices[:num_kept]
+
+
+def as_magnitudes(values: Tensor) -> Tensor:
+    """Integers in the order of the magnitudes of numbers; those of NaNs are the largest."""
+    integers = INTEGERS[values.dtype.itemsize]
+    return values.contiguous().view(integers) & torch.iinfo(integers).max
