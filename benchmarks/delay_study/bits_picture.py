@@ -62,7 +62,14 @@ def against_bits(title: str, series: Sequence[str], points: Sequence[Point]) -> 
         # Names of neighbours go to both sides.
         is_left = place % 2 == 1 and one.bits > 1.8
         shapes.append(
-            Text(x - 8 if is_left else x + 8, y, one.name, SIZE - 2, INK, Anchor.END if is_left else Anchor.START)
+            Text(
+                x - 8 if is_left else x + 8,
+                y,
+                one.name,
+                SIZE - 2,
+                INK,
+                Anchor.END if is_left else Anchor.START,
+            )
         )
     return Picture(WIDTH, HEIGHT, title, tuple(shapes))
 

@@ -60,7 +60,9 @@ def test_a_threshold_lives_from_a_batch_that_its_life_divides_and_can_be_taken_u
     assert thresholds.after(8) == {}
     again = Thresholds()
     again.load(thresholds.after(6), 6)
-    assert [int(again.of("x", codec, batch, xs[batch])) for batch in (6, 7, 8)] == [int(one) for one in used[6:9]]
+    assert [int(again.of("x", codec, batch, xs[batch])) for batch in (6, 7, 8)] == [
+        int(one) for one in used[6:9]
+    ]
 
 
 @pytest.mark.parametrize("word", ["keep:0.25:8:0", "keep:0.25:5:3", "keep:0.25:8:3:1"])

@@ -165,7 +165,9 @@ class _ThreadTransport:
         self._rank = rank
 
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
-        """Send what the message says it has, and after that nothing of worth; with rendezvous, hold the rank up until it is received."""
+        """Send what the message says it has, and zeros after it; with rendezvous, hold the rank up until it
+        is received.
+        """
         sent = payload.clone()
         sent[payload.numel() if num_bytes is None else num_bytes :] = 0
         parcel = _Parcel(sent, time.monotonic() + self._hub.delay(key))

@@ -118,8 +118,10 @@ def parse_codec(word: str) -> CodecChoice:
     if OWN.fullmatch(word.strip()):
         return CodecChoice("own", where=word.strip())
     near = closest(name, [one.partition(":")[0] for one in NAMES])
-    raise BiremeError(f"{word!r} is no codec. {near} Examples: {', '.join(NAMES)}; or "
-        "module:attribute for a codec of your own.")
+    raise BiremeError(
+        f"{word!r} is no codec. {near} Examples: {', '.join(NAMES)}; or "
+        "module:attribute for a codec of your own."
+    )
 
 
 def _keep(word: str, numbers: list[str]) -> CodecChoice:
@@ -140,9 +142,7 @@ def _keep(word: str, numbers: list[str]) -> CodecChoice:
         raise BiremeError(
             f"The threshold of {word!r} lives {life} batches; it must live 1 to {MOST_LIFE}. {how}."
         )
-    return CodecChoice(
-        "keep", bits if len(numbers) > 1 else None, share, life if len(numbers) > 2 else None
-    )
+    return CodecChoice("keep", bits if len(numbers) > 1 else None, share, life if len(numbers) > 2 else None)
 
 
 def _take_no_numbers(word: str, numbers: list[str]) -> None:

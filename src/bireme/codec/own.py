@@ -62,8 +62,8 @@ def check_own_codec(where: str, codec: Codec) -> None:
     given[0, 0, 0] = torch.nan
     if not bool(_decoded(where, codec, _message(where, codec, given), given).isnan().any()):
         raise BiremeError(
-            f"The codec {where} hides a NaN: the tensor had one, and what came back has none. A step that has "
-            "diverged would not be seen. Let it arrive as a NaN."
+            f"The codec {where} hides a NaN: the tensor had one, and what came back has none. A step that "
+            "has diverged would not be seen. Let it arrive as a NaN."
         )
     if isinstance(codec, Masking):
         mask = codec.mask_of(message, SHAPE).clone()

@@ -1,6 +1,6 @@
 """A narrow place in a model: rows go through an orthonormal basis that the model learns, and out again.
 
-    x ──minus the token's anchor──▶ times the basis ──▶ few numbers ──▶ times its transpose ──plus the anchor──▶
+    x ──minus the token's anchor, times the basis──▶ few numbers ──times its transpose, plus the anchor──▶
 
 A pipeline is cut where it is narrow, so a border that lies here carries `rank` numbers a token instead of
 `width`, each way. The tokens' numbers do not travel: every stage reads the inputs that it needs. This is the

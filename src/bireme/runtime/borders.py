@@ -91,7 +91,7 @@ class Borders:
         return tuple(evaluate(length, num_samples) for length in self._values[name].shape)
 
     def _is_encoded(self, name: str, codec: CodecChoice, dtype: torch.dtype, num_samples: int) -> bool:
-        """Whether a tensor is encoded. `keep` by rows takes entries from rows, which must not go over samples."""
+        """Whether a tensor is encoded. Rows, which `keep` takes entries from, must not go over samples."""
         if codec == NONE or name not in self.learned or not dtype.is_floating_point:
             return False
         shape = self._shape(name, num_samples)

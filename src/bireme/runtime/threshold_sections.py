@@ -22,7 +22,9 @@ def threshold_sections(thresholds: Thresholds, num_trained: int, layout: Layout)
 def load_thresholds(thresholds: Thresholds, saved: Snapshot, layout: Layout) -> None:
     """Go on from what was saved."""
     section = _section(layout)
-    found = {key.removeprefix(section): saved.tensors[key] for key in saved.tensors if key.startswith(section)}
+    found = {
+        key.removeprefix(section): saved.tensors[key] for key in saved.tensors if key.startswith(section)
+    }
     thresholds.load(found, saved.num_trained)
 
 

@@ -2,9 +2,9 @@
 
 One message instead of one for each tensor costs one latency, and its header tells whose it is, so that a
 tensor of another micro-batch, shape or dtype is never taken for the right one. Both ends make the format from
-the same graph and micro-batch size; shapes are not sent, only compared. Most codecs say how many bytes a tensor
-of a shape takes. Of others only the most is known: a message has room for that, and ends where the last of its
-tensors ends.
+the same graph and micro-batch size; shapes are not sent, only compared. Most codecs say how many bytes a
+tensor of a shape takes. Of others only the most is known: a message has room for that, and ends where the
+last of its tensors ends.
 """
 
 from collections.abc import Iterable, Mapping
@@ -99,8 +99,10 @@ class WireFormat:
     def takes(self, header: bytes, key: Message) -> bool:
         """Whether a message with that header, which is not the one expected, is a shorter one of this."""
         come = read_header(header)
-        return self.is_bounded and come == (key, come.num_bytes, self.signature) and (
-            come.num_bytes <= self.num_bytes
+        return (
+            self.is_bounded
+            and come == (key, come.num_bytes, self.signature)
+            and (come.num_bytes <= self.num_bytes)
         )
 
     def end_of(self, used: int) -> int:
