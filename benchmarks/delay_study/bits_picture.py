@@ -52,9 +52,9 @@ def against_bits(title: str, series: Sequence[str], points: Sequence[Point]) -> 
     view = _View(min(least, 0.0) - room, most + room)
     shapes = [*_axes(view, title)]
     for number, name in enumerate(series):
-        x = LEFT + 230 * number
-        shapes.append(Rect(x, TOP - 32, MARK, MARK, HUES[number]))
-        shapes.append(Text(x + 14, TOP - 28, name, SIZE, INK))
+        begin = LEFT + 230.0 * number
+        shapes.append(Rect(begin, TOP - 32, MARK, MARK, HUES[number]))
+        shapes.append(Text(begin + 14, TOP - 28, name, SIZE, INK))
     for place, one in enumerate(sorted(points, key=lambda point: (point.bits, point.excess))):
         x, y, hue = view.x(one.bits), view.y(one.excess), HUES[one.series]
         shapes.append(Line(x, view.y(one.greatest), x, view.y(one.least), hue, 2.0))

@@ -130,7 +130,7 @@ def _keep(word: str, numbers: list[str]) -> CodecChoice:
         raise BiremeError(f"{word!r} is no codec: keep needs the share of the entries to keep. {how}.")
     try:
         share = float(numbers[0])
-        bits, life = (int(one) for one in (*numbers[1:], -1, -1)[:2])
+        bits, life = (int(one) for one in (*numbers[1:], "-1", "-1")[:2])
     except ValueError:
         raise BiremeError(f"{word!r} is no codec: {':'.join(numbers)} are no numbers. {how}.") from None
     if not 0 < share <= 1:

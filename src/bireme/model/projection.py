@@ -41,4 +41,5 @@ class Projection(nn.Module):
 
     def _orthonormal(self) -> Tensor:
         """The basis, its columns made orthonormal."""
-        return torch.linalg.qr(self.basis).Q
+        basis: Tensor = torch.linalg.qr(self.basis).Q
+        return basis
