@@ -30,6 +30,7 @@ from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders, received_by
+from bireme.runtime.coding import checked
 from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
@@ -46,6 +47,7 @@ from bireme.runtime.result import Result, result_of
 from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
+from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
@@ -140,8 +142,10 @@ class Pipeline:
         """What this rank takes of each batch."""
         evaluation = made_of.evaluation
         forwards = assembly.evaluation_stages(evaluation, self.stages) if evaluation is not None else None
+        ranks = self.layout.rank_of_stage
+        self.codecs = checked((self.plan.codecs if codecs is None else codecs).between(ranks))
         # Nothing is open yet, so whatever was refused so far has left nothing open.
-        transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
+        transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec)
         self._spare = fabric.everyone()
@@ -150,8 +154,6 @@ class Pipeline:
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
-        ranks = self.layout.rank_of_stage
-        self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell, stopwatch)
         self._evaluator: Evaluator | None = None
@@ -268,6 +270,7 @@ class Pipeline:
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
+        tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
@@ -282,6 +285,7 @@ class Pipeline:
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
         load_feedback(self._reducer.feedback, saved, self.layout)
+        load_thresholds(self._courier.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
         if self.balancer is not None:

@@ -42,7 +42,7 @@ from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
 from bireme.train.kept_gradients import check_gradient, gradient_document, with_kept_gradients
-from bireme.train.link_codecs import check_borders, tell_changed_codecs
+from bireme.train.link_codecs import check_borders, tell_changed_codecs, with_own_codecs
 from bireme.train.machines import Machines, machines_of
 from bireme.train.micro_batch_sizes import micro_batches
 from bireme.train.model import RunModel
@@ -118,9 +118,8 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     owners = sorted(run.data.private or ())
     census = census_of(run, model, graph, data, owners if is_alone else ())
     if run.plan.file is not None:
-        plan = _of_file(Path(run.plan.file), graph, machines)
+        plan = with_own_codecs(_of_file(Path(run.plan.file), graph, machines), run)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
-        check_borders(run, plan.plan)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
     is_brief = is_short(run, graph)
@@ -365,6 +364,7 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         owners=tuple(sorted(run.data.private or ())),
         sums=sums_of(run, graph),
         codec=run.links.codec or "none",
+        borders=tuple((one.number, one.codecs) for one in run.links.borders or ()),
         has_ending=run.links.schedule.last_fraction > 0,
         value_bytes=2 if run.model.dtype == "bfloat16" else 4,
     )
