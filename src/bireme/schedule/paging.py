@@ -28,12 +28,15 @@ from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import RankTiers, Tier
 
-__all__ = ["Budgets", "page"]
+__all__ = ["Budgets", "Cut", "cut_memory", "page", "page_cut"]
 
 STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
 
 Choices = Mapping[Hashable, Choice]
+
+Cut = tuple[RankTiers | None, ...]
+"""How the memory of each rank is cut; None where all of it stays on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,51 @@ def page(
     is_summed: bool = False,
     updates_together: bool = False,
 ) -> Program:
-    """The program within the budgets, or itself where every rank fits.
+    """The program within budgets that are those of every rank, or itself where every rank fits.
+
+    `chunk_bytes` is searched for each rank unless given. The rest is as for `page_cut`.
+    """
+    cut = cut_memory(program, sizes, (budgets,) * program.num_ranks, chunk_bytes=chunk_bytes)
+    return page_cut(program, cut, ahead=ahead, is_summed=is_summed, updates_together=updates_together)
+
+
+def cut_memory(
+    program: Program,
+    sizes: Sizes,
+    budgets: Sequence[Budgets],
+    *,
+    chunk_bytes: int | Sequence[int] | None = None,
+    stashes: bool = True,
+) -> Cut:
+    """How each rank's memory is cut into chunks and tiers.
+
+    `chunk_bytes`, of all ranks or of each, is searched where it is not given or 0. Without `stashes`
+    activations stay on the device.
+    """
+    given = (chunk_bytes or 0,) * program.num_ranks if isinstance(chunk_bytes, int | None) else chunk_bytes
+    items = tuple(item for item in Item if stashes or item is not Item.STASH)
+    return tuple(
+        _cut(program, rank, sizes, own, size, items)
+        for rank, (own, size) in enumerate(zip(budgets, given, strict=True))
+    )
+
+
+def page_cut(
+    program: Program,
+    cut: Cut,
+    *,
+    ahead: int = 1,
+    is_summed: bool = False,
+    updates_together: bool = False,
+) -> Program:
+    """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is.
 
     Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
     `updates_together` a rank updates all its stages when it updates the first, where that is right: the
     copies of an update take long, and the others would wait for the next batch's first micro-batch.
-    `chunk_bytes` is searched for each rank unless given. `is_summed` where gradients are summed over replicas
-    between REDUCE and UPDATE, and must stay. Raises where a budget is below the largest working set.
+    `is_summed` where gradients are summed over replicas between REDUCE and UPDATE, and must stay. Raises
+    where a tier is smaller than the largest working set.
     """
-    cut = [_cut(program, rank, sizes, budgets, chunk_bytes) for rank in range(program.num_ranks)]
     if not any(cut):
         return program
     repeats = {track.repeats for track in program.tracks}
@@ -138,7 +177,7 @@ def _of_length(program: Program, num_batches: int) -> Program:
 
 
 def _cut(
-    program: Program, rank: int, sizes: Sizes, budgets: Budgets, chunk_bytes: int | None
+    program: Program, rank: int, sizes: Sizes, budgets: Budgets, chunk_bytes: int, items: Sequence[Item]
 ) -> RankTiers | None:
     """How a rank's memory is cut; None where it all fits on its device."""
     whole = resident(program, rank, sizes)
@@ -147,9 +186,9 @@ def _cut(
     found = {
         (item, stage): item_bytes(program, sizes, item, stage)
         for stage in program.stages_of(rank)
-        for item in Item
+        for item in items
     }
-    if chunk_bytes is None:
+    if not chunk_bytes:
         at_once: Counter[float] = Counter()
         for (item, stage), num_bytes in found.items():
             stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)

@@ -200,6 +200,7 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         run.training.batch_size,
         run.training.optimizer,
         run.links.codec == AUTO,
+        run.memory.model_copy(update={"disk": bool(run.memory.disk)}),
     )
 
 
