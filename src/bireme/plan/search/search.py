@@ -22,6 +22,7 @@ from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, Explorer, HeuristicExplorer, few_enough
 from bireme.plan.search.homes import why_homeless
 from bireme.plan.search.misfit import nearest_misfit
+from bireme.plan.search.paged import with_paging
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
 from bireme.profile.profile import Profile
@@ -48,7 +49,15 @@ def find_plan(
     tell = progress or (lambda _share: None)
 
     def search(wish: PlanRequest, place: int, count: int) -> Answer | NothingFits:
-        return _found(profile, cluster, wish, lambda done: tell((place + done) / count), is_brief=is_brief)
+        def within(other: PlanRequest, machines: Cluster, begin: float, end: float) -> Answer | NothingFits:
+            def share(done: float) -> None:
+                tell((place + begin + (end - begin) * done) / count)
+
+            return _found(profile, machines, other, share, is_brief=is_brief)
+
+        if wish.memory is None:
+            return within(wish, cluster, 0.0, 1.0)
+        return with_paging(profile, cluster, wish, within, lambda done: tell((place + done) / count))
 
     if wishes.codec == AUTO:
         return with_best_codecs(profile, cluster, wishes, search)
