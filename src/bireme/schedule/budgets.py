@@ -116,4 +116,4 @@ def _cut(
         )
         for number, (name, budget) in enumerate(budgets.tiers())
     )
-    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master)
+    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master, kept_bytes)

@@ -102,7 +102,7 @@ def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -
     """What the device of every rank must have at the least for a program to be paged."""
     return max(
         (
-            planner.least_chunks(planner.accesses) * tiers.chunk_bytes + planner.unpaged_bytes()
+            planner.least_chunks(planner.accesses) * tiers.chunk_bytes + tiers.unpaged_bytes
             for rank, tiers in enumerate(cut)
             if tiers is not None
             for planner in (_Planner(program, rank, tiers, 0, is_summed),)
@@ -260,11 +260,6 @@ class _Planner:
         needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
         return max(needed.values(), default=0)
 
-    def unpaged_bytes(self) -> float:
-        """What is not paged, and has its place on the device besides."""
-        device = self.tiers.tiers[0]
-        return (device.budget_bytes or 0) - (device.capacity or 0) * self.tiers.chunk_bytes
-
     def _decide(
         self, number: int, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, ahead: int
     ) -> Choices:
@@ -272,7 +267,7 @@ class _Planner:
         assert tier.capacity is not None, "a tier without a limit needs no plan"
         least = self.least_chunks(accesses)
         if tier.capacity < least:
-            kept_bytes = self.unpaged_bytes() if number == 0 else 0
+            kept_bytes = self.tiers.unpaged_bytes if number == 0 else 0
             advice = "more, cut its stage into more parts, or use smaller micro-batches"
             raise TierTooSmallError(self.rank, tier, least * chunk_bytes + kept_bytes, advice)
         while ahead > 0:

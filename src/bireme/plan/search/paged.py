@@ -8,23 +8,30 @@ slower with room for everything than a plan that is known to fit is left alone.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.plan.forecast import Answer, Candidate, MemoryWay, NothingFits
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.draft import draft_of
-from bireme.plan.search.evaluated import SLACK
-from bireme.plan.search.paged_walk import PagedWalk
+from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
 
 __all__ = ["with_paging"]
 
-Search = Callable[[PlanRequest, Cluster, float, float], Answer | NothingFits]
-"""An ordinary search; told from which share of the work on it is at it, and up to which."""
+
+class Search(Protocol):
+    """An ordinary search on a cluster; `is_tight` where hardly any plan fits."""
+
+    def __call__(
+        self, cluster: Cluster, wishes: PlanRequest, *, is_tight: bool = False
+    ) -> Answer | NothingFits:
+        """What it finds."""
+
 
 MOST_SEEDS = 4
 """Plans that would be best with room for everything, which are made to fit."""
@@ -34,7 +41,7 @@ ROOM_BYTES = 2**60
 
 
 def with_paging(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, search: Search, tell: Callable[[float], None]
+    profile: Profile, cluster: Cluster, wishes: PlanRequest, search: Search
 ) -> Answer | NothingFits:
     """The best plan that fits, whether it pages or not, and what the other ways would take."""
 
@@ -43,23 +50,20 @@ def with_paging(
         power = forecast.watts if wishes.goal is Goal.ENERGY else None
         return forecast.cost_s_per_sample * (power or 1.0)
 
-    plain = search(wishes, cluster, 0.0, 0.3)
-    fits = plain if isinstance(plain, Answer) else None
-    roomy = search(replace(wishes, memory=None, memory_fraction=1.0), _roomy(cluster), 0.3, 0.6)
-    if isinstance(roomy, NothingFits) or (fits and cost(fits.best) <= cost(roomy.best) * (1 + SLACK)):
-        return plain
+    roomy = search(_roomy(cluster), replace(wishes, memory=None, memory_fraction=1.0))
     walk = PagedWalk(PlanningProblem(profile, cluster, wishes))
+    if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
+        return search(cluster, wishes)
+    plain = search(cluster, wishes, is_tight=True)
+    fits = plain if isinstance(plain, Answer) else None
     least = math.inf if fits is None else cost(fits.best)
     paged: list[Candidate] = []
-    seeds = roomy.candidates[:MOST_SEEDS]
-    for place, seed in enumerate(seeds):
-        tell(0.6 + 0.4 * place / len(seeds))
-        if cost(seed) < least:
+    for seed in roomy.candidates[:MOST_SEEDS]:
+        if cost(seed) * AS_GOOD < least:
             best = walk.best_from(draft_of(seed.plan, cluster))
             if best is not None:
                 paged.append(best)
                 least = min(least, cost(best))
-    tell(1.0)
     if fits is None and not paged:
         raise walk.refusal()
     candidates = sorted([*paged, *(() if fits is None else fits.candidates)], key=cost)
@@ -69,7 +73,7 @@ def with_paging(
         tuple(candidates),
         replace(basis.origin, how=how, cluster=cluster_hash(cluster)),
         basis.num_tried + walk.num_tried,
-        tuple(_ways(plain, roomy, sorted(paged, key=cost))),
+        tuple(_ways(plain, roomy, walk)),
     )
 
 
@@ -82,13 +86,12 @@ def _roomy(cluster: Cluster) -> Cluster:
     return Cluster(tuple(servers), cluster.switch)
 
 
-def _ways(plain: Answer | NothingFits, roomy: Answer, paged: list[Candidate]) -> Iterator[MemoryWay]:
+def _ways(plain: Answer | NothingFits, roomy: Answer, walk: PagedWalk) -> Iterator[MemoryWay]:
     """What each way to live with the memory would take, and what it would be with room for everything."""
     if isinstance(plain, NothingFits):
         yield MemoryWay("without paging", None, str(plain))
     else:
         yield MemoryWay("without paging", plain.best)
     for words, again in (("paging", False), ("paging and recomputation", True)):
-        of_kind = (one for one in paged if bool(one.plan.recompute) == again)
-        yield MemoryWay(words, next(of_kind, None), "nothing faster was found")
+        yield MemoryWay(words, walk.best_seen(again=again), "Nothing that was tried fits.")
     yield MemoryWay("with room for everything", roomy.best)

@@ -24,9 +24,9 @@ from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.paging import least_device_bytes
 
-__all__ = ["PagedWalk"]
+__all__ = ["AS_GOOD", "PagedWalk"]
 
-MOST_WALKED = 24
+MOST_WALKED = 16
 """Drafts that are simulated from one plan."""
 
 MOST_PARTS = 64
@@ -40,6 +40,10 @@ MOST_TOGGLED = 8
 
 AHEAD = (0, 1, 4)
 """Instructions ahead that are tried for the best."""
+
+
+AS_GOOD = 1.001
+"""A thousandth of a batch is not worth another part or a longer sweep."""
 
 
 class PagedWalk:
@@ -58,6 +62,11 @@ class PagedWalk:
         """How many drafts were simulated, or found not to fit."""
         return len(self._seen)
 
+    def fits(self, draft: Draft) -> bool:
+        """Whether a draft fits without paging."""
+        stages = self._judge.forecast(draft).stages
+        return all(stage.peak_bytes <= stage.limit_bytes for stage in stages)
+
     def best_from(self, seed: Draft) -> Candidate | None:
         """The best plan that is found from one that may not fit."""
         at = next((one for one in self._first(seed) if self._forecast(one) is not None), None)
@@ -68,10 +77,18 @@ class PagedWalk:
         while is_better and self.num_tried - num_before < MOST_WALKED:
             is_better = False
             for other in self._beside(at):
-                if self._forecast(other) is not None and self._cost(other) < least:
+                if self._forecast(other) is not None and self._cost(other) * AS_GOOD < least:
                     at, least, is_better = other, self._cost(other), True
                     break
         return self._settled(at)
+
+    def best_seen(self, *, again: bool) -> Candidate | None:
+        """The best of all that was simulated and pages, of those that recompute or of the others."""
+        found = [
+            draft for draft, promised in self._seen.items() if promised and bool(draft.recompute) == again
+        ]
+        best = min(found, key=self._cost, default=None)
+        return None if best is None else self._candidate(_paged(self._judge, best), self._seen[best])
 
     def refusal(self) -> BiremeError:
         """Why nothing fits, with the device memory that would do."""
@@ -248,15 +265,18 @@ class PagedWalk:
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
         best, forecast = _paged(self._judge, draft), self._seen[draft]
-        assert forecast is not None, "it fits"
         if best.paging is not None:
             for paging in _variants(best.paging):
                 other = replace(best, paging=paging)
                 found = self._judge.forecast(other)
-                if found.batch_s < forecast.batch_s:
+                if forecast is None or found.batch_s * AS_GOOD < forecast.batch_s:
                     best, forecast = other, found
-        codecs = self._ground.codecs(best.outline.rank_of_stage, best.codecs)
-        return Candidate(best.plan(self._ground.names, codecs), forecast)
+        return self._candidate(best, forecast)
+
+    def _candidate(self, draft: Draft, forecast: Forecast | None) -> Candidate:
+        assert forecast is not None, "it fits"
+        codecs = self._ground.codecs(draft.outline.rank_of_stage, draft.codecs)
+        return Candidate(draft.plan(self._ground.names, codecs), forecast)
 
 
 def _paged(judge: PlanEvaluator, draft: Draft) -> Draft:

@@ -49,15 +49,13 @@ def find_plan(
     tell = progress or (lambda _share: None)
 
     def search(wish: PlanRequest, place: int, count: int) -> Answer | NothingFits:
-        def within(other: PlanRequest, machines: Cluster, begin: float, end: float) -> Answer | NothingFits:
-            def share(done: float) -> None:
-                tell((place + begin + (end - begin) * done) / count)
+        def share(done: float) -> None:
+            tell((place + done) / count)
 
-            return _found(profile, machines, other, share, is_brief=is_brief)
+        def on(machines: Cluster, other: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
+            return _found(profile, machines, other, share, is_brief=is_brief, is_tight=is_tight)
 
-        if wish.memory is None:
-            return within(wish, cluster, 0.0, 1.0)
-        return with_paging(profile, cluster, wish, within, lambda done: tell((place + done) / count))
+        return on(cluster, wish) if wish.memory is None else with_paging(profile, cluster, wish, on)
 
     if wishes.codec == AUTO:
         return with_best_codecs(profile, cluster, wishes, search)
@@ -65,9 +63,17 @@ def find_plan(
 
 
 def _found(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, progress: Progress, *, is_brief: bool
+    profile: Profile,
+    cluster: Cluster,
+    wishes: PlanRequest,
+    progress: Progress,
+    *,
+    is_brief: bool,
+    is_tight: bool,
 ) -> Answer | NothingFits:
-    """The best plans with the codec that is wished for."""
+    """The best plans with the codec that is wished for. If memory is tight, not all plans are gone through:
+    hardly any fits, and so hardly any would be ruled out.
+    """
     ground = PlanningProblem(profile, cluster, wishes)
     outlines = Outlines(ground)
     shapes = list(outlines)
@@ -77,7 +83,7 @@ def _found(
         raise BiremeError(homeless)
     ledger = EvaluatedDrafts(ground, PlanEvaluator(ground), progress)
     explorer: Explorer
-    if few_enough(ground, shapes):
+    if not is_tight and few_enough(ground, shapes):
         explorer = ExhaustiveExplorer(ground, outlines, ledger, is_brief=is_brief)
     else:
         explorer = HeuristicExplorer(ground, outlines, ledger)
