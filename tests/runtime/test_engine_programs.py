@@ -284,7 +284,9 @@ def test_steps_are_stable_up_to_the_limit_of_their_delay(
     2bw-fresh has none where micro-batches are alike, as here: one of them tells it all of the gradient. With
     a delay errors fade and grow slowly near the limit, as the root of what they do without.
     """
-    data = [{**batch, "x": torch.zeros_like(batch["x"])} for batch in real_batches(4, num_batches, NUM_STAGES)]
+    data = [
+        {**batch, "x": torch.zeros_like(batch["x"])} for batch in real_batches(4, num_batches, NUM_STAGES)
+    ]
     below, above = (
         trajectories((factor * limit / RATE,) * NUM_STAGES, schedule, data) for factor in (0.9, 1.1)
     )

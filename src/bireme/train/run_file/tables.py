@@ -14,6 +14,7 @@ from bireme.model.part import Lora as LoraPart
 from bireme.train.run_file.balance import Balancing
 from bireme.train.run_file.data import Data, Mixed
 from bireme.train.run_file.links import Links
+from bireme.train.run_file.memory import Memory
 from bireme.train.run_file.planning import Penalties, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts
 from bireme.train.run_file.training import Training
@@ -28,6 +29,7 @@ __all__ = [
     "Log",
     "Lora",
     "Machines",
+    "Memory",
     "Mixed",
     "Model",
     "Penalties",
@@ -266,6 +268,9 @@ class Tables(Table):
     )
     links: Links = Field(
         default_factory=Links, description="Fewer bytes between stages, by codecs on the borders."
+    )
+    memory: Memory = Field(
+        default_factory=Memory, description="Stages larger than their device: host and disk."
     )
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
     sync: Sync = Field(default_factory=Sync, description="How replicas sum their gradients.")
