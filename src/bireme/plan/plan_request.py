@@ -47,7 +47,7 @@ class PlanRequest:
     their own whatever it is, by the stage before them. `has_ending` says that the last fifth
     of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
     sums of gradients over replicas. With `memory` what does not fit a device may be paged to its host and to
-    a disk, within these limits.
+    a disk, within these limits. `whole_backwards` forbids schedules that run backwards in two halves.
     """
 
     batch_size: int
@@ -73,6 +73,7 @@ class PlanRequest:
     has_ending: bool = False
     value_bytes: int = 4
     memory: TierLimits | None = None
+    whole_backwards: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):

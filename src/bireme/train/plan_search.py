@@ -49,6 +49,7 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         has_ending=run.links.schedule.last_fraction > 0,
         value_bytes=2 if run.model.dtype == "bfloat16" else 4,
         memory=_tier_limits(run.memory),
+        whole_backwards=run.training.gradient_form is not None,
     )
 
 

@@ -256,7 +256,9 @@ def _bounds(wishes: PlanRequest, num_units: int) -> tuple[int, ...]:
 def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
     if wishes.schedule == "auto":
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
-        return tuple(n for n in found if not wishes.synchronous or SCHEDULES[n].rule is Rule.SYNCHRONOUS)
+        if wishes.synchronous:
+            found = [name for name in found if SCHEDULES[name].rule is Rule.SYNCHRONOUS]
+        return tuple(n for n in found if not (wishes.whole_backwards and SCHEDULES[n].splits_backward))
     schedule = schedule_named(wishes.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(
@@ -266,5 +268,10 @@ def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
         raise BiremeError(
             f"{schedule.name} delays updates, but updates must be synchronous. Leave out one of the two, or "
             "use a schedule that drains (1f1b)."
+        )
+    if wishes.whole_backwards and schedule.splits_backward:
+        raise BiremeError(
+            f"{schedule.name} runs backwards in two halves, and principal components of gradients need whole "
+            'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
         )
     return (schedule.name,)
