@@ -180,6 +180,15 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
     assert large.forecast.cost_s_per_sample < small.forecast.cost_s_per_sample
 
 
+def test_whole_backwards_leave_out_schedules_that_run_them_in_halves() -> None:
+    cluster = Cluster((server("a", devices(1, 1)),))
+    all_of_them, whole = (
+        set(PlanningProblem(UNITS, cluster, PlanRequest(4, whole_backwards=whole)).schedules)
+        for whole in (False, True)
+    )
+    assert all_of_them - whole == {"zb-h1", "zbv"}
+
+
 @pytest.mark.parametrize(
     ("wishes", "word"),
     [
@@ -187,6 +196,7 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
         ({"depth": 7}, "needs 7 devices"),
         ({"schedule": "pipedream"}, "does not run pipedream"),
         ({"schedule": "2bw", "synchronous": True}, "delays updates"),
+        ({"schedule": "zbv", "whole_backwards": True}, "zbv runs backwards in two halves"),
         ({"schedule": "1b1f"}, "There is no schedule"),
         ({"micro_batch": 3}, "not of 3"),
         ({"batch_size": 3, "micro_batch": 2}, "No plan"),

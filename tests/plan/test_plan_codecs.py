@@ -69,6 +69,18 @@ def test_a_plan_keeps_its_codecs_in_its_file_and_promises_the_same_again(tmp_pat
     assert forecast_of(again.plan, tiny_profile(), cluster, replace(WISHES, codec="none")) == best.forecast
 
 
+def test_single_borders_have_codecs_of_their_own_in_predictions() -> None:
+    cluster, bare = two_servers(1e6), replace(WISHES, codec="none")
+    codecs = BorderCodecs("int8", "int4")
+    single = found(cluster, replace(bare, borders=((0, codecs),))).best
+    plain = found(cluster, bare).best
+    assert single.plan.codecs == (codecs,)
+    assert not plain.plan.codecs
+    assert single.forecast.batch_s < plain.forecast.batch_s / 1.5
+    assert single.forecast.codec_penalty == codec_steps([codecs], has_ending=False)
+    assert found(cluster, replace(WISHES, borders=((0, codecs),))).best.plan.codecs == (codecs,)
+
+
 def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
     fine, few = BorderCodecs("int8", "int8"), BorderCodecs("keep:0.25:8", "keep:0.25:8")
     assert codec_steps([], has_ending=False) == codec_steps([BorderCodecs()], has_ending=False) == 1.0

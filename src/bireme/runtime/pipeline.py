@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.codec.gradient_words import parse_gradient
 from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
@@ -29,6 +30,7 @@ from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders, received_by
+from bireme.runtime.coding import checked
 from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
@@ -45,6 +47,7 @@ from bireme.runtime.result import Result, result_of
 from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
+from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
@@ -66,7 +69,8 @@ class Pipeline:
     it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
     borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
-    rows of another replica to train on them: what they count goes around as numbers.
+    rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
+    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns.
     """
 
     def __init__(
@@ -92,9 +96,12 @@ class Pipeline:
         sharing: Sharing | None = None,
         reads_apart: bool = False,
         codecs: LinkCodecs | None = None,
+        gradient: str = "whole",
+        gradient_of: Sequence[str] | None = None,
     ) -> None:
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
+        form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         self._device = torch.device(device)
         check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -122,7 +129,7 @@ class Pipeline:
             self._borders.check_halves(self.plan.source.name)
         batches = Batches()
         assembly = Assembly(
-            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches
+            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches, form
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
@@ -135,8 +142,10 @@ class Pipeline:
         """What this rank takes of each batch."""
         evaluation = made_of.evaluation
         forwards = assembly.evaluation_stages(evaluation, self.stages) if evaluation is not None else None
+        ranks = self.layout.rank_of_stage
+        self.codecs = checked((self.plan.codecs if codecs is None else codecs).between(ranks))
         # Nothing is open yet, so whatever was refused so far has left nothing open.
-        transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
+        transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec)
         self._spare = fabric.everyone()
@@ -145,8 +154,6 @@ class Pipeline:
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
-        ranks = self.layout.rank_of_stage
-        self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
         self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell, stopwatch)
         self._evaluator: Evaluator | None = None
@@ -263,6 +270,7 @@ class Pipeline:
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
+        tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
@@ -277,6 +285,7 @@ class Pipeline:
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
         load_feedback(self._reducer.feedback, saved, self.layout)
+        load_thresholds(self._courier.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
         if self.balancer is not None:

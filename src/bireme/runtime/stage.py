@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bireme.model.fed_maps import Outlet
 from bireme.model.halves import Rest, backward_input
 from bireme.model.segments import SegmentedFunction, untouched
 from bireme.model.stage import StageFunction
@@ -65,7 +66,9 @@ class _Begin:
 
 
 class Stage:
-    """Runs one stage. `recomputes` says that a forward keeps only what comes in."""
+    """Runs one stage. `recomputes` says that a forward keeps only what comes in. What `function` feeds to the
+    outlet belongs to the batch whose backward runs.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class Stage:
         *,
         device: torch.device,
         recomputes: bool,
+        outlet: Outlet | None = None,
     ) -> None:
         self.index = index
         self.function = function
@@ -87,6 +91,7 @@ class Stage:
         self._batches = batches
         self._device = device
         self._recomputes = recomputes
+        self._outlet = outlet
         self._kept: dict[Place, _Kept] = {}
         self._loss_gradients: dict[float, Tensor] = {}
         """The gradients that losses begin their backward with, by their share in the batch."""
@@ -130,7 +135,10 @@ class Stage:
         kept = self._kept.pop(place)
         leaves = self.banks.leaves(kept.version)
         given = self._split(kept, gradients)
-        with self.part(place.batch).sums().into(leaves):
+        sums = self.part(place.batch).sums()
+        if self._outlet is not None and sums.streams is not None:
+            self._outlet.feed = sums.streams.feed
+        with sums.into(leaves):
             for one, own in zip(kept.passes, given, strict=True):
                 begin = self._begin(one, own)
                 if begin.roots:

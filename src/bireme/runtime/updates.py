@@ -122,6 +122,10 @@ class Updates:
             scale=self.scale,
             skip=not reduced.is_finite,
         )
+        if stage.banks.gradients.principal is not None:
+            stage.banks.gradients.principal.settle(
+                step.version, part.components() if reduced.is_finite else {}
+            )
         if not reduced.is_finite:
             stage.put_back_buffers(step.batch)
         part.release()
@@ -147,7 +151,7 @@ class Updates:
         part = stage.part(step.batch - 1)
         stage.banks.trial(
             step.version,
-            dict(part.sums().items()) if part.seen else None,
+            dict(part.sums().all_items()) if part.seen else None,
             gradient_scale=1.0 / part.seen if part.seen else 1.0,
             lr_factor=self.settings.lr_factor(step.batch - 1),
             scale=self.scale,

@@ -27,7 +27,8 @@ class Sizes:
     input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
     messages that come into the stage from the stages before and after. `workspace` is what a pass of a
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
-    the optimiser's own master copy, counted in `optimizer`.
+    the optimiser's own master copy, counted in `optimizer`. `buffers` are always there beside the optimiser's
+    bytes, and are never paged; empty stands for none.
     """
 
     version: tuple[float, ...]
@@ -39,6 +40,7 @@ class Sizes:
     gradient_message: tuple[float, ...]
     master: bool = False
     workspace: tuple[float, ...] = ()
+    buffers: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,8 @@ class _Ledger:
         self.kept = [0.0] * len(WHAT)
         self.kept[0] = sum(sizes.version[stage] for stage in stages)
         self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
+        if sizes.buffers:
+            self.kept[2] += sum(sizes.buffers[stage] for stage in stages)
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
             self.kept[6] = max(sizes.workspace[stage] for stage in stages)
         self.bytes = sum(self.kept)

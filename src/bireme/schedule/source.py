@@ -22,7 +22,7 @@ from bireme.schedule.residency import gradient_sets
 from bireme.schedule.rule import Rule
 from bireme.schedule.stream import read_ahead, stream
 
-__all__ = ["ProgramSource", "source_like", "source_of"]
+__all__ = ["SETTLED", "ProgramSource", "source_like", "source_of"]
 
 SETTLED = 4
 """Batches after which no schedule keeps more than it has kept."""

@@ -19,6 +19,7 @@ from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
 from bireme.sync.norm import squared_norm
+from bireme.sync.principal_sums import merge_components
 from bireme.sync.reduced import Reduced, numbers_of, reduced_of
 
 __all__ = ["More", "Reducer", "Reduction", "nothing_more"]
@@ -212,6 +213,8 @@ class Reducer:
             sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
         else:
             self._coded.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
+        if gradients.streams:
+            merge_components(self._replicas, gradients, sent)
         for group, names in self._tied_groups():
             views = [gradients.views[name] for name in names]
             sum_in_slices(group, names, gradients, views, size, sent)
@@ -219,6 +222,12 @@ class Reducer:
             view
             for name, view in gradients.views.items()
             if name in gradients.held and (self._counted is None or name in self._counted)
+        ]
+        # Their values alone have the norm of components.
+        counted += [
+            one.values
+            for name, one in gradients.components.items()
+            if self._counted is None or name in self._counted
         ]
         numbers = reduction.numbers = numbers_of(
             loss_sum=reduction.loss_sum,

@@ -267,6 +267,8 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         sharing=_sharing(part, plan),
         reads_apart=bool(part.start.census),
         sum_codec=run.sync.codec,
+        gradient=run.training.gradient,
+        gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
     )
 

@@ -101,6 +101,7 @@ class Schedule:
     stages_per_rank: int = 1
     """How many stages a rank has unless the user says otherwise."""
     slices: bool = False
+    splits_backward: bool = False
     most_lookahead: Callable[[Shape], int] | None = None
     """The greatest lookahead of a shape, for schedules that have one."""
 
