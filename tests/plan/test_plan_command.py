@@ -385,9 +385,7 @@ def test_a_damaged_profile_is_refused(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_and_code_of_the_document_work(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_and_code_of_the_document_work(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     if not TRY_ALL:  # searches end soon: how good their plans are is not the point
         for name in ("LEAST_INSTRUCTIONS", "MOST_INSTRUCTIONS"):
             monkeypatch.setattr(explorers, name, getattr(explorers, name) // 20)
