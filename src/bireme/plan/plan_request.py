@@ -44,7 +44,7 @@ class PlanRequest:
     Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks. `codec` is that
     of the borders, in both directions; auto leaves it to the planner. `has_ending` says that the last fifth
     of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
-    sums of gradients over replicas.
+    sums of gradients over replicas. With `whole_backwards` no schedule splits them.
     """
 
     batch_size: int
@@ -68,6 +68,7 @@ class PlanRequest:
     codec: str = "none"
     has_ending: bool = False
     value_bytes: int = 4
+    whole_backwards: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):

@@ -41,7 +41,7 @@ from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
-from bireme.train.kept_gradients import check_gradient, gradient_document, with_kept_gradients
+from bireme.train.kept_gradients import check_gradient, check_schedule, gradient_document, with_kept_gradients
 from bireme.train.link_codecs import check_borders, tell_changed_codecs
 from bireme.train.machines import Machines, machines_of
 from bireme.train.micro_batch_sizes import micro_batches
@@ -92,6 +92,7 @@ class Prepared:
 
     def __post_init__(self) -> None:  # refuses shares that cannot be
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
+        check_schedule(self.run, self.plan.plan)
 
 
 def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepared:
@@ -367,6 +368,7 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         codec=run.links.codec or "none",
         has_ending=run.links.schedule.last_fraction > 0,
         value_bytes=2 if run.model.dtype == "bfloat16" else 4,
+        whole_backwards=run.training.gradient_form is not None,
     )
 
 

@@ -242,6 +242,8 @@ def _bounds(wishes: PlanRequest, num_units: int) -> tuple[int, ...]:
 def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
     if wishes.schedule == "auto":
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
+        if wishes.whole_backwards:
+            found = [name for name in found if not SCHEDULES[name].splits_backward]
         return tuple(n for n in found if not wishes.synchronous or SCHEDULES[n].rule is Rule.SYNCHRONOUS)
     schedule = schedule_named(wishes.schedule)
     if schedule.rule is Rule.STASHED:
