@@ -180,15 +180,6 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
     assert large.forecast.cost_s_per_sample < small.forecast.cost_s_per_sample
 
 
-def test_whole_backwards_leave_out_schedules_that_run_them_in_halves() -> None:
-    cluster = Cluster((server("a", devices(1, 1)),))
-    all_of_them, whole = (
-        set(PlanningProblem(UNITS, cluster, PlanRequest(4, whole_backwards=whole)).schedules)
-        for whole in (False, True)
-    )
-    assert all_of_them - whole == {"zb-h1", "zbv"}
-
-
 @pytest.mark.parametrize(
     ("wishes", "word"),
     [

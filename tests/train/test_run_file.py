@@ -32,6 +32,7 @@ BOUNDED = examples(30)
 BESIDE = {
     "model.loss": ["model.source=hf:folder"],
     "model.lora.alpha": ["model.lora.rank=8"],
+    "training.gradient_of": ["training.gradient=principal:8"],
     "training.momentum": ["training.optimizer=sgd"],
     "training.rest_learning_rate": ["training.optimizer=muon"],
 }

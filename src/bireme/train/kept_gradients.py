@@ -7,13 +7,14 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.linear_maps import chosen_maps
 from bireme.model.units import units_of
+from bireme.plan.plan import Plan
 from bireme.profile.optimizers import gradient_bytes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
 from bireme.train.run_file import RunFile
 
-__all__ = ["check_gradient", "gradient_document", "with_kept_gradients"]
+__all__ = ["check_gradient", "check_schedule", "gradient_document", "with_kept_gradients"]
 
 
 def check_gradient(run: RunFile, graph: Graph) -> None:
@@ -26,7 +27,23 @@ def check_gradient(run: RunFile, graph: Graph) -> None:
             f"training.gradient is {form}, but model.compile is set: a compiled stage cannot give the pairs "
             "that components are made from. Leave out one of the two."
         )
+    asked = run.plan.schedule
+    if asked != "auto" and SCHEDULES[asked].splits_backward:
+        raise BiremeError(
+            f"training.gradient is {form}, which needs whole backwards, but plan.schedule is {asked}, which "
+            "splits them. Use a schedule such as 1f1b or 2bw."
+        )
     chosen_maps(graph, form)
+
+
+def check_schedule(run: RunFile, plan: Plan) -> None:
+    """Refuse a plan whose backwards are not whole where components are made from them."""
+    form = run.training.gradient_form
+    if form is not None and plan.source.splits_backward:
+        raise BiremeError(
+            f"training.gradient is {form}, which needs whole backwards, but {plan.schedule} splits them. "
+            "Use a schedule such as 1f1b or 2bw."
+        )
 
 
 def with_kept_gradients(run: RunFile, graph: Graph, profile: Profile) -> Profile:

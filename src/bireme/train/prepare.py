@@ -34,7 +34,7 @@ from bireme.train.data.prepare import RunData
 from bireme.train.early_checks import check_depth, check_devices, check_samples
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
-from bireme.train.kept_gradients import check_gradient, gradient_document, with_kept_gradients
+from bireme.train.kept_gradients import check_gradient, check_schedule, gradient_document, with_kept_gradients
 from bireme.train.link_codecs import check_borders, tell_changed_codecs, with_own_codecs
 from bireme.train.machines import Machines, machines_of
 from bireme.train.micro_batch_sizes import micro_batches
@@ -84,6 +84,7 @@ class Prepared:
 
     def __post_init__(self) -> None:  # refuses shares that cannot be
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
+        check_schedule(self.run, self.plan.plan)
 
 
 def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepared:

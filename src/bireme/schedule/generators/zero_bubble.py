@@ -45,8 +45,8 @@ def _orders(shape: Shape) -> Orders:
 ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     summary="zero-bubble H1: split backward fills two thirds of 1F1B's bubble",
-    splits_backward=True,
     rule=Rule.SYNCHRONOUS,
     picture=PICTURE,
     orders=_orders,
+    splits_backward=True,
 )

@@ -98,10 +98,10 @@ def _check(shape: Shape) -> None:
 ZERO_BUBBLE_V = Schedule(
     name="zbv",
     summary="zero-bubble V: two stages per rank, first and last on rank 0, no bubble at f = i = w",
-    splits_backward=True,
     rule=Rule.SYNCHRONOUS,
     picture=PICTURE,
     orders=_orders,
+    splits_backward=True,
     placement=_placement,
     check=_check,
     stages_per_rank=2,
