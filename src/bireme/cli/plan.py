@@ -216,7 +216,7 @@ def plan(
     schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
     from bireme.plan.partition.loads import Recompute
-    from bireme.plan.plan_request import Goal, PlanRequest
+    from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 
     request = PlanRequest(
         batch_size=batch_size,
@@ -233,7 +233,7 @@ def plan(
         devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
         recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
-        codec=codec.lower(),
+        codec=AUTO if codec.lower() == AUTO else codec,
         value_bytes=2 if dtype == "bfloat16" else 4,
     )
     sum_codec = parse_sum_codec(sync_codec)
