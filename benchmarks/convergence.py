@@ -157,10 +157,14 @@ CODED = (
     ("int8/int4", 0.0),
     ("keep:0.25:8", 0.06),
     ("keep:0.125:8", 0.05),
-    ("keep:0.25:4", 0.05),
-    ("keep:0.5:4", 0.06),
+    ("int6", 0.0),
+    ("keep:0.25:4", 0.2),
+    ("keep:0.125:4", 0.11),
 )
 """Codecs and the last share of a run with int8, so that a value has 6.5, 3 or 2 bits over the run."""
+
+FIRST_TO_REPEAT = 3
+"""The codecs from this one on get three seeds and a search."""
 
 
 def codec_sweeps() -> Iterator[Sweep]:
@@ -169,10 +173,11 @@ def codec_sweeps() -> Iterator[Sweep]:
     All codecs come at the best rate of no codec before any of them is searched.
     """
     larger = [Cell("fresh+warm-up", size="larger", codec=word, ending=end) for word, end in CODED]
-    for num_seeds in (1, 3):
-        for cell in larger:
-            yield Sweep(cell, 1, num_seeds, is_searched=False)
-    for cell in larger[:3]:
+    for cell in larger:
+        yield Sweep(cell, 1, is_searched=False)
+    for cell in larger[FIRST_TO_REPEAT:]:
+        yield Sweep(cell, 1, 3, is_searched=False)
+    for cell in larger[FIRST_TO_REPEAT:]:
         yield Sweep(cell, 1, 3)
     others = [
         Cell("synchronous", codec="keep:0.25:8", ending=0.06),
@@ -184,7 +189,7 @@ def codec_sweeps() -> Iterator[Sweep]:
     for word, ending in (*CODED, ("int8", 0.0), ("int5", 0.0), ("int4", 0.0)):
         for rule in ("synchronous", "fresh+warm-up"):
             yield Sweep(Cell(rule, codec=word, ending=ending), 1, 3)
-    for word, ending in CODED[:3]:
+    for word, ending in CODED[FIRST_TO_REPEAT:]:
         yield Sweep(Cell("fresh+warm-up", "muon", codec=word, ending=ending), 4, 3)
 
 

@@ -44,9 +44,8 @@ def test_a_threshold_that_has_become_useless_is_not_used(times: float) -> None:
 def test_the_gradient_comes_back_for_the_same_entries_and_a_nan_arrives_as_one() -> None:
     x = torch.randn(8, 64, requires_grad=True)
     found = through(BorderCodecs(WORD, WORD), x)
-    found.backward(torch.ones_like(found))
-    assert x.grad is not None
-    assert torch.equal(x.grad != 0, found != 0)
+    (gradient,) = torch.autograd.grad(found, x, torch.ones_like(found))
+    assert torch.equal(gradient != 0, found != 0)
     with torch.no_grad():
         x[3, 3] = torch.nan
     assert through(BorderCodecs(WORD, WORD), x)[3, 3].isnan()

@@ -187,7 +187,6 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
         ({"depth": 7}, "needs 7 devices"),
         ({"schedule": "pipedream"}, "does not run pipedream"),
         ({"schedule": "2bw", "synchronous": True}, "delays updates"),
-        ({"schedule": "zbv", "whole_backwards": True}, "zbv runs backwards in two halves"),
         ({"schedule": "1b1f"}, "There is no schedule"),
         ({"micro_batch": 3}, "not of 3"),
         ({"batch_size": 3, "micro_batch": 2}, "No plan"),

@@ -33,11 +33,6 @@ def test_picture_beside_the_generator_is_the_program_it_makes(name: str) -> None
 
 
 @pytest.mark.parametrize("name", PICTURED)
-def test_a_schedule_says_whether_it_runs_backwards_in_halves(name: str) -> None:
-    assert SCHEDULES[name].splits_backward == PICTURED[name].splits_backward
-
-
-@pytest.mark.parametrize("name", PICTURED)
 def test_picture_fits_the_source_and_has_no_trailing_spaces(name: str) -> None:
     for line in SCHEDULES[name].picture.splitlines():
         assert len(line) <= 110

@@ -90,8 +90,8 @@ class KeepAbove:
             are_sent = torch.arange(len(order), device=flat.device) < torch.where(is_near, num_above, wanted)
             return torch.empty_like(sizes, dtype=torch.bool).scatter_(0, order, are_sent)
         chosen = sizes.numpy() >= int(threshold)
-        num_above = np.count_nonzero(chosen)
-        if num_above > DENSITY_SLACK * wanted or DENSITY_SLACK * num_above < wanted:
+        num_chosen = int(np.count_nonzero(chosen))
+        if num_chosen > DENSITY_SLACK * wanted or DENSITY_SLACK * num_chosen < wanted:
             return largest_of_rows(flat.view(1, -1), wanted).view(-1)
         return torch.from_numpy(chosen)
 

@@ -269,9 +269,4 @@ def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
             f"{schedule.name} delays updates, but updates must be synchronous. Leave out one of the two, or "
             "use a schedule that drains (1f1b)."
         )
-    if wishes.whole_backwards and schedule.splits_backward:
-        raise BiremeError(
-            f"{schedule.name} runs backwards in two halves, and principal components of gradients need whole "
-            'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
-        )
     return (schedule.name,)
