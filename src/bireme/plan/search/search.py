@@ -52,8 +52,8 @@ def find_plan(
         def share(done: float) -> None:
             tell((place + done) / count)
 
-        def on(machines: Cluster, other: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
-            return _found(profile, machines, other, share, is_brief=is_brief, is_tight=is_tight)
+        def on(machines: Cluster, wishes: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
+            return _found(profile, machines, wishes, share, is_brief=is_brief, is_tight=is_tight)
 
         return on(cluster, wish) if wish.memory is None else with_paging(profile, cluster, wish, on)
 
