@@ -116,7 +116,7 @@ def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_
     timeline = timeline_of(best.plan, PROFILE, cluster(), request(TierLimits(80 * MB)), num_batches=10)
     assert timeline.steady_batch_s == pytest.approx(best.forecast.batch_s)
     ways = {way.words: way.candidate for way in tight.memory_ways}
-    fast = ways["with room for everything"]
+    fast = ways["room for everything"]
     assert fast is not None
     assert fast.forecast.batch_s == whole.forecast.batch_s
     times = [one.forecast.cost_s_per_sample for one in tight.candidates]

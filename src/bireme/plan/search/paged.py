@@ -94,4 +94,4 @@ def _ways(plain: Answer | NothingFits, roomy: Answer, walk: PagedWalk) -> Iterat
         yield MemoryWay("without paging", plain.best)
     for words, again in (("paging", False), ("paging and recomputation", True)):
         yield MemoryWay(words, walk.best_seen(again=again), "Nothing that was tried fits.")
-    yield MemoryWay("with room for everything", roomy.best)
+    yield MemoryWay("room for everything", roomy.best)

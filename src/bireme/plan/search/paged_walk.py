@@ -85,7 +85,9 @@ class PagedWalk:
     def best_seen(self, *, again: bool) -> Candidate | None:
         """The best of all that was simulated and pages, of those that recompute or of the others."""
         found = [
-            draft for draft, promised in self._seen.items() if promised and bool(draft.recompute) == again
+            draft
+            for draft, promised in self._seen.items()
+            if promised and promised.tiers and bool(draft.recompute) == again
         ]
         best = min(found, key=self._cost, default=None)
         return None if best is None else self._candidate(_paged(self._judge, best), self._seen[best])
