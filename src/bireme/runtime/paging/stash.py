@@ -31,7 +31,8 @@ class _Copied:
 
     def tensor(self) -> Tensor:
         """The tensor as it was saved."""
-        return self.flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        memory = self.flat.view(self.dtype)
+        return memory.as_strided(self.shape, self.stride, memory.storage_offset() + self.offset)
 
 
 class PagedStash(Stash):
