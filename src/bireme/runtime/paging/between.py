@@ -50,20 +50,22 @@ def opened(store: ChunkStore, item: Item, stage: int, number: int) -> Iterator[N
     """
     num_chunks = store.tiers.chunks.get((item, stage), 0)
     chunks = [Chunk(item, stage, number, place) for place in range(num_chunks)]
+    store.opened.update(chunks)
     for chunk in chunks:
         if 0 not in store.held(chunk).where:
-            _make_room(store, chunks)
+            _make_room(store)
             store.carry(chunk, 0)
     yield
+    store.opened.difference_update(chunks)
     for chunk in chunks:
         _stow(store, chunk)
 
 
-def _make_room(store: ChunkStore, needed: list[Chunk]) -> None:
+def _make_room(store: ChunkStore) -> None:
     if store.pools[0].num_free:
         return
     for chunk, held in store.chunks.items():
-        if 0 in held.where and chunk not in needed and _stow(store, chunk):
+        if 0 in held.where and chunk not in store.opened and _stow(store, chunk):
             return
 
 

@@ -60,6 +60,8 @@ class ChunkStore:
             lower.grow(peak)
             self.pools.append(SlotPool(tier.name, peak))
         self.ranges = Ranges(self.memory, tiers.chunks)
+        self.opened: set[Chunk] = set()
+        """The chunks that must be on the device for now, between instructions."""
         self.last_read: Chunk | None = None
         """The chunk whose content `scratch` has."""
 
