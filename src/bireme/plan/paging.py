@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from bireme.bounds import Bytes, Place
 from bireme.errors import BiremeError
-from bireme.schedule.paging import Budgets, Cut, cut_memory, page_cut
+from bireme.schedule.budgets import Budgets, Cut, cut_memory
+from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program
 from bireme.schedule.residency import Sizes
 

@@ -14,8 +14,8 @@ from bireme.codec.border import BorderCodecs, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.plan.paging import Paging
 from bireme.plan.program_plan import ProgramPlan, units_between
+from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate
-from bireme.schedule.paging import Cut
 from bireme.schedule.program import Program
 from bireme.schedule.source import SETTLED, ProgramSource, source_like
 

@@ -41,7 +41,7 @@ class RankTiers:
 
     `chunks` says how many chunks an item of a stage has, `begin` on which tier each chunk lies that there is
     when the window begins. `master` says that weights are made from the optimiser's own master copy, and not
-    from the version before.
+    from the version before. `unpaged_bytes` have their place on the device beside the chunks.
     """
 
     chunk_bytes: int
@@ -49,6 +49,7 @@ class RankTiers:
     chunks: Mapping[tuple[Item, int], int]
     begin: Mapping[Chunk, int]
     master: bool
+    unpaged_bytes: float = 0.0
 
     def later(self, versions: int, banks: Sequence[int]) -> "RankTiers":
         """The same for a window that begins so many versions later, whose weights may be in other banks."""

@@ -18,20 +18,14 @@ from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.homes import check_homes, check_servers
-from bireme.plan.partition.loads import Recompute
-from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
-from bireme.plan.plan_request import Goal, PlanRequest
-from bireme.plan.search.search import find_plan
 from bireme.plan.summary import summarize
-from bireme.plan.unit_names import pins_of, ranges_of
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
-from bireme.schedule.rule import Rule
 from bireme.train.base_weights import keep_base
 from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
@@ -46,6 +40,7 @@ from bireme.train.machines import Machines, machines_of
 from bireme.train.micro_batch_sizes import micro_batches
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
+from bireme.train.plan_search import plan_request_of, planned
 from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
@@ -54,13 +49,11 @@ from bireme.train.run_file.links import AUTO
 from bireme.train.run_length import is_short
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.shares import sharing_of
-from bireme.train.sums import sums_of
+from bireme.train.tiers_here import check_paging_disk, with_tiers_here
 from bireme.train.tracker import check_trackers
 
 __all__ = [
     "Prepared",
-    "plan_request_of",
-    "planned",
     "prepare",
     "prepared_again",
     "prepared_document",
@@ -100,7 +93,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     """
     check_trackers(run.log.trackers)
     progress(0.0, "loading the model")
-    machines = _machines(run)
+    machines = with_tiers_here(run, _machines(run))
     _check_devices(run, machines)
     sizes = micro_batches(run)
     with evaluation_beside(run, max(sizes), sizes[0]) as captured:
@@ -119,6 +112,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         plan = _of_file(Path(run.plan.file), graph, machines)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         check_borders(run, plan.plan)
+        check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
     is_brief = is_short(run, graph)
@@ -159,6 +153,9 @@ def prepared_again(
         measured = load_profile(folder.profile) if folder.profile.is_file() else None
         graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
         model, plan = RunModel.of(run, 1), load_plan(folder.plan)
+        check_paging_disk(run, plan.plan)
+        if plan.plan.paging is not None:  # with the speeds that it was planned with
+            machines = replace(machines, cluster=read_cluster(folder.cluster))
         data = data_of(run, model, progress)
         _check_samples(data, graph)
         census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
@@ -337,65 +334,3 @@ def _measured(
         )
     finally:
         torch.set_num_threads(before)
-
-
-def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
-    """What a run file asks of a plan for a model."""
-    asked = run.plan
-    penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
-    return PlanRequest(
-        batch_size=run.training.batch_size,
-        largest_batch=asked.largest_batch,
-        schedule=asked.schedule,
-        synchronous=asked.synchronous,
-        goal=Goal(asked.objective),
-        penalties={rule: steps for rule, steps in penalties.items() if steps is not None},
-        delay_warmup=_start(run),
-        memory_fraction=asked.memory_fraction,
-        depth=asked.depth,
-        width=asked.width,
-        micro_batch=asked.micro_batch,
-        devices=asked.devices or (),
-        recompute=Recompute(asked.recompute.replace("-", " ")),
-        lookahead=asked.lookahead,
-        owners=tuple(sorted(run.data.private or ())),
-        sums=sums_of(run, graph),
-        codec=run.links.codec or "none",
-        has_ending=run.links.schedule.last_fraction > 0,
-        value_bytes=2 if run.model.dtype == "bfloat16" else 4,
-    )
-
-
-def _start(run: RunFile) -> float | None:
-    """The share of the run without delayed updates; None leaves it to what a plan does by itself."""
-    steps = run.training.steps
-    asked = run.plan.num_delay_warmup_steps(steps)
-    if asked is not None:
-        return asked / steps
-    return delay_warmup_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
-
-
-def planned(
-    run: RunFile, graph: Graph, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
-) -> Answer:
-    """The plans that a search finds for a run on some machines; a `BiremeError` where none fits."""
-    asked, names = run.plan, [unit.name for unit in measured.units]
-    request = replace(
-        plan_request_of(run, graph),
-        pinned=pins_of(asked.pin or (), names, "plan.pin"),
-        together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
-    )
-    if asked.depth is None and asked.width is None and run.cluster.source is None:
-        # On this machine alone a run shows the pipeline; who wants replicas says so.
-        num_devices = len(request.devices) or machines.cluster.num_devices
-        request = replace(request, depth=min(num_devices, len(names)))
-    found = find_plan(
-        measured,
-        machines.cluster,
-        request,
-        progress=lambda done: progress(done, "planning"),
-        is_brief=is_brief,
-    )
-    if not isinstance(found, Answer):
-        raise BiremeError(str(found))
-    return found

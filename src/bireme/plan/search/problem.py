@@ -46,10 +46,13 @@ class PlanningProblem:
             self.engine.process_bytes if device.device.kind == "cpu" else 0 for device in placed
         )
         """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
-        self.limits = tuple(
+        self.room = tuple(
             max(device.device.memory_bytes * wishes.memory_fraction - process, LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
         )
+        """What each device has for tensors, and `limits` what a plan may use of that."""
+        most = None if wishes.memory is None else wishes.memory.device_bytes
+        self.limits = self.room if most is None else tuple(min(own, float(most)) for own in self.room)
         self.watts = tuple(device.device.watts for device in placed)
         self.threads = tuple(
             max(1, profile.num_threads) if device.device.kind == "cpu" else 0 for device in placed

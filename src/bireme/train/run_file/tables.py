@@ -387,7 +387,7 @@ class Tables(Table):
         default_factory=Links, description="Fewer bytes between stages, by codecs on the borders."
     )
     memory: Memory = Field(
-        default_factory=Memory, description="Stages larger than their device: memory of the host and of disks."
+        default_factory=Memory, description="Stages larger than their device: host and disk."
     )
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
     sync: Sync = Field(default_factory=Sync, description="How replicas sum their gradients.")
