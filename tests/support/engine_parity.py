@@ -26,6 +26,7 @@ from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
@@ -79,6 +80,7 @@ class Setting:
     codecs: LinkCodecs | None = None
     """The plan's own if they are left out."""
     sum_codec: str = "none"
+    paging: PagingSettings | None = None
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -132,6 +134,7 @@ def pipeline_of(
         reads_apart=setting.reads_apart,
         sum_codec=setting.sum_codec,
         codecs=setting.codecs,
+        paging=setting.paging,
     )
 
 

@@ -16,6 +16,7 @@ from bireme.runtime.borders import Borders
 from bireme.runtime.evaluation import EvaluationStage
 from bireme.runtime.layout import Layout
 from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.prepared import Weights
 from bireme.runtime.stage import LOSS, AnyStageFunction, Stage
 
@@ -34,6 +35,7 @@ class Assembly:
     resolve: Resolve
     compiles: bool
     batches: Batches
+    paging: RankPaging | None = None
 
     def stages(
         self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
@@ -105,6 +107,7 @@ class Assembly:
                     "of real numbers only. Split the parameter into real ones, or train with one replica."
                 )
         source = self.plan.source
+        memory = None if self.paging is None else self.paging.stage(stage)
         banks = WeightBanks(
             {name: given[name] for name in function.parameters},
             trainable,
@@ -114,6 +117,7 @@ class Assembly:
             bank_dtype=bank_dtype,
             summed_apart=self.layout.tied.keys(),
             stage=stage,
+            memory=memory,
         )
         return Stage(
             stage,
@@ -124,6 +128,7 @@ class Assembly:
             self.batches,
             device=self.device,
             recomputes=stage in source.recomputed,
+            memory=memory,
         )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bireme.runtime.gradients import GradientPool, GradientSums
 from bireme.sync.gradients import BatchGradients
+from bireme.sync.norm import PieceNorms
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reduction
 
@@ -57,6 +58,8 @@ class BatchEnd:
     counts: bool = True
     num_ended: int = 0
     num_updated: int = 0
+    norms: dict[int, PieceNorms] = field(default_factory=dict)
+    """Those of each stage, where they are taken apart."""
     gradients: BatchGradients | None = None
     reduction: Reduction | None = None
     reduced: Reduced | None = None
@@ -88,7 +91,8 @@ class BatchEnd:
                 if known is not view and name in part.whole.held:
                     known.add_(view) if name in held else known.copy_(view)
             held |= part.whole.held
-        self.gradients = BatchGradients(views, held, flats)
+        norms = [self.norms[stage] for stage in sorted(self.norms)]
+        self.gradients = BatchGradients(views, held, flats, norms)
         return self.gradients
 
     @torch.no_grad()

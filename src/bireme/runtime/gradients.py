@@ -5,7 +5,7 @@ leaf's own `.grad` belongs to no batch. Here it is lent, for one backward at a t
 the backward is for, and autograd adds in place. Sums have at least 32 bits, whatever the leaves have.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
+from bireme.memory.carver import PLAIN, Carver
 from bireme.runtime.shelf import Shelf
 
 __all__ = ["GradientPool", "GradientSums"]
@@ -27,10 +28,17 @@ class GradientSums:
     it.
     """
 
-    __slots__ = ("arenas", "held", "views")
+    __slots__ = ("arenas", "held", "memory", "source", "views")
 
-    def __init__(self, arenas: Sequence[Arena], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        names: Sequence[str],
+        memory: Carver,
+        source: Callable[[], Carver],
+    ) -> None:
         self.arenas = tuple(arenas)
+        self.memory, self.source = memory, source
         views = {name: view for arena in arenas for name, view in arena.views.items()}
         self.views: Mapping[str, Tensor] = {name: views[name] for name in names}
         self.held: set[str] = set()
@@ -53,31 +61,56 @@ class GradientSums:
         return ((name, view if name in self.held else None) for name, view in self.views.items())
 
 
+def _plain() -> Carver:
+    return PLAIN
+
+
 class GradientPool:
     """Arenas for as many batches as are under way at once; those of a batch that is done are used again.
 
-    `names` are the parameters in the order in which sums are gone through.
+    `names` are the parameters in the order in which sums are gone through. `memory` gives the memory of each
+    batch's sums; copies of sums lie with torch in any case.
     """
 
-    def __init__(self, shelves: Sequence[Shelf], names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        shelves: Sequence[Shelf],
+        names: Sequence[str],
+        device: torch.device,
+        memory: Callable[[], Carver] | None = None,
+    ) -> None:
+        memory = memory or _plain
         self._shelves = tuple(shelves)
         self._names = tuple(names)
         self._device = device
-        self._free: list[GradientSums] = []
+        self._memory = memory
+        self._free: dict[Callable[[], Carver], list[GradientSums]] = {memory: [], _plain: []}
+        """By who gave their memory."""
+        self._reserved: GradientSums | None = None
         self._num_sets = 0
+
+    def reserve(self) -> Carver:
+        """The memory of the sums that are opened next."""
+        self._reserved = self._opened(self._memory)
+        return self._reserved.memory
 
     def open(self) -> GradientSums:
         """Sums for a batch that begins."""
-        if self._free:
-            return self._free.pop()
+        found, self._reserved = self._reserved, None
+        return found or self._opened(self._memory)
+
+    def _opened(self, source: Callable[[], Carver]) -> GradientSums:
+        if self._free[source]:
+            return self._free[source].pop()
         self._num_sets += 1
-        arenas = [Arena(shelf.slots, shelf.dtype, self._device) for shelf in self._shelves]
-        return GradientSums(arenas, self._names)
+        memory = source()
+        arenas = [Arena(shelf.slots, shelf.dtype, self._device, memory) for shelf in self._shelves]
+        return GradientSums(arenas, self._names, memory, source)
 
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
-        """A copy of sums, in arenas of its own."""
-        copy = self.open()
+        """A copy of sums, in arenas of its own, with torch."""
+        copy = self._opened(_plain)
         for target, source in zip(copy.arenas, sums.arenas, strict=True):
             target.flat.copy_(source.flat)
         copy.held |= sums.held
@@ -86,7 +119,7 @@ class GradientPool:
     def release(self, sums: GradientSums) -> None:
         """Take back sums that have been applied."""
         sums.held.clear()
-        self._free.append(sums)
+        self._free[sums.source].append(sums)
 
     @property
     def num_bytes(self) -> int:

@@ -39,6 +39,8 @@ from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.checks import paging_of
+from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
@@ -48,6 +50,7 @@ from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
+from bireme.schedule.residency import TierUse
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 
@@ -65,6 +68,7 @@ class Pipeline:
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
     it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
     borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
+    `paging` says where a plan that pages keeps what is not on the device.
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
     rows of another replica to train on them: what they count goes around as numbers.
     """
@@ -92,6 +96,7 @@ class Pipeline:
         sharing: Sharing | None = None,
         reads_apart: bool = False,
         codecs: LinkCodecs | None = None,
+        paging: PagingSettings | None = None,
     ) -> None:
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
@@ -120,9 +125,20 @@ class Pipeline:
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
+        self._paging = paging_of(
+            self.plan.source, self.layout, self._device, paging or PagingSettings(), compiles=compile
+        )
         batches = Batches()
         assembly = Assembly(
-            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches
+            graph,
+            self.plan,
+            self.layout,
+            self._borders,
+            self._device,
+            resolve,
+            compile,
+            batches,
+            self._paging,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
@@ -143,12 +159,17 @@ class Pipeline:
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
-        self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
+        norms_apart = self._paging is not None and not self._paging.keeps_gradients
+        self._updates = Updates(
+            self.stages, batches, self._reducer, Settings(lr, clip_norm), norms_apart=norms_apart
+        )
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         ranks = self.layout.rank_of_stage
         self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
-        self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell, stopwatch)
+        self._interpreter = Interpreter(
+            self.stages, self._courier, self._updates, tell, stopwatch, self._paging
+        )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
             self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
@@ -194,7 +215,10 @@ class Pipeline:
             stage.banks.settle()
         first = self.num_trained
         feed = Feed(batches, self.cutter, first)
-        blocks = self.plan.source.blocks(self.layout.pipeline_rank, feed.has, first_batch=first)
+        begins = None if self._paging is None else self._paging.begin
+        blocks = self.plan.source.blocks(
+            self.layout.pipeline_rank, feed.has, first_batch=first, begins=begins
+        )
         recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
@@ -352,6 +376,13 @@ class Pipeline:
         return self._reducer.sent
 
     @property
+    def tiers(self) -> tuple[TierUse, ...]:
+        """What this rank's chunks have taken of each tier at most, and the bytes that instructions have
+        copied into it so far; empty where the rank pages nothing.
+        """
+        return () if self._paging is None else self._paging.tiers()
+
+    @property
     def traffic(self) -> Mapping[tuple[bool, int], Traffic]:
         """What this rank has sent of training so far, by direction (forward or not) and border."""
         return self._courier.traffic
@@ -363,6 +394,8 @@ class Pipeline:
         if self._failure is not None:
             self._fabric.abort_groups()  # or a sum that another rank left would be waited for
         self._reducer.close()
+        if self._paging is not None:
+            self._paging.close()
         self._fabric.close()
 
     def _check_drained(self) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bireme.sync.norm import PieceNorms
+
 __all__ = ["BatchGradients"]
 
 
@@ -13,9 +15,11 @@ class BatchGradients:
     """What is summed in place when a batch ends.
 
     `views` are the gradients by name, and `held` those that there are; nothing is said of what the others
-    hold. `flats` are the arenas that replicas sum, the same ones in the same order on each.
+    hold. `flats` are the arenas that replicas sum, the same ones in the same order on each. `norms` are
+    those of the gradients where they were taken before; then nothing is summed, and no view is looked at.
     """
 
     views: Mapping[str, Tensor]
     held: set[str]
     flats: Sequence[Tensor] = ()
+    norms: Sequence[PieceNorms] = ()
