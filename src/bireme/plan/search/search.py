@@ -55,7 +55,9 @@ def find_plan(
         def on(machines: Cluster, wishes: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
             return _found(profile, machines, wishes, share, is_brief=is_brief, is_tight=is_tight)
 
-        return on(cluster, wish) if wish.memory is None else with_paging(profile, cluster, wish, on)
+        if wish.memory is None:
+            return on(cluster, wish)
+        return with_paging(profile, cluster, wish, on, is_brief=is_brief)
 
     if wishes.codec == AUTO:
         return with_best_codecs(profile, cluster, wishes, search)
