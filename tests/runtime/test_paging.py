@@ -73,9 +73,7 @@ class Case:
         return paged(self.plan, sizes, self.share, host=self.host, disk=self.disk, **more)
 
     def setting(self, plan: Plan, paging: PagingSettings | None = None) -> Setting:
-        return Setting(
-            plan, clip_norm=0.5, bank_dtype=self.bank_dtype, windows=self.windows, paging=paging
-        )
+        return Setting(plan, clip_norm=0.5, bank_dtype=self.bank_dtype, windows=self.windows, paging=paging)
 
 
 def parts(schedule: str, per_rank: int = 2, **more: Any) -> Plan:

@@ -116,8 +116,7 @@ class PagedWalk:
 
     def _first(self, seed: Draft) -> Iterator[Draft]:
         """Drafts that need less and less on the device."""
-        plain = replace(seed, num_sliced=None)
-        for one in (plain, *self._smaller(plain)):
+        for one in (seed, *self._smaller(seed)):
             for parts in self._parts(one):
                 yield parts
                 yield from islice(self._recomputing(parts), 1)
