@@ -40,6 +40,7 @@ from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
+from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
@@ -50,7 +51,6 @@ from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
-from bireme.schedule.residency import TierUse
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 
@@ -230,6 +230,8 @@ class Pipeline:
                 self.balancer.note(result.batch, result.shares, result.busy_s)
             before = now
             yield result
+        if self._paging is not None:
+            self._paging.note(self.plan.source.program(self.num_trained - first, first))
         if recorder is not None:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
 
@@ -376,9 +378,9 @@ class Pipeline:
         return self._reducer.sent
 
     @property
-    def tiers(self) -> tuple[TierUse, ...]:
-        """What this rank's chunks have taken of each tier at most, and the bytes that instructions have
-        copied into it so far; empty where the rank pages nothing.
+    def tiers(self) -> tuple[TierMoves, ...]:
+        """What this rank's chunks have taken of each tier at most, and the bytes that were copied into it;
+        empty where the rank pages nothing.
         """
         return () if self._paging is None else self._paging.tiers()
 

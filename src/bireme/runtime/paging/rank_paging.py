@@ -1,7 +1,8 @@
 """Paging of one rank: the face of this package to the engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,10 +16,38 @@ from bireme.runtime.paging.stash import PagedStash
 from bireme.runtime.stage_memory import StageMemory, Stash
 from bireme.schedule.instruction import Instruction, Item
 from bireme.schedule.program import Program
-from bireme.schedule.residency import TierUse
+from bireme.schedule.residency import copied_in_bytes
 from bireme.schedule.tiers import RankTiers
 
-__all__ = ["RankPaging"]
+__all__ = ["RankPaging", "TierMoves", "together"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierMoves:
+    """A tier of a rank: the most that its chunks took, and the bytes that instructions copied into it, by the
+    programs of the windows that have ended and as counted where they were copied.
+    """
+
+    tier: str
+    budget_bytes: int | None
+    peak_bytes: int
+    predicted_bytes_moved: int
+    bytes_moved: int
+
+
+def together(one: Sequence[TierMoves], other: Sequence[TierMoves]) -> tuple[TierMoves, ...]:
+    """The tiers of two pipelines of a rank, one after the other."""
+    if not (one and other):
+        return tuple(one or other)
+    return tuple(
+        replace(
+            a,
+            peak_bytes=max(a.peak_bytes, b.peak_bytes),
+            predicted_bytes_moved=a.predicted_bytes_moved + b.predicted_bytes_moved,
+            bytes_moved=a.bytes_moved + b.bytes_moved,
+        )
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 class RankPaging:
@@ -39,7 +68,8 @@ class RankPaging:
         self.keeps_gradients = keeps_gradients
         tiers = settled.tiers_of(rank)
         assert tiers is not None, "the rank pages"
-        self._program = settled
+        self._program, self._rank = settled, rank
+        self._predicted_bytes = [0] * len(tiers.tiers)
         self._store = ChunkStore(settled, rank, tiers, device, settings)
         self._pager = Pager(settled, self._store)
         self._memory: dict[int, PagedStage] = {}
@@ -69,13 +99,22 @@ class RankPaging:
         """A window begins, with chunks on these tiers; nothing is under way."""
         arrange(self._store, tiers.begin)
 
-    def tiers(self) -> tuple[TierUse, ...]:
-        """For each tier its budget, the most that its chunks took, and the bytes that instructions copied
-        into it.
-        """
+    def note(self, window: Program) -> None:
+        """The instructions of a window have been run."""
+        for number, num_bytes in enumerate(copied_in_bytes(window, self._rank)):
+            self._predicted_bytes[number] += num_bytes
+
+    def tiers(self) -> tuple[TierMoves, ...]:
+        """What there is to tell of each tier, the device's first."""
         store = self._store
         return tuple(
-            TierUse(tier.name, tier.budget_bytes, store.peak_bytes(number), store.bytes_into(number))
+            TierMoves(
+                tier.name,
+                tier.budget_bytes,
+                store.peak_bytes(number),
+                self._predicted_bytes[number],
+                store.bytes_into(number),
+            )
             for number, tier in enumerate(store.tiers.tiers)
         )
 
