@@ -27,6 +27,7 @@ from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
@@ -82,6 +83,7 @@ class Setting:
     sum_codec: str = "none"
     gradient: str = "whole"
     gradient_of: tuple[str, ...] | None = None
+    paging: PagingSettings | None = None
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -137,6 +139,7 @@ def pipeline_of(
         codecs=setting.codecs,
         gradient=setting.gradient,
         gradient_of=setting.gradient_of,
+        paging=setting.paging,
     )
 
 

@@ -20,6 +20,7 @@ from bireme.runtime.borders import Borders
 from bireme.runtime.evaluation import EvaluationStage
 from bireme.runtime.layout import Layout
 from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.prepared import Weights
 from bireme.runtime.stage import LOSS, AnyStageFunction, Stage
 
@@ -39,6 +40,7 @@ class Assembly:
     compiles: bool
     batches: Batches
     form: GradientForm | None = None
+    paging: RankPaging | None = None
 
     def stages(
         self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
@@ -60,6 +62,11 @@ class Assembly:
             raise BiremeError(
                 f"{self.plan.source.name} runs backwards in two halves, and principal components need whole "
                 'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
+            )
+        if self.paging is not None:
+            raise BiremeError(
+                "A plan that pages keeps gradients whole. Leave out paging, or use "
+                'training.gradient = "whole".'
             )
         if self.compiles:
             raise BiremeError(
@@ -132,6 +139,7 @@ class Assembly:
                     "of real numbers only. Split the parameter into real ones, or train with one replica."
                 )
         source = self.plan.source
+        memory = None if self.paging is None else self.paging.stage(stage)
         banks = WeightBanks(
             {name: given[name] for name in function.parameters},
             trainable,
@@ -143,6 +151,7 @@ class Assembly:
             stage=stage,
             maps={name: one for name, one in maps.items() if name in trainable},
             form=self.form,
+            memory=memory,
         )
         return Stage(
             stage,
@@ -154,6 +163,7 @@ class Assembly:
             device=self.device,
             recomputes=stage in source.recomputed,
             outlet=outlet,
+            memory=memory,
         )
 
 

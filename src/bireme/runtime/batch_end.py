@@ -9,6 +9,7 @@ from torch import Tensor
 from bireme.codec.principal import Components, PrincipalStream, Product
 from bireme.runtime.gradients import GradientPool, GradientSums
 from bireme.sync.gradients import BatchGradients
+from bireme.sync.norm import PieceNorms
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reduction
 
@@ -64,6 +65,8 @@ class BatchEnd:
     counts: bool = True
     num_ended: int = 0
     num_updated: int = 0
+    norms: dict[int, PieceNorms] = field(default_factory=dict)
+    """Those of each stage, where they are taken apart."""
     gradients: BatchGradients | None = None
     reduction: Reduction | None = None
     reduced: Reduced | None = None
@@ -99,7 +102,8 @@ class BatchEnd:
             held |= part.whole.held
             if part.whole.streams is not None:
                 streams |= part.whole.streams.streams
-        self.gradients = BatchGradients(views, held, flats, streams)
+        norms = [self.norms[stage] for stage in sorted(self.norms)]
+        self.gradients = BatchGradients(views, held, flats, norms, streams)
         return self.gradients
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ leaf's own `.grad` belongs to no batch. Here it is lent, for one backward at a t
 the backward is for, and autograd adds in place. Sums have at least 32 bits, whatever the leaves have.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from bireme.codec.principal import Product
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
+from bireme.memory.carver import PLAIN, Carver
 from bireme.runtime.principal import BatchStreams, PrincipalGradients
 from bireme.runtime.shelf import Shelf, without
 
@@ -29,10 +30,17 @@ class GradientSums:
     it. `streams` has those gradients that are kept as principal components, if any are.
     """
 
-    __slots__ = ("arenas", "held", "streams", "views")
+    __slots__ = ("arenas", "held", "memory", "source", "streams", "views")
 
-    def __init__(self, arenas: Sequence[Arena], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        names: Sequence[str],
+        memory: Carver,
+        source: Callable[[], Carver],
+    ) -> None:
         self.arenas = tuple(arenas)
+        self.memory, self.source = memory, source
         views = {name: view for arena in arenas for name, view in arena.views.items()}
         self.views: Mapping[str, Tensor] = {name: views[name] for name in names}
         self.held: set[str] = set()
@@ -62,11 +70,15 @@ class GradientSums:
             yield from self.streams.items()
 
 
+def _plain() -> Carver:
+    return PLAIN
+
+
 class GradientPool:
     """Arenas for as many batches as are under way at once; those of a batch that is done are used again.
 
     `names` are the parameters in the order in which sums are gone through. Those of `principal` are in no
-    arena.
+    arena. `memory` gives the memory of each batch's sums; copies of sums lie with torch in any case.
     """
 
     def __init__(
@@ -75,32 +87,46 @@ class GradientPool:
         names: Sequence[str],
         device: torch.device,
         principal: PrincipalGradients | None = None,
+        memory: Callable[[], Carver] | None = None,
     ) -> None:
+        memory = memory or _plain
         apart = {} if principal is None else principal.shapes
         self._shelves = without(shelves, apart) if apart else tuple(shelves)
         self._names = tuple(name for name in names if name not in apart)
         self.principal = principal
         self._most_stream_bytes = 0
         self._device = device
-        self._free: list[GradientSums] = []
+        self._memory = memory
+        self._free: dict[Callable[[], Carver], list[GradientSums]] = {memory: [], _plain: []}
+        """By who gave their memory."""
+        self._reserved: GradientSums | None = None
         self._num_sets = 0
+
+    def reserve(self) -> Carver:
+        """The memory of the sums that are opened next."""
+        self._reserved = self._opened(self._memory)
+        return self._reserved.memory
 
     def open(self, batch: int = 0) -> GradientSums:
         """Sums for a batch that begins."""
-        if self._free:
-            sums = self._free.pop()
-        else:
-            self._num_sets += 1
-            arenas = [Arena(shelf.slots, shelf.dtype, self._device) for shelf in self._shelves]
-            sums = GradientSums(arenas, self._names)
+        found, self._reserved = self._reserved, None
+        sums = found or self._opened(self._memory)
         if self.principal is not None:
             sums.streams = self.principal.open(batch)
         return sums
 
+    def _opened(self, source: Callable[[], Carver]) -> GradientSums:
+        if self._free[source]:
+            return self._free[source].pop()
+        self._num_sets += 1
+        memory = source()
+        arenas = [Arena(shelf.slots, shelf.dtype, self._device, memory) for shelf in self._shelves]
+        return GradientSums(arenas, self._names, memory, source)
+
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
-        """A copy of sums, in arenas of its own."""
-        copy = self.open()
+        """A copy of sums, in arenas of its own, with torch."""
+        copy = self._opened(_plain)
         copy.streams = None if sums.streams is None else sums.streams.summed()
         for target, source in zip(copy.arenas, sums.arenas, strict=True):
             target.flat.copy_(source.flat)
@@ -113,7 +139,7 @@ class GradientPool:
         if sums.streams is not None:
             self._most_stream_bytes = max(self._most_stream_bytes, sums.streams.num_bytes)
             sums.streams = None
-        self._free.append(sums)
+        self._free[sums.source].append(sums)
 
     @property
     def num_bytes(self) -> int:

@@ -41,6 +41,9 @@ from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.checks import paging_of
+from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
@@ -68,6 +71,7 @@ class Pipeline:
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
     it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
     borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
+    `paging` says where a plan that pages keeps what is not on the device.
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
     rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
     gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns.
@@ -98,6 +102,7 @@ class Pipeline:
         codecs: LinkCodecs | None = None,
         gradient: str = "whole",
         gradient_of: Sequence[str] | None = None,
+        paging: PagingSettings | None = None,
     ) -> None:
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
@@ -127,9 +132,21 @@ class Pipeline:
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
+        self._paging = paging_of(
+            self.plan.source, self.layout, self._device, paging or PagingSettings(), compiles=compile
+        )
         batches = Batches()
         assembly = Assembly(
-            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches, form
+            graph,
+            self.plan,
+            self.layout,
+            self._borders,
+            self._device,
+            resolve,
+            compile,
+            batches,
+            form,
+            self._paging,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
@@ -152,10 +169,15 @@ class Pipeline:
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
-        self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
+        norms_apart = self._paging is not None and not self._paging.keeps_gradients
+        self._updates = Updates(
+            self.stages, batches, self._reducer, Settings(lr, clip_norm), norms_apart=norms_apart
+        )
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
-        self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell, stopwatch)
+        self._interpreter = Interpreter(
+            self.stages, self._courier, self._updates, tell, stopwatch, self._paging
+        )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
             self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
@@ -201,7 +223,10 @@ class Pipeline:
             stage.banks.settle()
         first = self.num_trained
         feed = Feed(batches, self.cutter, first)
-        blocks = self.plan.source.blocks(self.layout.pipeline_rank, feed.has, first_batch=first)
+        begins = None if self._paging is None else self._paging.begin
+        blocks = self.plan.source.blocks(
+            self.layout.pipeline_rank, feed.has, first_batch=first, begins=begins
+        )
         recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
@@ -213,6 +238,8 @@ class Pipeline:
                 self.balancer.note(result.batch, result.shares, result.busy_s)
             before = now
             yield result
+        if self._paging is not None:
+            self._paging.note(self.plan.source.program(self.num_trained - first, first))
         if recorder is not None:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
 
@@ -361,6 +388,13 @@ class Pipeline:
         return self._reducer.sent
 
     @property
+    def tiers(self) -> tuple[TierMoves, ...]:
+        """What this rank's chunks have taken of each tier at most, and the bytes that were copied into it;
+        empty where the rank pages nothing.
+        """
+        return () if self._paging is None else self._paging.tiers()
+
+    @property
     def traffic(self) -> Mapping[tuple[bool, int], Traffic]:
         """What this rank has sent of training so far, by direction (forward or not) and border."""
         return self._courier.traffic
@@ -372,6 +406,8 @@ class Pipeline:
         if self._failure is not None:
             self._fabric.abort_groups()  # or a sum that another rank left would be waited for
         self._reducer.close()
+        if self._paging is not None:
+            self._paging.close()
         self._fabric.close()
 
     def _check_drained(self) -> None:

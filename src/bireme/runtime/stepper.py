@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from bireme.errors import BiremeError
+from bireme.memory.carver import PLAIN, Carver
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.shelf import shelves_of
 from bireme.runtime.state_arenas import StateArenas
@@ -86,11 +87,15 @@ class Stepper:
     """Steps tensors of the names, shapes and dtypes of `parameters`, of which it keeps only the state.
 
     The factory's optimisers must hold every parameter once. `shelves` lay the parameters out so that those
-    of one optimiser and dtype, and of equal entries in `alike`, lie together.
+    of one optimiser and dtype, and of equal entries in `alike`, lie together. `memory` is for the state.
     """
 
     def __init__(
-        self, parameters: Tensors, factory: OptimizerFactory, alike: Mapping[str, Hashable] | None = None
+        self,
+        parameters: Tensors,
+        factory: OptimizerFactory,
+        alike: Mapping[str, Hashable] | None = None,
+        memory: Carver = PLAIN,
     ) -> None:
         self._factory = factory
         self._homes = self._made(parameters)
@@ -102,7 +107,7 @@ class Stepper:
                 for name, home in self._homes.items()
             },
         )
-        self._arenas = StateArenas(self.shelves)
+        self._arenas = StateArenas(self.shelves, memory)
         self._states: dict[str, dict[str, Any]] = {}
 
     @property

@@ -45,7 +45,11 @@ class Finished:
 
 
 class Updates:
-    """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to."""
+    """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to.
+
+    With `norms_apart` each stage's gradients are looked at when the stage has all of them, because they may
+    be elsewhere when the last stage has.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,10 @@ class Updates:
         batches: Batches,
         reducer: Reducer,
         settings: Settings,
+        *,
+        norms_apart: bool = False,
     ) -> None:
+        self._norms_apart = norms_apart
         self._stages = stages
         self._batches = batches
         self._reducer = reducer
@@ -76,6 +83,11 @@ class Updates:
         end = self._batches[step.batch]
         end.counts = counts
         end.num_ended += 1
+        if self._norms_apart:
+            own = self._stages[step.stage].part(step.batch).sums()
+            end.norms[step.stage] = self._reducer.norms_of(
+                {name: view for name, view in own.items() if view is not None}
+            )
         if end.num_ended < len(self._stages):
             return
         for stage in self._stages.values():

@@ -16,7 +16,16 @@ from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Item, Ki
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 
-__all__ = ["Residency", "Sizes", "TierUse", "gradient_sets", "item_bytes", "resident", "unpaged"]
+__all__ = [
+    "Residency",
+    "Sizes",
+    "TierUse",
+    "copied_in_bytes",
+    "gradient_sets",
+    "item_bytes",
+    "resident",
+    "unpaged",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,19 @@ class Residency:
     at_peak: dict[str, float] = field(default_factory=dict)
     series: "array[float] | None" = None
     tiers: tuple[TierUse, ...] = ()
+
+
+def copied_in_bytes(program: Program, rank: int) -> tuple[int, ...]:
+    """The bytes that a rank's FETCH and EVICT copy into each of its tiers; nothing if it does not page."""
+    tiers, track = program.tiers_of(rank), program.tracks[rank]
+    if tiers is None:
+        return ()
+    found = [0] * len(tiers.tiers)
+    for steps, times in ((track.head, 1), (track.body, track.repeats), (track.tail, 1)):
+        for step in steps:
+            if step.page is not None and step.page.is_copied:
+                found[step.page.tier + (step.kind is Kind.EVICT)] += times * tiers.chunk_bytes
+    return tuple(found)
 
 
 WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bireme.codec.principal import Components, PrincipalStream
+from bireme.sync.norm import PieceNorms
 
 __all__ = ["BatchGradients"]
 
@@ -15,12 +16,15 @@ class BatchGradients:
     """What is summed in place when a batch ends.
 
     `views` are the gradients by name, and `held` those that there are; nothing is said of what the others
-    hold. `flats` are the arenas that replicas sum, the same ones in the same order on each. `streams` are the
-    gradients that are kept as principal components, and `components` what those of all replicas come to.
+    hold. `flats` are the arenas that replicas sum, the same ones in the same order on each. `norms` are
+    those of the gradients where they were taken before; then nothing is summed, and no view is looked at.
+    `streams` are the gradients that are kept as principal components, and `components` what those of all
+    replicas come to.
     """
 
     views: Mapping[str, Tensor]
     held: set[str]
     flats: Sequence[Tensor] = ()
+    norms: Sequence[PieceNorms] = ()
     streams: Mapping[str, PrincipalStream] = field(default_factory=dict)
     components: dict[str, Components] = field(default_factory=dict)

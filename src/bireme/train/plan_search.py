@@ -48,16 +48,21 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         borders=tuple((one.number, one.codecs) for one in run.links.borders or ()),
         has_ending=run.links.schedule.last_fraction > 0,
         value_bytes=2 if run.model.dtype == "bfloat16" else 4,
-        memory=_tier_limits(run.memory),
+        memory=_tier_limits(run.memory, compiles=run.model.compile),
         whole_backwards=run.training.gradient_form is not None,
     )
 
 
-def _tier_limits(memory: Memory) -> TierLimits | None:
-    """What each process may use of each tier; None where nothing is paged."""
+def _tier_limits(memory: Memory, *, compiles: bool) -> TierLimits | None:
+    """What each process may use of each tier; None where nothing is paged.
+
+    What torch compiles keeps its activations itself.
+    """
     if not memory.is_on:
         return None
-    return TierLimits(memory.device_bytes, memory.host_bytes, memory.most_disk_bytes, memory.stashes)
+    return TierLimits(
+        memory.device_bytes, memory.host_bytes, memory.most_disk_bytes, memory.stashes and not compiles
+    )
 
 
 def _start(run: RunFile) -> float | None:
