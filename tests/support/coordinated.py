@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from bireme.balance.shares import Limits
-from bireme.sync.coordinator.coordinator import begun, step, wake_s
+from bireme.sync.coordinator.coordinator import begun, is_behind, step, wake_s
 from bireme.sync.coordinator.joining import is_cut_off
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard
@@ -20,6 +20,7 @@ from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
     Grant,
+    Known,
     Life,
     RankId,
     Report,
@@ -177,7 +178,10 @@ class Host:
             return
         now_s = self.world.now_s
         if isinstance(event, Report) and self.state is not None:
-            if event.epoch // TERM > self.state.membership.epoch // TERM:
+            mine = self.state.membership
+            if is_behind(self.state, event) and not (
+                mine.is_installed and event.epoch // TERM <= mine.epoch // TERM
+            ):
                 self.resign()
         if self.state is None:
             self._gather(event)
@@ -266,7 +270,7 @@ class SimulatedRank:
         self.world, self.rank = world, rank
         self.is_dead = False
         self.weights: list[Sum] = []
-        self.word: Word | None = None
+        self.known = Known()
         self.at = RoundAt()
         self.healed: int | None = None
         self.wants = 0
@@ -278,6 +282,10 @@ class SimulatedRank:
         self._busy: set[object] = set()
         self._heals: tuple[int, int] | None = None
         world.after(world.random.uniform(0, BEAT_S), self._beat)
+
+    @property
+    def word(self) -> Word | None:
+        return self.known.last
 
     def _beat(self) -> None:
         if self.is_dead:
@@ -300,7 +308,7 @@ class SimulatedRank:
             wants=self.wants,
             rounds=(self.at,),
             healed=self.healed,
-            held=None if self._has_word else self.word,
+            known=None if self._has_word else self.known,
         )
         host = self.world.hosts[self._host]
         report = decode(Report, encode(report)) if self.world.random.random() < WRITTEN else report
@@ -316,14 +324,16 @@ class SimulatedRank:
         if self.is_dead or (host, link) != (self._host, self._link):
             return
         if word.is_dropped:
-            if self.word is None or word.epoch >= self.word.epoch:
+            if self.word is None or word.place >= self.word.place:
                 self.world.kill(self.rank.replica, is_told=True)
             return
-        if self.word is not None and (word.epoch, word.number) < (self.word.epoch, self.word.number):
-            return  # late, or of a coordinator that was replaced
-        self._heard_s, self._has_word = self.world.now_s, True
         is_new = self.word is None or word.epoch != self.word.epoch
-        self.word = word
+        if word == self.word:
+            self._heard_s = self.world.now_s
+        known = self.known.with_word(word)
+        if known is None:
+            return
+        self._heard_s, self._has_word, self.known = self.world.now_s, True, known
         self._check_deals(word)
         if self._follow(word) or is_new:
             self._say()

@@ -92,7 +92,9 @@ def test_when_the_network_is_cut_only_one_side_goes_on(seed: int) -> None:
     world.random.shuffle(replicas)
     here = {"host0", *replicas[: world.random.randrange(len(replicas) + 1)]}
     there = {"host1", *set(replicas) - here}
-    cut = {(one, other) for one in here for other in there} | {(one, other) for one in there for other in here}
+    cut = {(one, other) for one in here for other in there} | {
+        (one, other) for one in there for other in here
+    }
     begin_s = world.random.uniform(0.1, 3.0)
     world.after(begin_s, lambda: world.cut.update(cut))
     world.after(begin_s + world.random.uniform(0.5, 4.0), world.cut.clear)

@@ -26,7 +26,7 @@ from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, State, Step
 
-__all__ = ["begun", "step", "wake_s", "word_for"]
+__all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
 
 MOST_COMMITS = 32
 """In one word; who lacks more gets the others later."""
@@ -51,6 +51,8 @@ def step(state: State, event: Event, now_s: float) -> Step:
     before, lines = _picture(state), list[Began | Committed]()
     if isinstance(event, Report):
         membership = state.membership.with_report(event, now_s)
+        if is_behind(state, event) and membership.is_installed:
+            membership = membership.without(event.rank.own_life)  # it can take no word from here
         state = replace(state, membership=membership)
     elif isinstance(event, Ended):
         state = replace(state, membership=state.membership.with_over(event.life))
@@ -63,6 +65,18 @@ def step(state: State, event: Event, now_s: float) -> Step:
         told |= state.membership.heard.keys()
     words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
     return Step(state, words, tuple(lines))
+
+
+def is_behind(state: State, report: Report) -> bool:
+    """Whether a rank has a later word of another coordinator than the one that this one took up from.
+
+    If this one is not installed yet, it must begin anew: others may have gone on without it.
+    """
+    held = None if report.known is None else report.known.held
+    term = state.membership.epoch // TERM
+    if report.epoch // TERM > term:
+        return True
+    return held is not None and held.epoch // TERM != term and held.place > state.after
 
 
 def wake_s(state: State, now_s: float) -> float:
@@ -86,6 +100,7 @@ def word_for(state: State, rank: RankId) -> Word:
     if report is not None:
         known[: len(report.rounds)] = [one.committed for one in report.rounds]
     commits = [one for one in state.commits if one.round >= known[one.line]]
+    is_installed = bool(membership.members) and membership.is_installed
     return Word(
         epoch=membership.epoch,
         number=state.number,
@@ -93,8 +108,10 @@ def word_for(state: State, rank: RankId) -> Word:
         kept=tuple(committed_rounds(state, donor=rank.replica)),
         members=membership.members,
         voters=tuple(tuple(sorted(own)) for own in membership.voters),
+        is_installed=is_installed,
+        after=state.after,
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
-        commits=tuple(commits[:MOST_COMMITS]),
+        commits=tuple(commits[:MOST_COMMITS]) if is_installed else (),
         deals=state.pool.listed(),
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
@@ -112,9 +129,10 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
         state = without_lost(state, now_s)
         state = replace(state, membership=state.membership.installed())
         state = with_heals(state, now_s)
-        state = with_deals(state)
         if state.membership.members and state.membership.is_installed:
             state = with_entries(state)
+        if state.membership.members and state.membership.is_installed:
+            state = with_deals(state)
         if state.membership.members and state.membership.is_installed:
             state = with_rounds(state, now_s, lines)
             if state.settings.mode is SyncMode.GROUPS:
@@ -136,4 +154,5 @@ def _picture(state: State) -> tuple[object, ...]:
         state.heals,
         state.group_words,
         state.membership.dropped,
+        bool(state.membership.members) and state.membership.is_installed,
     )

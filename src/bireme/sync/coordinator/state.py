@@ -54,6 +54,8 @@ class State:
     group_words: dict[tuple[int, int], GroupWord] = field(default_factory=dict)
     means: int = 0
     first_heard_s: float | None = None
+    after: tuple[int, int] = (0, 0)
+    """The word from which it took up."""
 
     @property
     def contributors(self) -> tuple[int, ...]:

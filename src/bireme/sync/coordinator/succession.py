@@ -50,22 +50,32 @@ def taken_up(
 
     It waits for all members, until it `is_late`.
     """
-    held = [each.report.held for each in heard.values() if each.report.held and each.report.held.members]
+    # A rank that does not say what it knows is none that counts.
+    heard = {rank: each for rank, each in heard.items() if each.report.known is not None}
+    known = [each.report.known for each in heard.values() if each.report.known is not None]
+    held = [one.held for one in known if one.held is not None]
     if not held:
         return _fresh(settings, candidate, heard)
-    # A member that does not say what it knows is none that counts.
-    heard = {rank: each for rank, each in heard.items() if each.report.held is not None or not each.report.epoch}
-    last = max(held, key=lambda word: (word.epoch, word.number))
-    membership = Membership(settings.num_stages, last.epoch, last.members, heard=dict(heard))
+    last = max(held, key=lambda word: word.place)
+    offered = {one.offered for one in known if one.offered is not None and one.offered.place > last.place}
+    sets = [frozenset(own) for own in last.voters]
+    # They may have been installed without any caller's knowledge.
+    sets += [frozenset(one.own_life for one in word.members) for word in (last, *offered)]
+    there = Membership(
+        settings.num_stages,
+        last.epoch,
+        last.members,
+        tuple(sets),
+        is_strict=candidate.recorded is None,
+        heard=dict(heard),
+    )
     for rank in heard:
-        membership = membership.with_over(Life(rank.replica, rank.life - 1))
-    callers = [one for one in last.members if membership.reports(one.own_life)]
-    sets = [frozenset(own) for own in last.voters] + [frozenset(one.own_life for one in last.members)]
-    there = replace(membership, voters=tuple(sets), is_strict=candidate.recorded is None)
+        there = there.with_over(Life(rank.replica, rank.life - 1))
+    callers = [one for one in last.members if there.reports(one.own_life)]
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
         return None
     state = _state(settings, there, last)
-    term = candidate.next_term(last.epoch // TERM)
+    term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
     epoch = term * TERM + 1
@@ -83,15 +93,15 @@ def taken_up(
     for one in last.members:
         if one not in callers and not started.is_over(one.own_life):
             started = started.without(one.own_life)  # it may have samples that nobody here knows of
-    return Step(replace(state, membership=started, pool=pool), (), tuple(lines))
+    return Step(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
 
 
 def _fresh(settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard]) -> Step | None:
     """The beginning, where the other coordinator ended before it: all are there, and in their first life."""
     everyone = {RankId(r, 0, s) for r in range(settings.num_replicas) for s in range(settings.num_stages)}
-    if heard.keys() != everyone or any(each.report.epoch % TERM for each in heard.values()):
+    if heard.keys() != everyone:
         return None
-    state = begun(settings, term=candidate.next_term(0))
+    state = begun(settings, term=candidate.next_term(max(e.report.epoch for e in heard.values()) // TERM))
     return Step(replace(state, membership=replace(state.membership, heard=dict(heard))))
 
 
