@@ -147,7 +147,7 @@ class Host:
         self.is_up = True
         self.state: State | None = None
         self.heard: dict[RankId, Heard] = {}
-        self._due_s = 0.0
+        self.since_s = self._due_s = 0.0
         self.life = 0
 
     def begin(self, state: State) -> None:
@@ -192,7 +192,9 @@ class Host:
         self._take(step(self.state, event, now_s))
 
     def resign(self) -> None:
+        """Close all connections, and wait to be called again."""
         self.state, self.heard = None, {}
+        self.life += 1
         self.candidate = replace(self.candidate, recorded=None)
 
     def _gather(self, event: Report | Ended | Tick) -> None:
@@ -202,8 +204,9 @@ class Host:
             if last is None or last.report.number < event.number:
                 self.heard[event.rank] = Heard(event, now_s)
         self.heard = {rank: one for rank, one in self.heard.items() if one.at_s >= now_s - LEASE_S}
-        first_s = min((one.at_s for one in self.heard.values()), default=now_s)
-        is_late = now_s >= first_s + LEASE_S / 2
+        if len(self.heard) <= 1:
+            self.since_s = now_s
+        is_late = now_s >= self.since_s + LEASE_S / 2
         done = taken_up(self.world.settings, self.candidate, self.heard, is_late=is_late)
         if done is not None:
             self.heard = {}
@@ -215,6 +218,7 @@ class Host:
 
     def _take(self, done: Step) -> None:
         self.state = done.state
+        self.candidate = replace(self.candidate, used=done.state.membership.epoch // TERM)
         self.world.ledger.extend(done.lines)
         for rank, word in done.words:
             self._send(rank, word)
@@ -290,12 +294,20 @@ class SimulatedRank:
     def _beat(self) -> None:
         if self.is_dead:
             return
-        if self.world.now_s > self._heard_s + LEASE_S / 2:
-            self._host = (self._host + 1) % len(self.world.hosts)
-            self._link = self.world.hosts[self._host].life
-            self._heard_s, self._has_word = self.world.now_s, False
+        is_closed = self.world.hosts[self._host].life != self._link
+        if is_closed or self.world.now_s > self._heard_s + (LEASE_S / 2 if self._has_word else 1.5 * LEASE_S):
+            self._call(0 if is_closed else self._host + 1)
         self._say()
         self.world.after(BEAT_S, self._beat)
+
+    def _call(self, first: int) -> None:
+        """Connect to the first host from that one on that takes connections."""
+        hosts = self.world.hosts
+        for number in (one % len(hosts) for one in range(first, first + len(hosts))):
+            if hosts[number].is_up and (f"host{number}", self.rank.replica) not in self.world.cut:
+                self._host, self._link = number, hosts[number].life
+                break
+        self._heard_s, self._has_word = self.world.now_s, False
 
     def _say(self) -> None:
         self._number += 1

@@ -50,13 +50,16 @@ def step(state: State, event: Event, now_s: float) -> Step:
     """What follows from an event at that time."""
     before, lines = _picture(state), list[Began | Committed]()
     if isinstance(event, Report):
+        if _is_beat(state, event, now_s):
+            state = replace(state, membership=state.membership.with_report(event, now_s))
+            return Step(state, ((event.rank, word_for(state, event.rank)),))
         membership = state.membership.with_report(event, now_s)
         if is_behind(state, event) and membership.is_installed:
             membership = membership.without(event.rank.own_life)  # it can take no word from here
         state = replace(state, membership=membership)
     elif isinstance(event, Ended):
         state = replace(state, membership=state.membership.with_over(event.life))
-    state = _settled(state, now_s, lines)
+    state = replace(_settled(state, now_s, lines), settled_s=now_s)
     is_news = _picture(state) != before
     if is_news:
         state = replace(state, number=state.number + 1)
@@ -65,6 +68,18 @@ def step(state: State, event: Event, now_s: float) -> Step:
         told |= state.membership.heard.keys()
     words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
     return Step(state, words, tuple(lines))
+
+
+def _is_beat(state: State, report: Report, now_s: float) -> bool:
+    """Whether a report says only that the rank still lives, as was known, and no time is over."""
+    last = state.membership.heard.get(report.rank)
+    if last is None or report.number <= last.report.number:
+        return False
+    is_known = last.at_s >= now_s - state.settings.lease_s
+    is_known &= all(line.broken_s < last.at_s for line in state.lines)
+    if not is_known or now_s >= wake_s(state, state.settled_s):
+        return False
+    return replace(report, number=last.report.number) == last.report
 
 
 def is_behind(state: State, report: Report) -> bool:

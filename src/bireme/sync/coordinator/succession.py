@@ -11,14 +11,14 @@ One that was started again where it ran before, and still has its ledger, was ne
 call it; but then none of the batches in the ledger may be missing among them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from bireme.sync.coordinator.committing import with_commit
 from bireme.sync.coordinator.coordinator import begun
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard, Membership
-from bireme.sync.coordinator.messages import TERM, Life, RankId, Word
+from bireme.sync.coordinator.messages import TERM, Commit, Life, RankId, Word
 from bireme.sync.coordinator.rounds import is_summed
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
@@ -31,16 +31,18 @@ __all__ = ["Candidate", "taken_up"]
 class Candidate:
     """A coordinator that may take up: the one with that `number` among `num_candidates`, from 0 on.
 
-    `recorded` is how many batches its own ledger has, if it is the one that wrote it last.
+    `recorded` is how many batches its own ledger has, if it is the one that wrote it last. `used` is the last
+    term that it had; it has none twice.
     """
 
     number: int
     num_candidates: int
     recorded: int | None = None
+    used: int = -1
 
     def next_term(self, term: int) -> int:
         """The first term after that one that only this candidate can have."""
-        return (term // self.num_candidates + 1) * self.num_candidates + self.number
+        return (max(term, self.used) // self.num_candidates + 1) * self.num_candidates + self.number
 
 
 def taken_up(
@@ -74,7 +76,7 @@ def taken_up(
     callers = [one for one in last.members if there.reports(one.own_life)]
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
         return None
-    state = _state(settings, there, last)
+    state = replace(_state(settings, there, last), commits=_commits(last, held, heard.values()))
     term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
@@ -122,10 +124,25 @@ def _state(settings: Settings, membership: Membership, last: Word) -> State:
         membership=membership,
         lines=tuple(lines),
         pool=Pool(last.fresh, last.waiting, deals),
-        commits=last.commits,
         dealt=max(dealt, committed, settings.first),
         dealt_to=dealt_to,
     )
+
+
+def _commits(last: Word, held: Collection[Word], heard: Collection[Heard]) -> tuple[Commit, ...]:
+    """The rounds that count and that a caller may lack: as a word tells of them, or as they were granted."""
+    found: dict[tuple[int, int], Commit] = {}
+    for word in sorted(held, key=lambda one: one.place):
+        for grant in word.grants:
+            if grant.round < last.committed[grant.line]:
+                key = (grant.line, grant.round)
+                found[key] = Commit(grant.line, grant.round, grant.attempt, grant.parts)
+        found |= {(one.line, one.round): one for one in word.commits}
+    for line, committed in enumerate(last.committed):
+        places = [each.report.rounds[line].committed for each in heard if line < len(each.report.rounds)]
+        for number in range(min(places, default=committed), committed):
+            found.setdefault((line, number), Commit(line, number, 0, ()))
+    return tuple(found[key] for key in sorted(found))
 
 
 def _with_summed(state: State, callers: list[Life], lines: list[Began | Committed]) -> State:
