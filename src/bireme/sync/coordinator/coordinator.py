@@ -39,7 +39,7 @@ def begun(settings: Settings, *, term: int = 0) -> State:
     return State(
         settings,
         Membership(settings.num_stages, term * TERM),
-        tuple(Line(number, committed=first) for number in range(num_lines)),
+        tuple(Line(number, committed=first, first_attempt=term * TERM) for number in range(num_lines)),
         Pool(settings.fresh, settings.waiting),
         Dealing(settings.batch_size, settings.limits),
         dealt=settings.first,

@@ -196,7 +196,8 @@ class Member:
 class Grant:
     """A round that runs now: every stage makes the sum over `parts`, from the kept contributions.
 
-    A later attempt of a round replaces the earlier one. Nobody uses the sum before it is committed.
+    A later attempt of a round replaces the earlier one; in a later term attempts go on from that term's
+    multiple of `TERM`. Nobody uses the sum before it is committed.
     """
 
     line: int

@@ -76,8 +76,8 @@ def taken_up(
     callers = [one for one in last.members if there.reports(one.own_life)]
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
         return None
-    state = replace(_state(settings, there, last), commits=_commits(last, held, heard.values()))
     term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
+    state = replace(_state(settings, there, last, term * TERM), commits=_commits(last, held, heard.values()))
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
     epoch = term * TERM + 1
@@ -107,14 +107,13 @@ def _fresh(settings: Settings, candidate: Candidate, heard: Mapping[RankId, Hear
     return Step(replace(state, membership=replace(state.membership, heard=dict(heard))))
 
 
-def _state(settings: Settings, membership: Membership, last: Word) -> State:
+def _state(settings: Settings, membership: Membership, last: Word, first_attempt: int) -> State:
     """What the last word says, as a state."""
     fresh = begun(settings)
     lines = []
     for line, committed in zip(fresh.lines, last.committed, strict=True):
         grant = next((one for one in last.grants if one.line == line.number), None)
-        attempts = 0 if grant is None else grant.attempt + 1
-        lines.append(replace(line, committed=committed, grant=grant, attempts=attempts))
+        lines.append(replace(line, committed=committed, grant=grant, first_attempt=first_attempt))
     deals = {(one.replica, one.batch): one.samples for one in last.deals}
     dealt = max((one.batch + 1 for one in last.deals), default=0)
     dealt_to = {replica: max(batch for other, batch in deals if other == replica) + 1 for replica, _ in deals}
