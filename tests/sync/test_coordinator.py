@@ -1,0 +1,109 @@
+"""The coordinator under a bad network and deaths: no committed batch is lost, none counts twice."""
+
+from functools import partial
+from random import Random
+
+import pytest
+
+from bireme.sync.coordinator.ledger_line import Committed
+from tests.support.coordinated import Faults, World, settings_for
+from tests.support.extent import draws
+
+ROUNDS = 8
+
+
+def world_of(seed: int, *, num_hosts: int = 1, lost: float = 0.1) -> World:
+    random = Random(seed)
+    settings = settings_for(random.choice([2, 3, 4]), random.choice([1, 2]))
+    faults = Faults(lost=lost, doubled=0.2, longest_s=0.05, end_s=2.0)
+    return World(settings, seed, faults, num_hosts=num_hosts)
+
+
+def finished(world: World) -> bool:
+    return world.num_common >= ROUNDS
+
+
+def checked(world: World) -> None:
+    """Every sample is in one committed round at most, all stages agree, and the ledger says the same."""
+    rounds = max(number for _, number in world.applied) + 1
+    seen: set[int] = set()
+    for number in range(rounds):
+        sums = {
+            world.applied[stage, number]
+            for stage in range(world.settings.num_stages)
+            if (stage, number) in world.applied
+        }
+        assert len(sums) == 1
+        places = [place for _, own in sums.pop() for one in own for place in range(one.begin, one.end)]
+        assert len(places) <= world.settings.batch_size
+        assert not seen & set(places)
+        assert len(set(places)) == len(places)
+        seen |= set(places)
+    last = {one.batch: one for one in world.ledger if isinstance(one, Committed)}
+    for number in range(rounds):
+        assert tuple(zip(last[number].members, last[number].samples, strict=True)) == world.applied[0, number]
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_messages_that_are_late_lost_doubled_or_reordered_change_no_result(seed: int) -> None:
+    world = world_of(seed)
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
+def with_deaths(world: World, count: int) -> None:
+    """Have replicas die, at any time in the first seconds, one at a time or several at once."""
+    random = world.random
+    for _ in range(count):
+        replica, is_told = random.randrange(world.settings.num_replicas), random.random() < 0.5
+        world.after(random.uniform(0.1, 2.5), partial(kill_unless_last, world, replica, is_told=is_told))
+
+
+def kill_unless_last(world: World, replica: int, *, is_told: bool) -> None:
+    """Kill a replica if another one holds all weights: else nothing would be left of them."""
+    if any(world.is_whole(other) for other in world.lives if other != replica):
+        world.kill(replica, is_told=is_told)
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_replicas_that_die_at_any_time_come_back_with_the_weights_of_the_others(seed: int) -> None:
+    world = world_of(seed)
+    with_deaths(world, world.random.choice([1, 2]))
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_a_coordinator_that_dies_at_any_time_is_started_again_and_loses_no_batch(seed: int) -> None:
+    world = world_of(seed)
+    for _ in range(world.random.choice([1, 2])):
+        world.after(world.random.uniform(0.1, 2.5), lambda: world.hosts[0].die(again_s=0.3))
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_the_next_host_takes_up_when_the_coordinator_s_host_dies(seed: int) -> None:
+    world = world_of(seed, num_hosts=3)
+    world.after(world.random.uniform(0.1, 2.5), lambda: world.hosts[0].die(again_s=None))
+    if world.settings.num_replicas > 2:
+        with_deaths(world, 1)
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_when_the_network_is_cut_only_one_side_goes_on(seed: int) -> None:
+    world = world_of(seed, num_hosts=2, lost=0.05)
+    replicas = list(range(world.settings.num_replicas))
+    world.random.shuffle(replicas)
+    here = {"host0", *replicas[: world.random.randrange(len(replicas) + 1)]}
+    there = {"host1", *set(replicas) - here}
+    cut = {(one, other) for one in here for other in there} | {
+        (one, other) for one in there for other in here
+    }
+    begin_s = world.random.uniform(0.1, 2.0)
+    world.after(begin_s, lambda: world.cut.update(cut))
+    world.after(begin_s + world.random.uniform(0.5, 4.0), world.cut.clear)
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
