@@ -31,18 +31,25 @@ class Result:
     busy_s: tuple[float, ...] = ()
 
 
-def result_of(finished: Finished, portion: Portion, seconds: float) -> Result:
-    """The result of a batch that is finished, of which this replica had a portion."""
+def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed: bool = False) -> Result:
+    """The result of a batch that is finished, of which this replica had a portion.
+
+    It `is_agreed` where a replica knows no more than its own portion: then what all gave along are the weight
+    of the whole batch and the samples of each replica in it.
+    """
+    weight, shares, busy_s = portion.weight, portion.shares, finished.more
+    if is_agreed:
+        weight, shares, busy_s = finished.more[0], tuple(map(round, finished.more[1:])), ()
     return Result(
         batch=finished.batch,
         loss=finished.loss,
         grad_norm=finished.grad_norm,
         lr_factor=finished.lr_factor,
         is_skipped=finished.is_skipped,
-        num_samples=portion.num_samples,
+        num_samples=sum(shares) if is_agreed else portion.num_samples,
         seconds=seconds,
         votes=finished.votes,
-        weight=portion.weight,
-        shares=portion.shares,
-        busy_s=finished.more,
+        weight=weight,
+        shares=shares,
+        busy_s=busy_s,
     )

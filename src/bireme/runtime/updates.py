@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from bireme.runtime.batch_end import Batches
+from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Stage
-from bireme.schedule.instruction import Instruction
-from bireme.sync.reduced import Reduced
-from bireme.sync.reducer import Reducer, nothing_more
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.reduced import OwnPart, Reduced
+from bireme.sync.reducer import Reduction, SumsBatches, nothing_more
 
 __all__ = ["Finished", "Settings", "Updates"]
 
@@ -51,7 +53,7 @@ class Updates:
         self,
         stages: Mapping[int, Stage],
         batches: Batches,
-        reducer: Reducer,
+        reducer: SumsBatches,
         settings: Settings,
     ) -> None:
         self._stages = stages
@@ -67,14 +69,13 @@ class Updates:
         """What this rank gives along with a batch, to be summed over all."""
         self.more: Callable[[int], Sequence[float]] | None = None
         """What else it gives along with the batch of that number."""
+        self.before_update: Callable[[Stage, int], None] | None = None
+        """Is called before a stage makes the update of a batch."""
 
-    def reduce(self, step: Instruction, stamp: int, *, counts: bool) -> None:
-        """A stage has all its gradients of a batch, which has this stamp on all ranks.
-
-        `counts` says whether anything in the batch counts for the loss.
-        """
+    def reduce(self, step: Instruction, portion: Portion) -> None:
+        """A stage has all its gradients of a batch, of which this replica has that portion."""
         end = self._batches[step.batch]
-        end.counts = counts
+        end.counts = self._reducer.weighs or portion.weight > 0
         end.num_ended += 1
         if end.num_ended < len(self._stages):
             return
@@ -89,9 +90,10 @@ class Updates:
             step.batch,
             gradients,
             loss_sum=end.loss(),
-            stamp=stamp,
+            stamp=portion.stamp,
             votes=self.votes(),
             more=nothing_more if self.more is None else partial(self.more, step.batch),
+            own=OwnPart(portion.weight, portion.weights.nominal, portion.num_samples),
         )
 
     def wait(self, batch: int) -> None:
@@ -114,6 +116,8 @@ class Updates:
         reduced = end.reduced
         assert reduced is not None, "the interpreter waits first"
         stage = self._stages[step.stage]
+        if self.before_update is not None:
+            self.before_update(stage, step.batch)
         part = stage.part(step.batch)
         stage.banks.update(
             step.version,
@@ -139,6 +143,22 @@ class Updates:
                     more=reduced.more,
                 )
             )
+
+    def follow(self, batch: int, start: Callable[[int, BatchGradients], Reduction]) -> None:
+        """Make the next updates of all stages from the sum that others made of a batch, when nothing is under
+        way; `start` begins to get that.
+        """
+        end = self._batches[batch]
+        for stage in self._stages.values():
+            stage.part(batch)
+        gradients = end.gather(
+            summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False
+        )
+        end.reduction = start(batch, gradients)
+        self.wait(batch)
+        for stage in sorted(self._stages):
+            self.update(Instruction(Kind.UPDATE, stage, batch, None, batch + 1))
+        self.finished.clear()
 
     def trial(self, step: Instruction) -> None:
         """Make a stage's weights for a batch from what is known of the gradient of the batch before."""
