@@ -151,9 +151,7 @@ class Updates:
         end = self._batches[batch]
         for stage in self._stages.values():
             stage.part(batch)
-        gradients = end.gather(
-            summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False
-        )
+        gradients = end.gather(summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False)
         end.reduction = start(batch, gradients)
         self.wait(batch)
         for stage in sorted(self._stages):

@@ -79,9 +79,7 @@ class Donations:
             self._agent.provide(Snapshot(batch, self._clip_scale(), tensors))
 
 
-def join(
-    agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: Callable[[int], None]
-) -> int:
+def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: Callable[[int], None]) -> int:
     """Come to where this replica contributes; gives the first batch that it does so in.
 
     It has the state after `held` batches. If others have gone on it gets a snapshot from one of them, which

@@ -63,9 +63,7 @@ def send_named(
 
 def receive_named(made: socket.socket, words: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors that a text has announced."""
-    found = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in words["tensors"]
-    }
+    found = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in words["tensors"]}
     receive_into(made, [*found.values()])
     return found
 

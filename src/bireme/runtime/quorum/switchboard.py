@@ -102,7 +102,9 @@ class Switchboard:
             greeting = (bytes.fromhex(token), what, self._own.replica, self._own.life, first, second)
             made.sendall(GREETING.pack(*greeting))
         except (OSError, ValueError) as error:
-            raise LineBroken(replica, f"it cannot be called at {address.rpartition(' ')[0]}: {error}") from error
+            raise LineBroken(
+                replica, f"it cannot be called at {address.rpartition(' ')[0]}: {error}"
+            ) from error
         self._remember(replica, made)
         return made
 
