@@ -45,6 +45,7 @@ __all__ = [
     "GroupMember",
     "GroupWord",
     "Heal",
+    "Life",
     "Member",
     "Part",
     "RankId",
@@ -71,6 +72,19 @@ class RankId:
     replica: int
     life: int
     stage: int
+
+    @property
+    def own_life(self) -> "Life":
+        """The start of the replica that it is of."""
+        return Life(self.replica, self.life)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Life:
+    """One start of a replica."""
+
+    replica: int
+    life: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,7 +121,8 @@ class RoundAt:
     It has `committed` rounds: it has the results of all of them, and has heard that they count. `ready` is
     the round whose contribution it has kept, `summed` the one whose sum it holds, made in `attempt`. `lost`
     are replicas that it could not reach in that attempt, or as the source of a committed sum. `busy_s` are
-    the seconds that its device was busy with the contribution.
+    the seconds that its device was busy with the contribution. In `outer` it says of its contribution how
+    many samples it is of, and that the first `trained` batches are in it or in earlier ones.
     """
 
     committed: int = 0
@@ -116,23 +131,23 @@ class RoundAt:
     attempt: int = 0
     lost: tuple[int, ...] = ()
     busy_s: float = 0.0
+    num_samples: int = 0
+    trained: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAt:
-    """Where a rank is in `groups`: it waits to average its weights after `arrived`.
+    """Where a rank is in `groups`: it waits to average its weights after the batch `arrived`.
 
     `wait_s` is how long it would wait for others, if it opens the group. `summed` is the group that it holds
-    the mean of, made in `attempt`; `lost` are replicas that it could not reach in it. `finished` is the first
-    batch whose update is not yet in its weights.
+    the mean of, made in `attempt`; `is_broken` says that it could not reach another member in that attempt.
     """
 
     arrived: int | None = None
     wait_s: float = 0.0
     summed: int | None = None
     attempt: int = 0
-    lost: tuple[int, ...] = ()
-    finished: int = 0
+    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +155,9 @@ class Report:
     """All that a rank has to say. `number` grows with each report of this rank.
 
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
-    It wants the samples of all batches below `wants`. `rounds` has one entry for each line. `means` counts
-    the means over all replicas that it has asked for (`groups`). One that `is_leaving` will say no more.
+    It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
+    has loaded the snapshot after `healed` batches. `means` counts the means over all replicas that it has asked
+    for (`groups`). One that `is_leaving` will say no more.
     `held` is the last word that it had from another coordinator than the one it talks to, until that one has
     given it a word: a coordinator that takes up needs no more than this from a majority of the members.
     """
@@ -153,6 +169,7 @@ class Report:
     wants: int = 0
     rounds: tuple[RoundAt, ...] = ()
     group: GroupAt | None = None
+    healed: int | None = None
     means: int = 0
     is_leaving: bool = False
     held: "Word | None" = None
@@ -163,15 +180,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica that lives: `addresses` are those of its ranks, stage by stage.
-
-    It contributes to batches from `first` on. Until then it gets the sums of the others, as one that heals.
-    """
+    """A replica that lives: `addresses` are those of its ranks, stage by stage."""
 
     replica: int
     life: int
     addresses: tuple[str, ...]
-    first: int = 0
+
+    @property
+    def own_life(self) -> Life:
+        """The start of the replica that is the member."""
+        return Life(self.replica, self.life)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +242,16 @@ class Deal:
 class Heal:
     """`replica` gets a snapshot of every stage from `donor`: weights and optimiser after `batch` updates.
 
-    It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. One
-    whose donor changes begins anew.
+    It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once it
+    has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
+    there. One whose donor changes begins anew. `addresses` are those of its ranks.
     """
 
     replica: int
     donor: int
     batch: int
+    addresses: tuple[str, ...] = ()
+    first: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +286,8 @@ class Word:
     `committed` rounds of each line count; `commits` are the first of them that the rank has not said it has.
     All members have the sums of the rounds of each line below `kept`, so nobody need keep these. `deals` are
     the samples in batches that are not committed, of all replicas; `waiting` were dealt and lost, and are
-    dealt again first, and from the place `fresh` on none have been dealt. `voters` are the replicas of which
-    enough must know an epoch before anything is granted in it.
+    dealt again first, and from the place `fresh` on none have been dealt. `voters` are sets of replicas: of
+    each set enough must know the epoch before anything is granted in it.
 
     `group` is of the rank's own last arrival. A rank that `is_dropped` is of a life that is over: it ends,
     for its replica to begin the next one.
@@ -277,7 +298,7 @@ class Word:
     committed: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     members: tuple[Member, ...] = ()
-    voters: tuple[int, ...] = ()
+    voters: tuple[tuple[Life, ...], ...] = ()
     grants: tuple[Grant, ...] = ()
     commits: tuple[Commit, ...] = ()
     deals: tuple[Deal, ...] = ()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bireme.balance.shares import Limits
+from bireme.sync.coordinator.messages import Samples
 
 __all__ = ["GroupSettings", "Settings", "SyncMode"]
 
@@ -39,8 +40,8 @@ class Settings:
     A batch has `batch_size` samples whatever the members are; `limits` are the fewest and the most that each
     replica can train of it. A replica that was not heard of for `lease_s` is dropped. A round may go on
     without some replicas once `quorum` contributions are ready (0: more than half of the members) and no
-    other has come for `grace_s`. The run begins at the batch `first`, with the samples from the place `fresh`
-    on.
+    other has come for `grace_s`. The run begins at the batch `first`, with the samples `waiting` and those
+    from the place `fresh` on. A pass over the data has `num_samples`, 0 if it has no end.
     """
 
     mode: SyncMode
@@ -54,4 +55,6 @@ class Settings:
     num_lines: int = 1
     first: int = 0
     fresh: int = 0
+    waiting: tuple[Samples, ...] = ()
+    num_samples: int = 0
     groups: GroupSettings = GroupSettings()
