@@ -27,6 +27,7 @@ from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from tests.support.coded_oracle import CodedOracle
@@ -113,6 +114,7 @@ def pipeline_of(
     on_instruction: OnInstruction | None = None,
     device: torch.device | str = "cpu",
     sharing: Sharing | None = None,
+    agreement: Agreement | None = None,
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -132,6 +134,7 @@ def pipeline_of(
         reads_apart=setting.reads_apart,
         sum_codec=setting.sum_codec,
         codecs=setting.codecs,
+        agreement=agreement,
     )
 
 

@@ -130,7 +130,7 @@ class Pipeline:
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
-        stopwatch = None if sharing is None else Stopwatch(self._device)
+        stopwatch = None if sharing is None and agreement is None else Stopwatch(self._device)
         self.balancer: Balancer | None = None
         """What decides about shares, if anything does."""
         if sharing is not None and stopwatch is not None:
@@ -151,9 +151,9 @@ class Pipeline:
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
-        if isinstance(self._reducer, QuorumReducer):
+        if isinstance(self._reducer, QuorumReducer) and stopwatch is not None:
             donations = Donations(self._reducer.agent, self.stages, lambda: self._updates.scale)
-            self._updates.before_update = donations.before_update
+            self._updates.before_update, self._updates.more = donations.before_update, stopwatch.alone
         ranks = self.layout.rank_of_stage
         self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)

@@ -154,8 +154,8 @@ class Updates:
         gradients = end.gather(summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False)
         end.reduction = start(batch, gradients)
         self.wait(batch)
-        for stage in sorted(self._stages):
-            self.update(Instruction(Kind.UPDATE, stage, batch, None, batch + 1))
+        for index in sorted(self._stages):
+            self.update(Instruction(Kind.UPDATE, index, batch, None, batch + 1))
         self.finished.clear()
 
     def trial(self, step: Instruction) -> None:

@@ -65,7 +65,9 @@ class Coordinator(Protocol):
     def word(self) -> Word:
         """The last word."""
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...]) -> None:
+    def say(
+        self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None
+    ) -> None:
         """Report this from now on. Does not wait."""
 
     def on_word(self, act: Callable[[], None]) -> None:
@@ -77,14 +79,15 @@ class Coordinator(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A batch that this rank wants the committed sum of; `contribution` is None where it has no part in it.
+    """A batch that this rank wants the committed sum of, in flats `like` these.
 
-    `like` are flats like those of the sum.
+    `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept the
+    rank busy; without it this replica has no part in the batch.
     """
 
     batch: int
     like: Sequence[Tensor]
-    prepare: Callable[[], Contribution] | None = None
+    prepare: Callable[["Job"], None] | None = None
     busy_s: float = 0.0
     contribution: Contribution | None = None
     result: Result | None = None
@@ -113,6 +116,7 @@ class Agent:
         self._jobs: dict[int, Job] = {}
         self._at = RoundAt()
         self._wants = 0
+        self._healed: int | None = None
         self._result: Result | None = None
         """The sum that was made and is not yet committed."""
         self._failed: Grant | None = None
@@ -126,10 +130,13 @@ class Agent:
         self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
         coordinator.on_word(self._poke)
 
-    def begin(self, first: int) -> None:
-        """Report that this rank has all rounds below `first`, and take part from there on."""
+    def begin(self, first: int, *, is_healed: bool = False) -> None:
+        """Report that this rank has all rounds below `first`, from a snapshot if it `is_healed`, and take part
+        from there on.
+        """
         with self._changed:
             self._at = RoundAt(committed=first)
+            self._healed = first if is_healed else None
         self._say()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="bireme agent", daemon=True)
@@ -184,6 +191,10 @@ class Agent:
             self._due.discard(snapshot.num_trained)
             self._snapshots[snapshot.num_trained] = snapshot
             self._changed.notify_all()
+
+    def tell_lost(self, donor: int) -> None:
+        """A donor could not be reached."""
+        self._change(lost=(donor,))
 
     def fetch(self, heal: Heal) -> socket.socket:
         """A connection on which the donor of this replica sends what `heal` says, as named tensors."""
@@ -258,7 +269,7 @@ class Agent:
         if commit is not None:
             return self._settle(job, commit, word)
         if job.prepare is not None and job.contribution is None:
-            job.contribution = job.prepare()
+            job.prepare(job)
         if job.contribution is None:
             return False
         if self._at.ready != batch:
@@ -380,7 +391,9 @@ class Agent:
 
     def _say(self) -> None:
         with self._saying:  # so that what is said last is the last
-            self._coordinator.say(address=self._board.address, wants=self._wants, rounds=(self._at,))
+            self._coordinator.say(
+                address=self._board.address, wants=self._wants, rounds=(self._at,), healed=self._healed
+            )
 
     # Other threads.
 

@@ -90,25 +90,36 @@ def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: C
     healed: Heal | None = None
 
     def heal_in(word: Word) -> Heal | None:
-        found = next((one for one in word.heals if one.replica == own.replica), None)
-        return None if found == healed else found
+        return next((one for one in word.heals if one.replica == own.replica), None)
+
+    def is_new(heal: Heal) -> bool:
+        return healed is None or (heal.donor, heal.batch) != (healed.donor, healed.batch)
 
     def first_in(word: Word) -> int | None:
-        mine = (one.first for one in word.members if (one.replica, one.life) == (own.replica, own.life))
-        return next(mine, None)
+        heal = heal_in(word)
+        if heal is not None:
+            return heal.first
+        return next((one.first for one in word.members if one.own_life == own.own_life), None)
 
     def goes_on(word: Word) -> bool:
-        first = first_in(word)
-        return first is not None and (heal_in(word) is not None or held >= first or word.committed[0] > held)
+        heal, first = heal_in(word), first_in(word)
+        if heal is None and first is None:
+            return False
+        return (
+            (heal is not None and is_new(heal))
+            or (first is not None and held >= first)
+            or word.committed[0] > held
+        )
 
     while True:
         word = agent.wait_for(goes_on)
-        if (heal := heal_in(word)) is not None:
+        heal, first = heal_in(word), first_in(word)
+        if heal is not None and is_new(heal):
             if (snapshot := _fetched(agent, heal)) is not None:
                 restore(snapshot)
                 held, healed = heal.batch, heal
-                agent.begin(held)
-        elif held >= (first_in(word) or 0):
+                agent.begin(held, is_healed=True)
+        elif first is not None and held >= first:
             return held
         else:  # the sum is committed without this replica, so it comes
             follow(held)
@@ -123,5 +134,5 @@ def _fetched(agent: Agent, heal: Heal) -> Snapshot | None:
             return Snapshot(words["num_trained"], words["clip_scale"], receive_named(made, words))
     except (LineBroken, OSError):
         agent.tell_lost(heal.donor)
-        agent.wait_for(lambda word: heal not in word.heals)
+        agent.wait_for(lambda word: all(one.donor != heal.donor for one in word.heals))
         return None

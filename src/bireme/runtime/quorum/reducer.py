@@ -5,7 +5,7 @@ on; the few numbers that all ranks of the replica must agree on follow over the 
 """
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class QuorumReducer:
         self._speaks = speaks
         self._device = device
         self.sent = SentBytes()
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[Hashable, Job] = {}
         self._copied: tuple[Result, torch.Event] | None = None
         """A sum that the device may still be reading."""
 
@@ -75,7 +75,7 @@ class QuorumReducer:
         own: OwnPart | None = None,
     ) -> Reduction:
         """Contribute this replica's part of a batch; returns at once. Nothing given may be written before
-        `finish`. `more` is not asked: the coordinator deals out samples, so shares follow nothing else.
+        `finish`. `more` gives the seconds that this rank was busy with it.
         """
         assert own is not None, "a replica that may be alone must know what it has"
         views = [*gradients.views]
@@ -84,8 +84,9 @@ class QuorumReducer:
         samples[self.agent.own.replica] = float(own.num_samples)
         ready = self._event()
 
-        def prepare() -> Contribution:
-            return Contribution(
+        def prepare(job: Job) -> None:
+            job.busy_s = sum(more())
+            job.contribution = Contribution(
                 self._on_host(gradients.flats, ready),
                 holds,
                 own.weight,
@@ -144,7 +145,7 @@ class QuorumReducer:
         self,
         batch: int,
         gradients: BatchGradients,
-        prepare: Callable[[], Contribution] | None,
+        prepare: Callable[[Job], None] | None,
         stamp: int = 0,
     ) -> Reduction:
         job = self._jobs[batch] = Job(batch, gradients.flats, prepare)

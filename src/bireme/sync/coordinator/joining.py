@@ -112,7 +112,7 @@ def with_entries(state: State) -> State:
         if found.first is None or (is_quorum and state.lines[0].committed < found.first):
             heals.append(found)
         else:
-            entering.append(_as_member(membership, reports[0].rank.own_life))
+            entering.append(replace(_as_member(membership, reports[0].rank.own_life), first=found.first))
     if tuple(heals) == state.heals:
         return state
     state = replace(state, heals=tuple(heals))
