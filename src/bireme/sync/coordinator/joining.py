@@ -8,7 +8,7 @@ from bireme.sync.coordinator.messages import Heal, Life, Member, Report
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
 
-__all__ = ["with_beginning", "with_entries", "with_heals", "without_lost"]
+__all__ = ["is_cut_off", "with_beginning", "with_entries", "with_heals", "without_lost"]
 
 Lines = list[Began | Committed]
 
@@ -30,6 +30,13 @@ def with_beginning(state: State, now_s: float, lines: Lines) -> State:
     pool = state.pool
     lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open))
     return replace(state, membership=begun)
+
+
+def is_cut_off(state: State, now_s: float) -> bool:
+    """Whether so many members are out of reach that another coordinator may have taken up."""
+    membership, since_s = state.membership, now_s - state.settings.lease_s
+    there = [one for one in membership.members if membership.is_heard(one.own_life, since_s)]
+    return bool(membership.members) and not membership.can_be(there)
 
 
 def without_lost(state: State, now_s: float) -> State:

@@ -10,8 +10,8 @@ __all__ = ["Began", "Committed"]
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A coordinator begins, or takes up, before the batch `batch`: the places below `fresh` are committed, but
-    for those in `open`.
+    """A coordinator begins, or takes up, before the batch `batch`: the places below `fresh` are committed,
+    but for those in `open`.
     """
 
     epoch: int

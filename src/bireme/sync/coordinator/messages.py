@@ -156,8 +156,8 @@ class Report:
 
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
-    has loaded the snapshot after `healed` batches. `means` counts the means over all replicas that it has asked
-    for (`groups`). One that `is_leaving` will say no more.
+    has loaded the snapshot after `healed` batches. `means` counts the means over all replicas that it has
+    asked for (`groups`). One that `is_leaving` will say no more.
     `held` is the last word that it had from another coordinator than the one it talks to, until that one has
     given it a word: a coordinator that takes up needs no more than this from a majority of the members.
     """
@@ -245,8 +245,8 @@ class Deal:
 class Heal:
     """`replica` gets a snapshot of every stage from `donor`: weights and optimiser after `batch` updates.
 
-    It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once it
-    has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
+    It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once
+    it has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
     there. One whose donor changes begins anew. `addresses` are those of its ranks.
     """
 

@@ -84,7 +84,7 @@ def next_grant(
     grace_s: float,
     now_s: float,
 ) -> Line:
-    """The line, and its present round granted to those that are `ready` with so many samples, if it is due."""
+    """The line with its present round granted, if that is due, to those `ready` with so many samples."""
     line = line.with_ready(ready, now_s)
     if not ready:
         return line

@@ -63,20 +63,25 @@ def taken_up(
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
         return None
     state = _state(settings, there, last)
-    lines = list[Began | Committed]()
+    term = candidate.next_term(last.epoch // TERM)
+    # What the other one wrote after its last word that anyone heard is undone by the first line.
+    first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
+    epoch = term * TERM + 1
+    lines: list[Began | Committed] = [
+        Began(epoch, first, settings.num_samples, state.pool.fresh, state.pool.open)
+    ]
+    state = replace(state, membership=replace(state.membership, epoch=epoch))
     state = _with_summed(state, [one.own_life for one in callers], lines)
     if candidate.recorded is not None and state.lines and state.lines[0].committed < candidate.recorded:
         return None
     pool = state.pool
     for replica in {replica for replica, _ in pool.deals} - {one.replica for one in callers}:
         pool = pool.with_returned(replica)
-    term = candidate.next_term(last.epoch // TERM)
-    started = replace(state.membership, epoch=term * TERM).begun(callers)
-    state = replace(state, membership=started, pool=pool)
-    # What the other one wrote after its last word that anyone heard is undone by the first line.
-    committed = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
-    began = Began(started.epoch, committed, settings.num_samples, pool.fresh, pool.open)
-    return Step(state, (), (began,))
+    started = replace(state.membership, epoch=epoch - 1).begun(callers)
+    for one in last.members:
+        if one not in callers and not started.is_over(one.own_life):
+            started = started.without(one.own_life)  # it may have samples that nobody here knows of
+    return Step(replace(state, membership=started, pool=pool), (), tuple(lines))
 
 
 def _state(settings: Settings, membership: Membership, last: Word) -> State:
