@@ -1,10 +1,13 @@
 """Replicas that agree by quorum: the same as one process on the committed samples, whoever dies when."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coordinator.messages import Life, RankId
+from bireme.sync.coordinator.messages import RankId
 from tests.support.engine_parity import Setting, oracle
 from tests.support.mortal_replicas import Killed, Replicas
 from tests.support.regression import WIDTH, regression, regression_plan
@@ -23,26 +26,37 @@ def setting_of(schedule: str, num_stages: int = 2) -> Setting:
 
 
 def assert_as_one_process(replicas: Replicas, *, tolerance: float = 0.0) -> None:
-    """Every rank that lived to the end has what one process makes of the ledger's samples."""
-    updates = oracle(
-        replicas.model, replicas.setting, replicas.committed(), sizes=replicas.sizes()
-    )
+    """Every rank that lived to the end has what one process makes of the ledger's samples, and the same bits
+    as its peers.
+    """
+    updates = oracle(replicas.model, replicas.setting, replicas.committed(), sizes=replicas.sizes())
     assert len(updates) == replicas.num_batches
+    places = [one for line in replicas.hub.rounds for own in line.samples for one in own]
+    assert len({place for one in places for place in range(one.begin, one.end)}) == sum(
+        one.count for one in places
+    ), "no sample counts twice"
     done = {rank: seen for rank, seen in replicas.seen.items() if seen.is_done}
     assert done
+    rough = max(tolerance, 1e-12)
+    first: dict[tuple[int, str], Tensor] = {}
     for rank, seen in done.items():
         for batch, weights in seen.weights.items():
-            update = updates[batch]
-            assert seen.losses[batch] == pytest.approx(update.loss, rel=max(tolerance, 1e-12)), (rank, batch)
-            assert seen.norms[batch] == pytest.approx(update.norm, rel=max(tolerance, 1e-12)), (rank, batch)
+            update, what = updates[batch], f"{rank} after batch {batch}"
+            assert seen.losses[batch] == pytest.approx(update.loss, rel=rough), what
+            assert seen.norms[batch] == pytest.approx(update.norm, rel=rough), what
             for name, tensor in weights.items():
-                torch.testing.assert_close(
-                    tensor, update.weights[name], rtol=tolerance, atol=tolerance, msg=f"{rank} {batch} {name}"
-                )
+                assert torch.equal(tensor, first.setdefault((batch, name), tensor)), f"{name} of {what}"
+                assert_close(tensor, update.weights[name], tolerance, f"{name} of {what}")
             for name, state in seen.states[batch].items():
                 for key, value in state.items():
-                    wanted = update.optimizer_state[name][key].to(value.dtype)
-                    torch.testing.assert_close(value, wanted, rtol=tolerance, atol=tolerance)
+                    assert torch.equal(value, first.setdefault((batch, f"{name} {key}"), value)), what
+                    assert_close(value, update.optimizer_state[name][key], tolerance, f"{key} of {what}")
+
+
+def assert_close(one: Tensor, other: Tensor, tolerance: float, what: str) -> None:
+    torch.testing.assert_close(
+        one, other.to(one.dtype), rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
@@ -51,8 +65,63 @@ def test_two_replicas_are_one_process_to_the_last_bit(schedule: str) -> None:
     replicas.run()
 
     assert_as_one_process(replicas)
-    assert replicas.hub.epochs == [(0, 1)]
     assert [line.members for line in replicas.hub.rounds] == [(0, 1)] * 5
+
+
+class Walk:
+    """Kills ranks at one place of a batch after the other, each time once all replicas are members again."""
+
+    def __init__(self, points: Sequence[tuple[int, int, int]]) -> None:
+        self._points = list(points)
+        self._replicas: Replicas | None = None
+        self._counted: dict[RankId, tuple[int, int]] = {}
+        self.num_killed = 0
+
+    def run(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        replicas.run()
+
+    def on_instruction(self, rank: RankId, step: Instruction) -> None:
+        """A point is a replica, a stage, and how many instructions of a batch go before."""
+        batch, number = self._counted.get(rank, (-1, 0))
+        self._counted[rank] = (step.batch, number + 1 if step.batch == batch else 0)
+        replicas = self._replicas
+        if replicas is None or self.num_killed >= len(self._points):
+            return
+        replica, stage, place = self._points[self.num_killed]
+        life = replicas.lives[replica]
+        if replicas.are_whole and rank == RankId(replica, life, stage) and self._counted[rank][1] == place:
+            self.num_killed += 1
+            raise Killed
+
+    def pace(self, _rank: RankId, _batch: int) -> None:
+        assert self._replicas is not None
+        self._replicas.wait_until_present()
+
+
+def walked(num_replicas: int, schedule: str, points: Sequence[tuple[int, int, int]]) -> None:
+    walk, num_batches = Walk(points), 20 * (len(points) + 1)
+    replicas = Replicas(
+        regression(),
+        setting_of(schedule),
+        num_replicas,
+        data_for(num_batches),
+        num_batches,
+        BATCH,
+        on_instruction=walk.on_instruction,
+        revives=True,
+        pace=walk.pace,
+    )
+    walk.run(replicas)
+
+    assert walk.num_killed == len(points)
+    assert_as_one_process(replicas, tolerance=1e-11)
+
+
+def test_a_replica_killed_at_any_instruction_leaves_the_others_with_the_right_result() -> None:
+    """And comes back, bit-equal to them. Every third instruction of a batch, on each rank in turn."""
+    places = range(0, 22, 4)
+    walked(2, "2bw", [(number % 2, number // 2 % 2, place) for number, place in enumerate(places)])
 
 
 def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
@@ -65,22 +134,3 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
 
     assert_as_one_process(replicas)
     assert replicas.hub.epochs == [(0, 1), (0,)]
-
-
-def test_a_replica_that_comes_back_is_bit_equal_to_its_peers() -> None:
-    num = 24
-
-    def kill(rank: RankId, step: Instruction) -> None:
-        if rank == RankId(1, 0, 1) and step.batch == 3:
-            raise Killed
-
-    replicas = Replicas(
-        regression(), setting_of("2bw"), 2, data_for(num), num, BATCH, on_instruction=kill, revives=True
-    )
-    replicas.run()
-
-    assert_as_one_process(replicas)
-    back = replicas.seen[RankId(1, 1, 0)]
-    assert 0 < back.first < num
-    assert replicas.hub.epochs == [(0, 1), (0,), (0, 1)]
-    assert Life(1, 1) is not None

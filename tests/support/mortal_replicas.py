@@ -5,6 +5,7 @@ thread, and what it says to the coordinator is a call.
 """
 
 import importlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from bireme.balance.shares import Limits
+from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.coordinator import begun, step
 from bireme.sync.coordinator.ledger_line import Committed
-from bireme.sync.coordinator.messages import Life, RankId, Report, RoundAt, Samples, Word
+from bireme.sync.coordinator.messages import Life, Member, RankId, Report, RoundAt, Samples, Word
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from tests.support.engine_parity import Setting, pipeline_of
@@ -39,9 +41,10 @@ class Killed(BaseException):
 
 
 class Hub:
-    """A coordinator in this process."""
+    """A coordinator in this process. Shares follow speeds where it `balances`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, balances: bool = False) -> None:
+        self.balances = balances
         self._lock = threading.RLock()
         self._state = begun(settings)
         self._clients: dict[RankId, _Client] = {}
@@ -58,6 +61,16 @@ class Hub:
     def close(self) -> None:
         self._is_closed.set()
         self._ticker.join()
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self._state.membership.members
+
+    @property
+    def present(self) -> set[int]:
+        """The members and those that are about to be."""
+        replicas = {one.replica for one in self.members}
+        return {*replicas, *(heal.replica for heal in self._state.heals)}
 
     def take(self, event: Event) -> None:
         """Let it happen, and tell everybody what follows."""
@@ -96,6 +109,8 @@ class _Client:
         self.is_silent = False
 
     def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+        if not self._hub.balances:
+            rounds = tuple(replace(one, busy_s=0.0) for one in rounds)
         with self._lock:
             self._report = Report(self._rank, 0, 0, address, wants, rounds, healed=healed)
         self._send()
@@ -132,18 +147,12 @@ class _Client:
         with self._lock:
             if self.is_silent or self._report is None:
                 return
-            number = self._report.number + 1
-            self._report = replace(self._report, number=_next_number(), epoch=self.word.epoch)
-            del number
+            self._report = replace(self._report, number=next(_numbers), epoch=self.word.epoch)
             report, self._said_s = self._report, time.monotonic()
         self._hub.take(report)
 
 
-_numbers = iter(range(10**9))
-
-
-def _next_number() -> int:
-    return next(_numbers)
+_numbers = itertools.count()
 
 
 @dataclass(slots=True)
@@ -156,6 +165,7 @@ class Seen:
     norms: dict[int, float] = field(default_factory=dict)
     first: int = 0
     error: BaseException | None = None
+    has_joined: bool = False
     is_done: bool = False
 
 
@@ -179,6 +189,7 @@ class Replicas:
         *,
         on_instruction: Act = lambda _rank, _step: None,
         revives: bool = False,
+        balances: bool = False,
         grace_s: float = 30.0,
         lease_s: float = 60.0,
         timeout_s: float = 20.0,
@@ -197,15 +208,37 @@ class Replicas:
                 Limits((least,) * num_replicas, (batch_size,) * num_replicas),
                 lease_s=lease_s,
                 grace_s=grace_s,
-            )
+            ),
+            balances=balances,
         )
         self.seen: dict[RankId, Seen] = {}
+        self.lives = dict.fromkeys(range(num_replicas), 0)
         self._on_instruction, self._revives, self._pace = on_instruction, revives, pace
         self._timeout_s = timeout_s
         self._agents: dict[Life, list[Agent]] = {}
         self._fabrics: dict[Life, ThreadFabric] = {}
         self._threads: list[threading.Thread] = []
+        self._killed: set[Life] = set()
+        self._dead: set[int] = set()
+        """Replicas that died and are not back."""
         self._lock = threading.Lock()
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether every replica is a member in its present life."""
+        members = {one.replica: one.life for one in self.hub.members}
+        return members == self.lives and not any(
+            life in self._killed for life in (Life(*one) for one in members.items())
+        )
+
+    def wait_until_present(self) -> None:
+        """Wait until every replica that died is about to be a member, so that the others do not end before."""
+        end_s = time.monotonic() + patience_s()
+        while self._dead and time.monotonic() < end_s:
+            self._dead -= self.hub.present
+            time.sleep(0.005)
+        if not self.are_whole:
+            time.sleep(0.02)
 
     def run(self) -> None:
         """Train to the end. Raises what no test has asked for."""
@@ -217,6 +250,7 @@ class Replicas:
                 self._begin(Life(replica, 0))
             end_s = time.monotonic() + patience_s()
             while True:
+                self._end_joiners()
                 with self._lock:
                     living = [one for one in self._threads if one.is_alive()]
                 if not living:
@@ -229,8 +263,20 @@ class Replicas:
         for error in errors:
             raise error
 
+    def _end_joiners(self) -> None:
+        """End replicas that are no members yet, once another one has come to the end."""
+        done = {rank.replica for rank, seen in list(self.seen.items()) if seen.is_done}
+        if not done:
+            return
+        for life in list(self._agents):
+            ranks = [seen for rank, seen in list(self.seen.items()) if rank.own_life == life]
+            if not any(seen.has_joined for seen in ranks):
+                self._revives = False
+                self.kill(life)
+
     def kill(self, life: Life) -> None:
         """As if a process of that replica had died: the launcher sees it, and the others learn of it."""
+        self._killed.add(life)
         with self._lock:
             agents = self._agents.pop(life, None)
         if agents is None:
@@ -241,6 +287,7 @@ class Replicas:
             agent.abort()
         self.hub.take(Ended(life))
         if self._revives:
+            self._dead = {*self._dead, life.replica}
             self._begin(Life(life.replica, life.life + 1))
 
     def committed(self) -> list[Batch]:
@@ -253,11 +300,11 @@ class Replicas:
         found = []
         for line in self.hub.rounds:
             counts = [sum(one.count for one in own) for own in line.samples]
-            assert all(count % num == 0 for count in counts)
-            found.append([count // num for count in counts for _ in range(num)])
+            found.append([size for count in counts for size in apportioned(count, [1] * num)])
         return found
 
     def _begin(self, life: Life) -> None:
+        self.lives[life.replica] = life.life
         fabric = self._fabrics[life] = ThreadFabric(self.depth, timeout_s=60.0)
         self._agents[life] = []
         ranks = [RankId(life.replica, life.life, stage) for stage in range(self.depth)]
@@ -297,7 +344,7 @@ class Replicas:
         )
         try:
             pipeline.join()
-            seen.first = pipeline.num_trained
+            seen.first, seen.has_joined = pipeline.num_trained, True
             for result in pipeline.train(self._batches(agent, pipeline)):
                 seen.losses[result.batch] = result.loss
                 seen.norms[result.batch] = result.grad_norm
