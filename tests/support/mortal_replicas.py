@@ -41,10 +41,9 @@ class Killed(BaseException):
 
 
 class Hub:
-    """A coordinator in this process. Shares follow speeds where it `balances`."""
+    """A coordinator in this process."""
 
-    def __init__(self, settings: Settings, *, balances: bool = False) -> None:
-        self.balances = balances
+    def __init__(self, settings: Settings) -> None:
         self._lock = threading.RLock()
         self._state = begun(settings)
         self._clients: dict[RankId, _Client] = {}
@@ -109,8 +108,6 @@ class _Client:
         self.is_silent = False
 
     def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
-        if not self._hub.balances:
-            rounds = tuple(replace(one, busy_s=0.0) for one in rounds)
         with self._lock:
             self._report = Report(self._rank, 0, 0, address, wants, rounds, healed=healed)
         self._send()
@@ -209,12 +206,11 @@ class Replicas:
                 lease_s=lease_s,
                 grace_s=grace_s,
             ),
-            balances=balances,
         )
         self.seen: dict[RankId, Seen] = {}
         self.lives = dict.fromkeys(range(num_replicas), 0)
         self._on_instruction, self._revives, self._pace = on_instruction, revives, pace
-        self._timeout_s = timeout_s
+        self._timeout_s, self._balances = timeout_s, balances
         self._agents: dict[Life, list[Agent]] = {}
         self._fabrics: dict[Life, ThreadFabric] = {}
         self._threads: list[threading.Thread] = []
@@ -340,7 +336,7 @@ class Replicas:
             self.setting,
             fabric.of(rank.stage),
             lambda step: self._on_instruction(rank, step),
-            agreement=Agreement(agent, self.num_replicas, self.batch_size),
+            agreement=Agreement(agent, self.num_replicas, self.batch_size, self._balances),
         )
         try:
             pipeline.join()

@@ -130,7 +130,8 @@ class Pipeline:
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
-        stopwatch = None if sharing is None and agreement is None else Stopwatch(self._device)
+        is_timed = sharing is not None or (agreement is not None and agreement.balances)
+        stopwatch = Stopwatch(self._device) if is_timed else None
         self.balancer: Balancer | None = None
         """What decides about shares, if anything does."""
         if sharing is not None and stopwatch is not None:
@@ -151,9 +152,10 @@ class Pipeline:
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
-        if isinstance(self._reducer, QuorumReducer) and stopwatch is not None:
+        if isinstance(self._reducer, QuorumReducer):
             donations = Donations(self._reducer.agent, self.stages, lambda: self._updates.scale)
-            self._updates.before_update, self._updates.more = donations.before_update, stopwatch.alone
+            self._updates.before_update = donations.before_update
+            self._updates.more = None if stopwatch is None else stopwatch.alone
         ranks = self.layout.rank_of_stage
         self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
@@ -301,7 +303,7 @@ class Pipeline:
         def follow(batch: int) -> None:
             self._updates.follow(batch, reducer.follow)
 
-        self.num_trained = join(reducer.agent, self.num_trained, self.restore, follow)
+        self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.

@@ -35,6 +35,8 @@ class Agreement:
     agent: Agent
     num_replicas: int
     num_samples: int
+    balances: bool = True
+    """Whether its ranks say how long batches keep them busy, so that samples are dealt by speed."""
 
     def reducer(
         self, fabric: Fabric, layout: Layout, transport: Transport, device: torch.device

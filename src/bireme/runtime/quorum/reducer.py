@@ -50,6 +50,8 @@ class QuorumReducer:
         self._device = device
         self.sent = SentBytes()
         self._jobs: dict[Hashable, Job] = {}
+        self.first = 0
+        """The first batch that this replica has a part in."""
         self._copied: tuple[Result, torch.Event] | None = None
         """A sum that the device may still be reading."""
 
@@ -80,8 +82,9 @@ class QuorumReducer:
         assert own is not None, "a replica that may be alone must know what it has"
         views = [*gradients.views]
         holds = bytes(held_flags(views, gradients).tolist()) if views else b""
-        samples = [0.0] * self._num_replicas
+        samples, firsts = [0.0] * self._num_replicas, [0.0] * self._num_replicas
         samples[self.agent.own.replica] = float(own.num_samples)
+        firsts[self.agent.own.replica] = float(self.first)
         ready = self._event()
 
         def prepare(job: Job) -> None:
@@ -92,7 +95,7 @@ class QuorumReducer:
                 own.weight,
                 own.nominal,
                 (float(loss_sum),),
-                (votes, *samples),
+                (votes, *samples, *firsts),
             )
 
         return self._begun(batch, gradients, prepare, stamp)
@@ -121,13 +124,13 @@ class QuorumReducer:
         gradients.held.clear()
         gradients.held.update(name for name, one in zip(gradients.views, summed.holds, strict=True) if one)
         held = [view for name, view in gradients.views.items() if name in gradients.held]
-        votes, *samples = summed.numbers
+        votes, *facts = summed.numbers
         numbers = numbers_of(
             loss_sum=summed.means[0],
             squared_norm=squared_norm(held),
             stamp=reduction.stamp,
             votes=votes,
-            more=[summed.weight, *samples] if self._speaks else [0.0] * (1 + len(samples)),
+            more=[summed.weight, *facts] if self._speaks else [0.0] * (1 + len(facts)),
         )
         self._control.all_reduce(numbers).wait()
         reduced = reduced_of(numbers, reduction.batch, num_ranks=self._control.size)
