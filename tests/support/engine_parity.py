@@ -29,6 +29,7 @@ from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from tests.support.coded_oracle import CodedOracle
@@ -118,6 +119,7 @@ def pipeline_of(
     on_instruction: OnInstruction | None = None,
     device: torch.device | str = "cpu",
     sharing: Sharing | None = None,
+    agreement: Agreement | None = None,
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -140,6 +142,7 @@ def pipeline_of(
         gradient=setting.gradient,
         gradient_of=setting.gradient_of,
         paging=setting.paging,
+        agreement=agreement,
     )
 
 
