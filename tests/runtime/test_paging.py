@@ -118,7 +118,7 @@ def assert_moved_as_predicted(case: Case, plan: Plan, pipelines: set[Pipeline], 
     """Bytes are those of the programs, to the byte, and no tier was ever above its budget."""
     windows, first = [], 0
     for window in case.windows or (num_batches,):
-        windows.append(plan.source.program(window, first))
+        windows.append(plan.source.program(window, min(first, 1)))
         first += window
     for pipeline in pipelines:
         rank = pipeline.layout.pipeline_rank

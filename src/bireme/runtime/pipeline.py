@@ -231,7 +231,7 @@ class Pipeline:
             before = now
             yield result
         if self._paging is not None:
-            self._paging.note(self.plan.source.program(self.num_trained - first, first))
+            self._paging.note(self.num_trained - first)
         if recorder is not None:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
 

@@ -81,11 +81,14 @@ class Residency:
     tiers: tuple[TierUse, ...] = ()
 
 
-def copied_in_bytes(program: Program, rank: int) -> tuple[int, ...]:
-    """The bytes that a rank's FETCH and EVICT copy into each of its tiers; nothing if it does not page."""
+def copied_in_bytes(program: Program, rank: int, num_batches: int) -> tuple[int, ...]:
+    """The bytes that a rank's FETCH and EVICT copy into each of its tiers, where the program is run with as
+    many repetitions as so many batches need; nothing if the rank does not page.
+    """
     tiers, track = program.tiers_of(rank), program.tracks[rank]
     if tiers is None:
         return ()
+    track = track.repeated(track.repeats + num_batches - program.num_batches)
     found = [0] * len(tiers.tiers)
     for steps, times in ((track.head, 1), (track.body, track.repeats), (track.tail, 1)):
         for step in steps:

@@ -111,7 +111,7 @@ class ProgramSource:
             program = self.program(self.num_batches, first_batch)
             tiers = program.tiers_of(rank)
             if begins is not None and tiers is not None:
-                begins(tiers)
+                begins(program, tiers)
             yield from program.tracks[rank].blocks()
 
 

@@ -19,7 +19,8 @@ LONG = 8 * WRITTEN_OUT
 Make = Callable[[int, int], Program]
 """Gives the program of n batches from batch `first` on."""
 
-Begins = Callable[[RankTiers], None]
+Begins = Callable[[Program, RankTiers], None]
+"""Is told which program runs, maybe with fewer or more repetitions, and where the chunks of a rank begin."""
 
 
 def stream(
@@ -33,8 +34,8 @@ def stream(
     """What a rank does, run by run.
 
     `has(n)` tells whether there are at least n batches. It is asked for larger and larger n, so a source of
-    batches need be read only a little ahead of what is worked on. `begins` is told how the rank's memory is
-    cut in the program that runs, before its first block comes, if the rank pages.
+    batches need be read only a little ahead of what is worked on. `begins` is told the program that runs,
+    before its first block comes, if the rank pages.
     """
     # All windows but the very first are alike, so that one program, which may be remembered, does for them.
     base = min(first_batch, 1)
@@ -43,7 +44,7 @@ def stream(
     def begun(program: Program) -> Track:
         tiers, track = program.tiers_of(rank), program.tracks[rank]
         if begins is not None and tiers is not None:
-            begins(tiers.later(late * track.versions_per_batch, program.banks))
+            begins(program, tiers.later(late * track.versions_per_batch, program.banks))
         return track
 
     for block, versions_per_batch in _from_base(lambda count: make(count, base), rank, has, begun):

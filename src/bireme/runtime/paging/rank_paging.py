@@ -68,7 +68,7 @@ class RankPaging:
         self.keeps_gradients = keeps_gradients
         tiers = settled.tiers_of(rank)
         assert tiers is not None, "the rank pages"
-        self._program, self._rank = settled, rank
+        self._program, self._rank, self._window = settled, rank, settled
         self._predicted_bytes = [0] * len(tiers.tiers)
         self._store = ChunkStore(settled, rank, tiers, device, settings)
         self._pager = Pager(settled, self._store)
@@ -95,14 +95,16 @@ class RankPaging:
         """Run a FETCH or an EVICT."""
         self._pager.move(step)
 
-    def begin(self, tiers: RankTiers) -> None:
+    def begin(self, window: Program, tiers: RankTiers) -> None:
         """A window begins, with chunks on these tiers; nothing is under way."""
+        self._window = window
         arrange(self._store, tiers.begin)
 
-    def note(self, window: Program) -> None:
-        """The instructions of a window have been run."""
-        for number, num_bytes in enumerate(copied_in_bytes(window, self._rank)):
-            self._predicted_bytes[number] += num_bytes
+    def note(self, num_batches: int) -> None:
+        """The window has ended, after so many batches."""
+        if num_batches:
+            for number, num_bytes in enumerate(copied_in_bytes(self._window, self._rank, num_batches)):
+                self._predicted_bytes[number] += num_bytes
 
     def tiers(self) -> tuple[TierMoves, ...]:
         """What there is to tell of each tier, the device's first."""
