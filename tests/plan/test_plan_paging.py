@@ -9,9 +9,12 @@ import pytest
 
 from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import read_cluster, save_cluster
+from bireme.cluster.cluster_text import cluster_text
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link
+from bireme.cluster.links import Bridge, Card, Link
 from bireme.cluster.server import Server
+from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer
 from bireme.plan.paging import Paging
@@ -20,9 +23,11 @@ from bireme.plan.plan_file import load_plan, saved_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, timeline_of
 from bireme.plan.tier_limits import TierLimits
+from bireme.profile.profile_file import save_profile
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.checker import check
 from bireme.schedule.residency import Sizes
+from tests.support.command import bireme
 
 MB = 10**6
 NUM_UNITS = 4
@@ -34,7 +39,7 @@ PROFILE = profile_of(
     boundary_bytes=[MB] * NUM_UNITS,
     update_s=[0.002] * NUM_UNITS,
 )
-ROOM = TierLimits(10**9)
+FAST = Link(1e9)
 
 
 @cache
@@ -111,7 +116,7 @@ def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_
     timeline = timeline_of(best.plan, PROFILE, cluster(), request(TierLimits(80 * MB)), num_batches=10)
     assert timeline.steady_batch_s == pytest.approx(best.forecast.batch_s)
     ways = {way.words: way.candidate for way in tight.memory_ways}
-    fast = ways["with room for everything"]
+    fast = ways["room for everything"]
     assert fast is not None
     assert fast.forecast.batch_s == whole.forecast.batch_s
     times = [one.forecast.cost_s_per_sample for one in tight.candidates]
@@ -123,21 +128,64 @@ def test_below_the_least_budget_the_number_that_would_do_is_told_and_does() -> N
         found(TierLimits(20 * MB))
     number = int(str(refused.value).split("at least ")[1].split()[0])
     assert found(TierLimits(number)).best.plan.paging is not None
-    with pytest.raises(BiremeError, match="at least"):
+    with pytest.raises(BiremeError, match=f"at least {number} bytes"):
         found(TierLimits(number - 1))
 
 
 def test_a_host_too_small_overflows_to_the_disk_or_is_refused_with_a_number() -> None:
-    with pytest.raises(BiremeError, match="host memory"):
-        found(TierLimits(70 * MB, 10 * MB))
-    answer = found(TierLimits(70 * MB, 10 * MB, 10**10))
+    with pytest.raises(BiremeError, match=r"at least \d+ bytes"):
+        found(TierLimits(70 * MB, 2 * MB))
+    answer = found(TierLimits(70 * MB, 2 * MB, 10**10))
     tiers = {tier.tier: tier for tier in answer.best.forecast.tiers if tier.rank == 0}
     assert tiers["disk"].peak_bytes > 0
-    assert tiers["host"].peak_bytes <= 10 * MB
-    assert answer.best.forecast.bottleneck in {"a/emulated0's disk", "a/emulated1's disk"}
+    assert tiers["host"].peak_bytes <= 2 * MB
 
 
 def test_saved_plans_with_paging_name_their_tiers() -> None:
     saved = saved_plan(found(TierLimits(80 * MB)))
     assert saved.forecast is not None
     assert {tier.tier for tier in saved.forecast.tiers} == {"device", "host"}
+
+
+def test_devices_share_their_server_and_makers_figures_stand_in_for_what_is_not_said() -> None:
+    card, chip = Device("card", "cuda", 10**9), Device("chip", "cpu", 10**9, bytes_per_s=30e9)
+    servers = (
+        Server(
+            "a", (card,) * 4, (Bridge("pcie", (0, 1), Link(12e9)),), cards=(Card("net", (0, 1, 2, 3), FAST),)
+        ),
+        Server("b", (chip,), cards=(Card("net", (0,), FAST),), host_memory_bytes=8 * MB, disk_bytes=6 * MB),
+    )
+    both = Cluster(servers)
+    assert tier_share(both, 0, (0, 1, 2)).host_bytes_per_s == 6e9  # two on one bridge
+    assert tier_share(both, 0, (0, 2)).host_bytes_per_s == 12e9
+    alone = tier_share(both, 2, (0, 2))
+    assert (alone.host_bytes, alone.disk_bytes) == (None, None)
+    assert alone.host_bytes_per_s == 15.75e9 * 0.8  # PCIe 3.0 x16, of which four fifths arrive
+    assert alone.disk_bytes_per_s == 3.3e9 * 0.8 / 2
+    own = tier_share(both, 4, (4,))
+    assert (own.host_bytes, own.disk_bytes, own.host_bytes_per_s) == (8 * MB, 6 * MB, 10e9)
+
+
+def test_a_cluster_file_keeps_what_devices_can_page_to_and_is_what_it_was_without(tmp_path: Path) -> None:
+    known = cluster()
+    save_cluster(known, tmp_path / "cluster.toml")
+    assert read_cluster(tmp_path / "cluster.toml") == known
+    text = cluster_text(Cluster((Server("a", (Device("any", "emulated", 10**9),)),)))
+    assert "disk" not in text
+    assert "host" not in text
+
+
+def test_the_command_says_what_each_tier_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(PROFILE, tmp_path / "profile.json")
+    save_cluster(cluster(), tmp_path / "cluster.toml")
+    files = ("--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
+    words = ("plan", *files, "-B", "4", "-s", "1f1b", "--depth", "2")
+    document = bireme(capsys, *words, "--device-memory", "80MB", "--json").document
+    keys = {"rank", "tier", "budget_bytes", "peak_bytes", "predicted_bytes_moved", "waited_s"}
+    assert all(row.keys() == keys for row in document["tiers"])
+    assert {row["tier"] for row in document["tiers"]} == {"device", "host"}
+    assert document["memory_ways"][0]["way"] == "without paging"
+    assert "tiers" not in bireme(capsys, *words, "--json").document
+    refused = bireme(capsys, *words, "--disk", "1GB")
+    assert refused.status == 2
+    assert "--device-memory" in refused.err

@@ -17,6 +17,7 @@ from torch.profiler import profile
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.block_paging import page_blocks
 from bireme.profile.events import Event, EventKind, Owner, Phase
 from bireme.profile.idleness import idle_intervals, percentile
 from bireme.profile.iteration import OPTIMIZERS, observe
@@ -550,6 +551,22 @@ def test_copies_that_take_turns_never_cross_and_never_save_more(behaviour: Behav
                     shift_s = turn * behaviour.duration_s
                     is_before = end_s <= other_start_s + shift_s + 1e-12
                     assert is_before or other_end_s + shift_s <= start_s + 1e-12
+
+
+def test_paging_takes_less_memory_than_the_peak_and_fewer_copies_the_more_there_is(
+    behaviour: Behaviour,
+) -> None:
+    paging = page_blocks(behaviour, Bandwidth(1e9, 2e9))
+    assert paging is not None
+    assert 0 < paging.unpaged_bytes < paging.least_bytes < behaviour.peak.num_bytes
+    budgets = paging.budgets
+    assert [one.device_bytes for one in budgets] == sorted(one.device_bytes for one in budgets)
+    assert budgets[0].device_bytes == paging.least_bytes
+    moved = [one.out_bytes + one.in_bytes for one in budgets]
+    assert moved == sorted(moved, reverse=True)
+    assert moved[0] > 0
+    for one in budgets:
+        assert one.copies_s == pytest.approx(max(one.out_bytes / 1e9, one.in_bytes / 2e9))
 
 
 def test_percentiles_are_values_that_occur() -> None:

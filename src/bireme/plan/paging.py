@@ -24,7 +24,8 @@ class Paging:
     rank's memory fits. `sizes` are the bytes of each stage that the chunks are counted from; what the engine
     keeps must not be larger. Fetched chunks are to be there `ahead` instructions before they are used. With
     `updates_together` a rank updates all its stages when it updates the first. `is_summed` where gradients
-    are summed over replicas. Without `stashes` activations stay on the device.
+    are summed over replicas, or over stages that share parameters. Without `stashes` activations stay on the
+    device.
     """
 
     budgets: tuple[Budgets, ...]

@@ -67,8 +67,7 @@ def print_memory(
     if paging is not None and paging.budgets:
         say(f"\n{_least(paging, behaviour)}")
         console.print(_paging(paging, behaviour))
-    console.print("\nWhat Li et al. (ISPASS 2021) report", style="bold")
-    console.print(_published())
+    say(f"\n{_published(behaviour)}")
 
 
 def _least(paging: BlockPaging, behaviour: Behaviour) -> str:
@@ -94,11 +93,14 @@ def _paging(paging: BlockPaging, behaviour: Behaviour) -> Table:
     return table
 
 
-def _published() -> Table:
-    table = columns(("figure", "value", "source"), words=("figure", "source"), wrapped=("figure", "source"))
+def _published(behaviour: Behaviour) -> str:
+    """The figures of the paper, by where we have them from, beside this iteration's share of activations."""
+    by_source: dict[str, list[str]] = {}
     for figure in PUBLISHED:
-        table.add_row(figure.name, figure.value, figure.source)
-    return table
+        by_source.setdefault(figure.source, []).append(f"{figure.name}: {figure.value}")
+    told = "; ".join(f"{'; '.join(figures)} ({source})" for source, figures in by_source.items())
+    share = behaviour.by_owner()[Owner.ACTIVATION] / behaviour.peak.num_bytes
+    return f"Activations are {share:.2%} of the peak. Li et al. (ISPASS 2021): {told}."
 
 
 def _peak(behaviour: Behaviour) -> str:

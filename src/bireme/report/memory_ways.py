@@ -33,17 +33,8 @@ def tiers_table(best: Candidate) -> Table:
 
 def ways_table(answer: Answer) -> Table:
     """What each way to live with the memory would take."""
-    headings = (
-        "with the memory there is",
-        "schedule",
-        "depth×width",
-        "parts",
-        "sweep",
-        "again",
-        "a batch",
-        "cost",
-    )
-    table = columns(headings, words=("with the memory there is", "schedule"))
+    headings = ("memory", "schedule", "shape", "parts", "sweep", "again", "a batch", "cost")
+    table = columns(headings, words=("memory", "schedule"))
     for way in answer.memory_ways:
         if way.candidate is None:
             table.add_row(escape(way.words), "none", style="dim")
@@ -55,7 +46,7 @@ def ways_table(answer: Answer) -> Table:
             f"{short.depth}×{short.width}, {short.num_microbatches}×{max(short.micro_batch_sizes)}",
             str(short.num_stages // short.depth),
             str(plan.sweep),
-            f"{short.num_recomputed} of {short.num_stages}",
+            str(short.num_recomputed),
             seconds_text(short.batch_s),
             seconds_text(short.cost_s_per_sample),
             style="bold" if way.candidate is answer.best else None,

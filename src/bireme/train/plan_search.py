@@ -47,15 +47,20 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         codec=run.links.codec or "none",
         has_ending=run.links.schedule.last_fraction > 0,
         value_bytes=2 if run.model.dtype == "bfloat16" else 4,
-        memory=_tier_limits(run.memory),
+        memory=_tier_limits(run.memory, compiles=run.model.compile),
     )
 
 
-def _tier_limits(memory: Memory) -> TierLimits | None:
-    """What each process may use of each tier; None where nothing is paged."""
+def _tier_limits(memory: Memory, *, compiles: bool) -> TierLimits | None:
+    """What each process may use of each tier; None where nothing is paged.
+
+    What torch compiles keeps its activations itself.
+    """
     if not memory.is_on:
         return None
-    return TierLimits(memory.device_bytes, memory.host_bytes, memory.most_disk_bytes, memory.stashes)
+    return TierLimits(
+        memory.device_bytes, memory.host_bytes, memory.most_disk_bytes, memory.stashes and not compiles
+    )
 
 
 def _start(run: RunFile) -> float | None:

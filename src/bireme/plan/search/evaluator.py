@@ -184,9 +184,18 @@ class PlanEvaluator:
     def paging(self, draft: Draft, *, ahead: int, updates_together: bool) -> Paging | None:
         """What a draft would page; None where all of it fits."""
         costs = self._work(draft, max(draft.outline.sizes)).costs
-        is_summed = draft.outline.width > 1 or bool(self._rings(draft, draft.outline.rank_of_stage))
+        stages = draft.stages(len(self._ground.profile.units))
+        is_tied = any(
+            sum(any(begin <= place < end for place, _ in places) for begin, end in stages) > 1
+            for places in self._tied.values()
+        )
         return paging_of(
-            self._ground, draft, costs, ahead=ahead, updates_together=updates_together, is_summed=is_summed
+            self._ground,
+            draft,
+            costs,
+            ahead=ahead,
+            updates_together=updates_together,
+            is_summed=is_tied or draft.outline.width > 1,
         )
 
     def _bottleneck(self, draft: Draft, floor: LowerBound, slowest: Timeline) -> str:

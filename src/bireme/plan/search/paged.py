@@ -28,20 +28,20 @@ class Search(Protocol):
     """An ordinary search on a cluster; `is_tight` where hardly any plan fits."""
 
     def __call__(
-        self, cluster: Cluster, wishes: PlanRequest, *, is_tight: bool = False
+        self, machines: Cluster, wishes: PlanRequest, *, is_tight: bool = False
     ) -> Answer | NothingFits:
         """What it finds."""
 
 
-MOST_SEEDS = 4
-"""Plans that would be best with room for everything, which are made to fit."""
+MOST_SEEDS, BRIEF_SEEDS = 4, 2
+"""Plans that would be best with room for everything, which are made to fit; fewer for a run that is short."""
 
 ROOM_BYTES = 2**60
 """What a device has that has room for everything."""
 
 
 def with_paging(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, search: Search
+    profile: Profile, cluster: Cluster, wishes: PlanRequest, search: Search, *, is_brief: bool
 ) -> Answer | NothingFits:
     """The best plan that fits, whether it pages or not, and what the other ways would take."""
 
@@ -51,14 +51,14 @@ def with_paging(
         return forecast.cost_s_per_sample * (power or 1.0)
 
     roomy = search(_roomy(cluster), replace(wishes, memory=None, memory_fraction=1.0))
-    walk = PagedWalk(PlanningProblem(profile, cluster, wishes))
+    walk = PagedWalk(PlanningProblem(profile, cluster, wishes), is_brief=is_brief)
     if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
         return search(cluster, wishes)
     plain = search(cluster, wishes, is_tight=True)
     fits = plain if isinstance(plain, Answer) else None
     least = math.inf if fits is None else cost(fits.best)
     paged: list[Candidate] = []
-    for seed in roomy.candidates[:MOST_SEEDS]:
+    for seed in roomy.candidates[: BRIEF_SEEDS if is_brief else MOST_SEEDS]:
         if cost(seed) * AS_GOOD < least:
             best = walk.best_from(draft_of(seed.plan, cluster))
             if best is not None:
@@ -94,4 +94,4 @@ def _ways(plain: Answer | NothingFits, roomy: Answer, walk: PagedWalk) -> Iterat
         yield MemoryWay("without paging", plain.best)
     for words, again in (("paging", False), ("paging and recomputation", True)):
         yield MemoryWay(words, walk.best_seen(again=again), "Nothing that was tried fits.")
-    yield MemoryWay("with room for everything", roomy.best)
+    yield MemoryWay("room for everything", roomy.best)

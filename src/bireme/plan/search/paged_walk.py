@@ -26,8 +26,8 @@ from bireme.schedule.paging import least_device_bytes
 
 __all__ = ["AS_GOOD", "PagedWalk"]
 
-MOST_WALKED = 16
-"""Drafts that are simulated from one plan."""
+MOST_WALKED, BRIEFLY_WALKED = 16, 6
+"""Drafts that are simulated from one plan, and where a better plan would save less than it takes to find."""
 
 MOST_PARTS = 64
 """Of a rank."""
@@ -49,8 +49,9 @@ AS_GOOD = 1.001
 class PagedWalk:
     """Evaluates drafts that page, and remembers what those needed that do not fit."""
 
-    def __init__(self, ground: PlanningProblem) -> None:
+    def __init__(self, ground: PlanningProblem, *, is_brief: bool) -> None:
         self._ground = ground
+        self._most = BRIEFLY_WALKED if is_brief else MOST_WALKED
         self._judge = PlanEvaluator(ground)
         self._seen: dict[Draft, Forecast | None] = {}
         self._least_bytes = math.inf
@@ -74,7 +75,7 @@ class PagedWalk:
             return None
         least, num_before = self._cost(at), self.num_tried
         is_better = True
-        while is_better and self.num_tried - num_before < MOST_WALKED:
+        while is_better and self.num_tried - num_before < self._most:
             is_better = False
             for other in self._beside(at):
                 if self._forecast(other) is not None and self._cost(other) * AS_GOOD < least:
@@ -85,7 +86,9 @@ class PagedWalk:
     def best_seen(self, *, again: bool) -> Candidate | None:
         """The best of all that was simulated and pages, of those that recompute or of the others."""
         found = [
-            draft for draft, promised in self._seen.items() if promised and bool(draft.recompute) == again
+            draft
+            for draft, promised in self._seen.items()
+            if promised and promised.tiers and bool(draft.recompute) == again
         ]
         best = min(found, key=self._cost, default=None)
         return None if best is None else self._candidate(_paged(self._judge, best), self._seen[best])
@@ -113,8 +116,7 @@ class PagedWalk:
 
     def _first(self, seed: Draft) -> Iterator[Draft]:
         """Drafts that need less and less on the device."""
-        plain = replace(seed, num_sliced=None)
-        for one in (plain, *self._smaller(plain)):
+        for one in (seed, *self._smaller(seed)):
             for parts in self._parts(one):
                 yield parts
                 yield from islice(self._recomputing(parts), 1)

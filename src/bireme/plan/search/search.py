@@ -52,10 +52,12 @@ def find_plan(
         def share(done: float) -> None:
             tell((place + done) / count)
 
-        def on(machines: Cluster, other: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
-            return _found(profile, machines, other, share, is_brief=is_brief, is_tight=is_tight)
+        def on(machines: Cluster, wishes: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
+            return _found(profile, machines, wishes, share, is_brief=is_brief, is_tight=is_tight)
 
-        return on(cluster, wish) if wish.memory is None else with_paging(profile, cluster, wish, on)
+        if wish.memory is None:
+            return on(cluster, wish)
+        return with_paging(profile, cluster, wish, on, is_brief=is_brief)
 
     if wishes.codec == AUTO:
         return with_best_codecs(profile, cluster, wishes, search)
