@@ -181,11 +181,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica that lives: `addresses` are those of its ranks, stage by stage."""
+    """A replica that lives: `addresses` are those of its ranks, stage by stage. It trains the batches from
+    `first` on.
+    """
 
     replica: int
     life: int
     addresses: tuple[str, ...]
+    first: int = 0
 
     @property
     def own_life(self) -> Life:
