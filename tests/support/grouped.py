@@ -6,6 +6,7 @@ and then for the group's mean, and goes on once that counts.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
@@ -106,9 +107,15 @@ class GroupWorld:
 
     def _train(self, one: Replica) -> None:
         """The stages are ready one after the other, the last one first; messages may overtake each other."""
+        if one.life:
+            return
         for place, stage in enumerate(reversed(range(self.num_stages))):
             delay_s = one.batch_s * self.random.uniform(0.8, 1.2) + 0.001 * place * self.random.random()
-            self.after(delay_s, lambda s=stage, b=one.batch, o=one: self._arrive(o, s, b))  # type: ignore[misc]
+            self.after(delay_s, partial(self._arrive, one, stage, one.batch))
+
+    def _tell_of(self, one: Replica, event: Event) -> None:
+        if one.life == 0:
+            self.tell(event)
 
     def _arrive(self, one: Replica, stage: int, batch: int) -> None:
         if one.life == 0:
@@ -124,7 +131,7 @@ class GroupWorld:
                     event = Summed(group.stage, member, group.number, group.attempt)
                     self.after(
                         SUM_S * self.random.uniform(0.5, 2.0),
-                        lambda e=event, o=one: self.tell(e) if o.life == 0 else None,  # type: ignore[misc]
+                        partial(self._tell_of, one, event),
                     )
             return
         self.settled.append(group)
@@ -140,7 +147,4 @@ class GroupWorld:
                 is_draining = one.drains_after == one.batch
                 # It drains alone for two batches, and then goes on with the others.
                 one.batch += 3 if is_draining else 1
-                self.after(
-                    2 * one.batch_s if is_draining else 0.0,
-                    lambda o=one: self._train(o) if o.life == 0 else None,
-                )  # type: ignore[misc]
+                self.after(2 * one.batch_s if is_draining else 0.0, partial(self._train, one))

@@ -371,4 +371,4 @@ def decode(kind: type[Message], line: bytes) -> Message:
 
 @cache
 def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    return TypeAdapter(cast("type[Any]", kind))
