@@ -42,12 +42,9 @@ WRITTEN = 0.05
 LEASE_S, GRACE_S, BEAT_S = 1.0, 0.1, 0.2
 
 
-def settings_for(num_replicas: int, num_stages: int, batch_size: int = 12, **more: object) -> Settings:
+def settings_for(num_replicas: int, num_stages: int, batch_size: int = 12) -> Settings:
     limits = Limits((1,) * num_replicas, (batch_size,) * num_replicas)
-    return replace(
-        Settings(SyncMode.QUORUM, num_replicas, num_stages, batch_size, limits, LEASE_S, GRACE_S),
-        **more,  # type: ignore[arg-type]
-    )
+    return Settings(SyncMode.QUORUM, num_replicas, num_stages, batch_size, limits, LEASE_S, GRACE_S)
 
 
 @dataclass

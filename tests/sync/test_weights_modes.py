@@ -14,7 +14,8 @@ class Talk:
     """Ranks that report when a test says so, one millisecond after the other."""
 
     def __init__(self, mode: SyncMode, num_replicas: int, num_stages: int, **more: object) -> None:
-        self.state = begun(settings_for(num_replicas, num_stages, mode=mode, **more))
+        settings = settings_for(num_replicas, num_stages)
+        self.state = begun(replace(settings, mode=mode, **more))  # type: ignore[arg-type]
         self.now_s = 0.0
         self.lines: list[Began | Committed] = []
         self.reports = {
