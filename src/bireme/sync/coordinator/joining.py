@@ -78,7 +78,7 @@ def without_lost(state: State, now_s: float) -> State:
 def with_heals(state: State, now_s: float) -> State:
     """With a donor for each replica that is there and no member, as long as both are heard of."""
     membership, settings = state.membership, state.settings
-    if not membership.members or not membership.is_installed:
+    if not membership.is_installed:
         return state
     lives = heard_replicas(membership, now_s - settings.lease_s)
     joining = [life for life in lives if membership.member(life) is None and not _leaves(membership, life)]
@@ -105,8 +105,8 @@ def with_heals(state: State, now_s: float) -> State:
 
 def with_entries(state: State) -> State:
     """With those who have healed as members. In `quorum` that is where a batch begins that was not dealt when
-    they were found to have the sums of the others but the last one, and once they have that too: whoever holds
-    it alone may die.
+    they were found to have the sums of the others but the last one, and once they have that too: whoever
+    holds it alone may die.
     """
     membership, is_quorum = state.membership, state.settings.mode is SyncMode.QUORUM
     heals, entering = [], []
