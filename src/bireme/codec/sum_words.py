@@ -17,6 +17,7 @@ __all__ = [
     "DENSE_SUMS",
     "DENSITY_SLACK",
     "SUM_CODEC_WORDS",
+    "WHOLE_STEPS",
     "SumCodec",
     "SumCost",
     "SumKind",
@@ -39,7 +40,7 @@ ENTRY_BYTES = 4
 KEPT_COPIES = 2
 """Residuals: as of the last batch that counted, and as the batch under way leaves them."""
 
-WHOLE_STEPS = 2
+WHOLE_STEPS = 10
 """Steps before low rank begins, so that optimisers which divide by the size of gradients know it first."""
 
 SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS or lowrank:RANK:STEPS"
