@@ -87,20 +87,22 @@ class GradientPool:
 
     def open(self, batch: int = 0) -> GradientSums:
         """Sums for a batch that begins."""
-        if self._free:
-            sums = self._free.pop()
-        else:
-            self._num_sets += 1
-            arenas = [Arena(shelf.slots, shelf.dtype, self._device) for shelf in self._shelves]
-            sums = GradientSums(arenas, self._names)
+        sums = self._taken()
         if self.principal is not None:
             sums.streams = self.principal.open(batch)
         return sums
 
+    def _taken(self) -> GradientSums:
+        if self._free:
+            return self._free.pop()
+        self._num_sets += 1
+        arenas = [Arena(shelf.slots, shelf.dtype, self._device) for shelf in self._shelves]
+        return GradientSums(arenas, self._names)
+
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
-        """A copy of sums, in arenas of its own."""
-        copy = self.open()
+        """A copy of sums, in arenas of its own. Streams, which no sum changes, are the same."""
+        copy = self._taken()
         copy.streams = None if sums.streams is None else sums.streams.summed()
         for target, source in zip(copy.arenas, sums.arenas, strict=True):
             target.flat.copy_(source.flat)
