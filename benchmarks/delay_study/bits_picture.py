@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bireme.report.axes import round_step
 from bireme.report.palette import AXIS, HUES, INK, PALE_INK
@@ -46,11 +47,17 @@ class _View:
 
 
 def against_bits(title: str, series: Sequence[str], points: Sequence[Point]) -> Picture:
-    """Each point with its name, a line from the least of its seeds to the greatest, and a legend on top."""
+    """Each point with its name, a line from the least of its seeds to the greatest, and a legend on top. A
+    pale line joins the points of the first series that no other beats in both bits and loss.
+    """
     least, most = min(one.least for one in points), max(one.greatest for one in points)
     room = 0.08 * max(most - least, 0.01)
     view = _View(min(least, 0.0) - room, most + room)
     shapes = [*_axes(view, title)]
+    for one, other in pairwise(_best([point for point in points if point.series == 0])):
+        shapes.append(
+            Line(view.x(one.bits), view.y(one.excess), view.x(other.bits), view.y(other.excess), PALE_INK)
+        )
     for number, name in enumerate(series):
         begin = LEFT + 230.0 * number
         shapes.append(Rect(begin, TOP - 32, MARK, MARK, HUES[number]))
@@ -72,6 +79,15 @@ def against_bits(title: str, series: Sequence[str], points: Sequence[Point]) -> 
             )
         )
     return Picture(WIDTH, HEIGHT, title, tuple(shapes))
+
+
+def _best(points: Sequence[Point]) -> list[Point]:
+    """From few bits to many, those that no point with as few bits has less loss than."""
+    found: list[Point] = []
+    for one in sorted(points, key=lambda point: (point.bits, point.excess)):
+        if not found or one.excess < found[-1].excess:
+            found.append(one)
+    return found
 
 
 def _axes(view: _View, title: str) -> Iterator[Shape]:
