@@ -210,10 +210,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
 def measure(asked: Namespace) -> Findings:
     ways = [Way(schedule, codec) for schedule in SCHEDULES for codec in CODECS]
     ways += [
-        Way(schedule, codec, True)
-        for schedule in SCHEDULES
-        for codec in CODECS
-        if codec.startswith(("keep:0.2", "keep:0.1"))
+        Way(schedule, codec, True) for schedule in SCHEDULES for codec in CODECS if codec.startswith("keep")
     ]
     rows = [row_of(way) for way in ways]
     dense = next(row["T"] for row in rows if row["schedule"] == "1f1b" and row["codec"] == "none")
