@@ -15,6 +15,7 @@ RULES = ("synchronous", "fresh+warm-up")
 GROUPS = ("groups:5", "groups:1", "groups:10", "groups:2")
 OUTER = ("outer:10", "outer:50", "outer:200")
 STRAGGLER = "groups:10:10"
+LAST_HEADS = ("excess", "seeds", "penalty")
 
 
 def replica_cells() -> Iterator[tuple[Cell, int]]:
@@ -24,13 +25,15 @@ def replica_cells() -> Iterator[tuple[Cell, int]]:
             for rule in RULES:
                 for replicas, (d, m) in SHAPES.items():
                     for agreement in agreements:
-                        yield Cell(rule, optimizer, d, m, replicas=replicas, agreement=agreement), rung
+                        cell = Cell(rule, optimizer, d, m, replicas=replicas, agreement=agreement)
+                        yield cell, rung
 
 
 def replica_lines(found: Sequence[Row]) -> Iterator[str]:
     """What agreeing on weights costs in loss at equal samples, and in steps for one."""
-    yield "| how replicas agree | replicas | rule | optimiser | d | m | rate | loss | excess | seeds | penalty |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    heads = ("how replicas agree", "replicas", "rule", "optimiser", "d", "m", "rate", "loss", *LAST_HEADS)
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
     for row in found:
         cell = row.cell
         if cell.agreement == "all":
@@ -42,10 +45,11 @@ def replica_lines(found: Sequence[Row]) -> Iterator[str]:
             if seeds > 1:
                 excess += f" ({100 * row.excess.least:+.1f} to {100 * row.excess.greatest:+.1f})"
         steps = "" if row.penalty is None else f"{row.penalty:.2f}"
+        rate = f"{row.rate:.2g}{' (?)' if row.is_at_edge else ''}"
         yield (
             f"| {_told(cell.agreement)} | {cell.replicas} | {cell.rule} | {cell.optimizer} "
-            f"| {cell.num_stages} | {cell.num_microbatches} | {row.rate:.2g}{' (?)' if row.is_at_edge else ''} "
-            f"| {row.loss:.3f} | {excess} | {seeds} | {steps} |"
+            f"| {cell.num_stages} | {cell.num_microbatches} | {rate} | {row.loss:.3f} | {excess} | {seeds} "
+            f"| {steps} |"
         )
 
 

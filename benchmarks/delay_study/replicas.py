@@ -49,7 +49,7 @@ class OuterStep:
 
 
 class Replicas:
-    """Replicas in training. `batch_of` gives a replica's samples; `num_batches` is how long the run will be."""
+    """Replicas in training. `batch_of` gives a replica's samples; the run will be of `num_batches`."""
 
     def __init__(
         self,

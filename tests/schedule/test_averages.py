@@ -1,8 +1,8 @@
-"""Replicas that average weights: where the two instructions lie, what is proved of them, and how they look."""
+"""Replicas that average weights: where the two instructions lie, what is proved of them, how they look."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -10,31 +10,42 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.grid import ascii_picture
-from bireme.schedule.instruction import AVERAGES, Kind
+from bireme.schedule.instruction import AVERAGES, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.proofs.deadlock import Grant, run_to_end
+from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 
 SCHEDULES = ("1f1b", "2bw", "2bw-fresh")
 
 
-def program_of(name: str, d: int = 3, m: int = 4, batches: int = 4, lag: int = 0, **more: int) -> Program:
+def program_of(
+    name: str,
+    d: int = 3,
+    m: int = 4,
+    batches: int = 4,
+    lag: int = 0,
+    *,
+    per_rank: int | None = None,
+    first_batch: int = 0,
+) -> Program:
     return generate(
         name,
         num_stages=d,
         num_microbatches=m,
         num_batches=batches,
-        average_lag=lag,
+        stages_per_rank=per_rank,
+        first_batch=first_batch,
         updates_early=True,
-        **more,
+        average_lag=lag,
     )
 
 
 def programs() -> Iterator[Program]:
     for name, d, per_rank, lag in product(SCHEDULES, (1, 2, 4), (1, 2), (0, 1, 2)):
-        yield program_of(name, d * per_rank, d + 1, 3, lag, stages_per_rank=per_rank)
-        yield program_of(name, d * per_rank, d, 30, lag, stages_per_rank=per_rank, first_batch=2)
+        yield program_of(name, d * per_rank, d + 1, 3, lag, per_rank=per_rank)
+        yield program_of(name, d * per_rank, d, 30, lag, per_rank=per_rank, first_batch=2)
 
 
 def test_what_the_generators_make_is_proved_right_and_repeats_itself() -> None:
@@ -63,7 +74,7 @@ def test_without_averages_they_are_the_programs_of_before(name: str) -> None:
     ("name", "lag"), [("2bw", 0), ("2bw-fresh", 0), ("1f1b", 1), ("2bw", 1), ("2bw-fresh", 1)]
 )
 def test_the_exchange_hides_behind_the_next_batch(name: str, lag: int) -> None:
-    """With 12 micro-batches on 3 stages, so does one of three quarters of a batch's work; 1f1b has to wait."""
+    """With 12 micro-batches on 3 stages one of three quarters of a batch's work does; 1f1b has to wait."""
     program = program_of(name, 3, 12, 8, lag)
 
     def batch_s(program: Program, exchange_s: float) -> float:
@@ -79,12 +90,12 @@ def test_the_exchange_hides_behind_the_next_batch(name: str, lag: int) -> None:
 def test_an_average_starts_right_after_its_update(name: str) -> None:
     for track in program_of(name).tracks:
         steps = list(track)
-        for before, step in zip(steps, steps[1:], strict=False):
+        for before, step in pairwise(steps):
             if step.kind is Kind.AVERAGE_START:
                 assert (before.kind, before.batch) == (Kind.UPDATE, step.batch)
 
 
-def spoilt(program: Program, rank: int, steps: list) -> Program:  # type: ignore[type-arg]
+def spoilt(program: Program, rank: int, steps: list[Instruction]) -> Program:
     tracks = list(program.tracks)
     tracks[rank] = Track(tuple(steps), versions_per_batch=tracks[rank].versions_per_batch)
     return replace(program, tracks=tuple(tracks))
@@ -116,11 +127,10 @@ def test_the_checker_finds_averages_that_are_missing_doubled_late_or_mislabelled
                 assert not check(spoilt(program, rank, one)).ok, (rank, at, str(step))
 
 
-def _uses(program: Program, step: object, version: int) -> bool:
-    assert hasattr(step, "kind")
-    if program.rule == "fresh":
-        return step.kind is Kind.TRIAL and step.batch == version + 1  # type: ignore[attr-defined]
-    return step.kind is Kind.FORWARD and step.version == version  # type: ignore[attr-defined]
+def _uses(program: Program, step: Instruction, version: int) -> bool:
+    if program.rule is Rule.FRESH:
+        return step.kind is Kind.TRIAL and step.batch == version + 1
+    return step.kind is Kind.FORWARD and step.version == version
 
 
 def test_a_program_that_averages_nothing_may_not_hold_an_average() -> None:

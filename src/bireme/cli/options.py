@@ -68,8 +68,8 @@ Average = Annotated[
     int | None,
     typer.Option(
         metavar="LAG",
-        help="Let replicas average weights after each update. The mean may come LAG updates late: 0 for groups, "
-        "1 or more for outer steps.",
+        help="Let replicas average weights after each update. The mean may come LAG updates late: 0 for "
+        "groups, 1 or more for outer steps.",
     ),
 ]
 Recompute = Annotated[

@@ -124,9 +124,9 @@ class Instruction:
     """One step of a rank.
 
     `version` is the weight version that a compute instruction runs on, the one that UPDATE and TRIAL make,
-    and the one that AVERAGE_START reads and AVERAGE_END completes; communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for
-    TRIAL, how many micro-batches of the batch before have their gradient in the accumulator. `page` is what
-    FETCH and EVICT move.
+    and the one that AVERAGE_START reads and AVERAGE_END completes; communication has none. `half` is 0 or 1
+    where a micro-batch's forward is sliced. `seen` is, for TRIAL, how many micro-batches of the batch before
+    have their gradient in the accumulator. `page` is what FETCH and EVICT move.
     """
 
     kind: Kind

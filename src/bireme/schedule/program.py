@@ -167,7 +167,7 @@ class Program:
         )
 
     def completed_by(self, batch: int) -> int:
-        """The version that the mean of a batch's update becomes a part of: at the latest the window's last."""
+        """The version that the mean after a batch's update becomes a part of; not past the window's last."""
         return min(batch + 1 + (self.average_lag or 0), self.batches.stop)
 
     def tiers_of(self, rank: int) -> RankTiers | None:

@@ -113,8 +113,8 @@ def weave(
 def _check_average(name: str, rule: Rule, lag: int) -> None:
     if rule is Rule.STASHED:
         raise BiremeError(
-            f"Replicas cannot average their weights under {name}, which updates after every micro-batch. 1f1b, "
-            "2bw and 2bw-fresh update once a batch."
+            f"Replicas cannot average their weights under {name}, which updates after every micro-batch. "
+            "1f1b, 2bw and 2bw-fresh update once a batch."
         )
     if lag < 0:
         raise BiremeError(f"The lag of averages is {lag}; it must be 0 or more batches.")

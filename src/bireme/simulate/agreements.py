@@ -1,9 +1,9 @@
 """Who agrees with whom, as the simulator's replicas ask: the modes of Bireme and two published baselines.
 
-The groups are those of the real coordinator, `bireme.sync.coordinator.groups`, as an event handler.
+Groups and rounds are made by the rules of the real coordinator, `bireme.sync.coordinator`, as event handlers.
 """
 
-from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from bireme.simulate.together import Agreement, Together, Trained
@@ -18,8 +18,9 @@ from bireme.sync.coordinator.group_events import (
     Summed,
     Tick,
 )
-from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
+from bireme.sync.coordinator.group_former import MOST_WAIT_S, first_wait_s, next_wait_s
 from bireme.sync.coordinator.groups import GroupState, begun, next_deadline_s, step
+from bireme.sync.coordinator.rounds import Line, next_grant
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AsynchronousPairs", "BoundedStaleness", "Everyone", "Groups", "OuterRounds"]
@@ -48,18 +49,26 @@ class Everyone(Agreement):
 class Groups(Agreement):
     """`groups`: weights are averaged within the group that is ready, by the coordinator's own rules.
 
-    A dead replica is dropped when its lease is over. One that returns takes the weights of the others, which
-    takes `heal_s`, and goes on at the batch of the furthest.
+    A dead replica is dropped after `noticed_s`. One that returns takes the weights of the others, which
+    takes `heal_s`, and goes on at the batch of the furthest. A replica that was alone waits for others for up
+    to `most_wait_s`.
     """
 
     average_lag = 0
 
     def __init__(
-        self, settings: GroupSettings, num_stages: int, *, lease_s: float = 10.0, heal_s: float = 0.0
+        self,
+        settings: GroupSettings,
+        num_stages: int,
+        *,
+        most_wait_s: float = MOST_WAIT_S,
+        noticed_s: float = 10.0,
+        heal_s: float = 0.0,
     ) -> None:
         self.settings = settings
         self.num_stages = num_stages
-        self.lease_s = lease_s
+        self.most_wait_s = most_wait_s
+        self.noticed_s = noticed_s
         self.heal_s = heal_s
 
     def begin(self, run: Together) -> None:
@@ -75,7 +84,7 @@ class Groups(Agreement):
         self.furthest = max(self.furthest, batch)
         wait_s = self.waits_s.setdefault((replica, stage), first_wait_s())
         arrived = Arrived(stage, replica, batch, wait_s)
-        self.run.at(now_s + self.run.exchange.control_s, lambda at_s: self._happened(arrived, at_s))
+        self.run.at(now_s + self.run.exchange.control_s, partial(self._happened, arrived))
 
     def woke(self, now_s: float) -> None:
         """The wait of an opener may be over."""
@@ -84,13 +93,13 @@ class Groups(Agreement):
             self._happened(Tick(), now_s)
 
     def died(self, replica: int, now_s: float) -> None:
-        """The coordinator notices when the lease is over."""
-        self.run.at(now_s + self.lease_s, lambda at_s: self._drop(replica, at_s))
+        """The coordinator hears of it, or its lease ends."""
+        self.run.at(now_s + self.noticed_s, partial(self._drop, replica))
 
     def returned(self, replica: int, now_s: float) -> None:
         """It takes the weights of the others, and is a member from then on."""
         self._happened(Gone(replica), now_s)
-        self.run.at(now_s + self.heal_s, lambda at_s: self._join(replica, at_s))
+        self.run.at(now_s + self.heal_s, partial(self._join, replica))
 
     def _drop(self, replica: int, now_s: float) -> None:
         if not self.run.is_alive(replica):
@@ -119,7 +128,7 @@ class Groups(Agreement):
             at_s = now_s + self.run.exchange.seconds(len(group.members))
             for replica in group.replicas:
                 summed = Summed(group.stage, replica, group.number, group.attempt)
-                self.run.at(at_s, lambda then_s, summed=summed: self._happened_to(summed, then_s))
+                self.run.at(at_s, partial(self._happened_to, summed))
 
     def _happened_to(self, summed: Summed, now_s: float) -> None:
         if self.run.is_alive(summed.replica):
@@ -128,20 +137,14 @@ class Groups(Agreement):
     def _settled(self, group: Group, now_s: float) -> None:
         for replica in group.replicas:
             place = replica, group.stage
-            self.waits_s[place] = next_wait_s(self.waits_s.get(place, first_wait_s()), len(group.members))
+            wait_s = self.waits_s.get(place, first_wait_s())
+            self.waits_s[place] = next_wait_s(wait_s, len(group.members), self.most_wait_s)
         self.run.complete(group.stage, {one.replica: one.batch for one in group.members}, now_s)
 
 
-@dataclass(slots=True)
-class _Round:
-    """A round of a stage that has not begun: who has come, after which batch of its own."""
-
-    members: dict[int, int] = field(default_factory=dict)
-    number: int = 0
-
-
 class OuterRounds(Agreement):
-    """`outer`: every `every` batches of its own a replica offers its drift, one batch before it needs the mean.
+    """`outer`: after every `every` batches of its own a replica offers its drift, a batch before it needs the
+    mean.
 
     A round begins when all have come, or more than half of them and nobody else within `grace_s`.
     """
@@ -155,32 +158,35 @@ class OuterRounds(Agreement):
     def begin(self, run: Together) -> None:
         """No round is open."""
         super().begin(run)
-        self.rounds: dict[int, _Round] = {}
+        self.lines: dict[int, Line] = {}
+        self.offers: dict[int, dict[int, int]] = {}
+        """By stage and replica, after which batch of its own it waits for the round."""
 
     def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
         """One more for the round that is open, if this batch is due."""
         if (batch + 1) % self.every:
             super().offered(replica, stage, batch, now_s)
             return
-        found = self.rounds.setdefault(stage, _Round())
-        found.members[replica] = batch
-        number = found.number
-        if len(found.members) == self.run.num_replicas:
-            self._close(stage, now_s)
-        elif 2 * len(found.members) > self.run.num_replicas:
-            num_members = len(found.members)
-            self.run.at(now_s + self.grace_s, lambda at_s: self._close_if(stage, number, num_members, at_s))
+        self.offers.setdefault(stage, {})[replica] = batch
+        self._grant(stage, now_s)
+        if stage in self.offers:
+            self.run.at(now_s + self.grace_s, partial(self._grant, stage))
 
-    def _close_if(self, stage: int, number: int, num_members: int, now_s: float) -> None:
-        found = self.rounds[stage]
-        if found.number == number and len(found.members) == num_members:
-            self._close(stage, now_s)
-
-    def _close(self, stage: int, now_s: float) -> None:
-        found = self.rounds[stage]
-        self.rounds[stage] = _Round(number=found.number + 1)
-        at_s = now_s + self.run.exchange.control_s + self.run.exchange.seconds(len(found.members))
-        self.run.complete(stage, found.members, at_s)
+    def _grant(self, stage: int, now_s: float) -> None:
+        offers, everyone = self.offers.get(stage, {}), range(self.run.num_replicas)
+        line = next_grant(
+            self.lines.get(stage, Line(stage)),
+            dict.fromkeys(offers, 1),
+            everyone,
+            quorum=len(everyone) // 2 + 1,
+            grace_s=self.grace_s,
+            now_s=now_s,
+        )
+        if line.grant is not None:
+            at_s = now_s + self.run.exchange.control_s + self.run.exchange.seconds(len(offers))
+            self.run.complete(stage, self.offers.pop(stage), at_s)
+            line = line.after_commit()
+        self.lines[stage] = line
 
 
 class AsynchronousPairs(Agreement):
@@ -236,7 +242,7 @@ class BoundedStaleness(Agreement):
         begin_s = max(now_s, self.free_s.get(stage, 0.0))
         self.free_s[stage] = begin_s + 2 * exchange.num_bytes / exchange.bytes_per_s
         at_s = self.free_s[stage] + 2 * exchange.latency_s
-        self.run.at(at_s, lambda then_s: self._sent(replica, stage, batch, then_s))
+        self.run.at(at_s, partial(self._sent, replica, stage, batch))
 
     def _sent(self, replica: int, stage: int, batch: int, now_s: float) -> None:
         done = self.done.setdefault(stage, dict.fromkeys(range(self.run.num_replicas), -1))

@@ -1,11 +1,12 @@
-"""`quorum` on the simulator's clock: rounds of those who are ready, samples dealt by speed, replicas that die.
+"""`quorum` on the simulator's clock: rounds of those who are ready, samples by speed, replicas that die.
 
 The rounds and the samples are those of the real coordinator (`bireme.sync.coordinator`), as event handlers.
-What it learns from messages is put simply here: a replica is one, not a rank for each stage, and who dies is
-noticed when its lease is over, or when it says that it is back.
+What it learns from messages is put simply here: a replica is one, not a rank for each stage, and a death is
+known after `noticed_s`: its launcher says so, or its lease ends.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from bireme.balance.shares import Limits
 from bireme.simulate.together import Agreement, Together, Trained
@@ -27,9 +28,9 @@ class QuorumRounds(Agreement):
     `grace_s`. One that returns after a death has the weights of a donor after `heal_s`.
     """
 
-    def __init__(self, *, grace_s: float, lease_s: float, heal_s: float = 0.0) -> None:
+    def __init__(self, *, grace_s: float, noticed_s: float, heal_s: float = 0.0) -> None:
         self.grace_s = grace_s
-        self.lease_s = lease_s
+        self.noticed_s = noticed_s
         self.heal_s = heal_s
 
     def begin(self, run: Together) -> None:
@@ -39,6 +40,8 @@ class QuorumRounds(Agreement):
         self.members = set(range(run.num_replicas))
         self.dealt: dict[int, dict[int, int]] = {}
         """By batch and replica, as long as the batch is not committed."""
+        self.taken: dict[tuple[int, int], int] = {}
+        """What replicas train of the batches that they have begun with."""
         self.there: dict[int, set[int]] = {}
         """By batch, whose contributions have come."""
         most = (run.batch_size,) * run.num_replicas
@@ -47,12 +50,13 @@ class QuorumRounds(Agreement):
         super().begin(run)
 
     def share(self, replica: int, batch: int) -> int | None:
-        """What was dealt; nothing of a batch that is committed without it."""
-        if batch < self.line.committed:
-            return 0
-        if batch not in self.dealt:
-            self._deal(batch)
-        return self.dealt[batch].get(replica, 0)
+        """What was dealt; nothing of a batch that was committed before it could begin with it."""
+        taken = self.taken.get((replica, batch))
+        if taken is None:
+            if batch >= self.line.committed and batch not in self.dealt:
+                self._deal(batch)
+            taken = self.taken[replica, batch] = self.dealt.get(batch, {}).get(replica, 0)
+        return taken
 
     def contributed(self, replica: int, batch: int, now_s: float) -> None:
         """One more is ready, or one is late."""
@@ -67,15 +71,16 @@ class QuorumRounds(Agreement):
         self._grant(now_s)
 
     def died(self, replica: int, now_s: float) -> None:
-        """The coordinator notices when the lease is over."""
-        self.run.at(now_s + self.lease_s, lambda at_s: self._drop_dead(replica, at_s))
+        """The coordinator hears of it, or its lease ends."""
+        self.run.at(now_s + self.noticed_s, partial(self._drop_dead, replica))
 
     def returned(self, replica: int, now_s: float) -> None:
         """Its earlier life is over; it takes the weights of a donor."""
         self._drop(replica, now_s)
-        self.run.at(now_s + self.heal_s, lambda at_s: self._join(replica, at_s))
+        self.run.at(now_s + self.heal_s, partial(self._join, replica))
 
     def _join(self, replica: int, now_s: float) -> None:
+        self.taken = {place: own for place, own in self.taken.items() if place[0] != replica}
         self.members.add(replica)
         self.run.start(replica, self.line.committed, now_s)
 
@@ -121,7 +126,7 @@ class QuorumRounds(Agreement):
         if line.grant is not None:
             grant = line.grant
             sum_s = self.run.exchange.control_s + self.run.exchange.seconds(len(grant.parts))
-            self.run.at(now_s + sum_s, lambda at_s: self._summed(grant, at_s))
+            self.run.at(now_s + sum_s, partial(self._summed, grant))
         elif has_quorum:
             self.run.wake_at(line.since_s + self.grace_s)
 
@@ -135,11 +140,14 @@ class QuorumRounds(Agreement):
         for replica in parts:
             self.dealt[batch].pop(replica)
             self.pool = self.pool.without_deal(replica, batch)
-        for replica, samples in self.dealt.pop(batch).items():
+        late = self.dealt.pop(batch)
+        for replica, samples in late.items():
             self.redone += samples
             self.pool = self.pool.with_returned(replica, below=batch + 1)
+        counts = {one.replica: one.num_samples for one in grant.parts}
         seconds = {replica: self.run.busy_s(replica, batch) for replica in parts}
-        self.dealing = self.dealing.with_batch(batch, seconds, takes_effect=batch + READ_AHEAD + 1)
+        dealing = self.dealing.with_batch(batch, counts, seconds, takes_effect=batch + READ_AHEAD + 1)
+        self.dealing = dealing.with_late(late)
         self.line = self.line.after_commit()
         for replica in self.there.pop(batch, ()):
             self.run.update(replica, batch, now_s)

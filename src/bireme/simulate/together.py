@@ -1,8 +1,8 @@
 """Several replicas of one program on one clock, each at its own speed, and who agrees with whom.
 
 `simulate` follows one replica through every message. Here each rank of every replica goes through its own
-track, and where replicas meet is asked of an `Agreement`: who may go on, with whom, how many samples a replica
-trains of a batch. It hears of everything in the order of time, so a real coordinator fits behind it.
+track, and where replicas meet is asked of an `Agreement`: who may go on, with whom, how many samples a
+replica trains of a batch. It hears of everything in the order of time, so a real coordinator fits behind it.
 
     replica 0:  F B F B REDUCE · UPDATE  AVERAGE_START … AVERAGE_END
                            │       ▲           │             ▲
@@ -12,12 +12,13 @@ trains of a batch. It hears of everything in the order of time, so a real coordi
                            ▲                   ▲
     replica 1:      F B F B REDUCE · UPDATE  AVERAGE_START … AVERAGE_END
 
-Speeds may change, replicas may be killed and begin again. Chance is drawn for each rank by itself, so one seed
-gives the same draws whatever the agreement. Links between replicas are not shared.
+Speeds may change, replicas may be killed and begin again. Chance is drawn for each rank by itself, so one
+seed gives the same draws whatever the agreement. Links between replicas are not shared.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
@@ -48,8 +49,8 @@ class Speed:
                 raise BiremeError(f"slowness has the value {times}; it must be greater than 0.")
         if self.held_s < 0 or not 0 <= self.held_chance <= 1:
             raise BiremeError(
-                f"held_s is {self.held_s} and held_chance {self.held_chance}; seconds must be 0 or more, and a "
-                "chance between 0 and 1."
+                f"held_s is {self.held_s} and held_chance {self.held_chance}; seconds must be 0 or more, and "
+                "a chance between 0 and 1."
             )
 
     def seconds(self, work_s: float, now_s: float, random: Random) -> float:
@@ -143,8 +144,8 @@ class Ran:
 class Agreement:
     """Who agrees with whom: told what happens, it tells a run who may go on. This one lets everybody.
 
-    With `average_lag` replicas average weights; without, they sum gradients, and nobody updates a batch before
-    `complete` says so.
+    With `average_lag` replicas average weights; without, they sum gradients. Nobody updates a batch before
+    `Together.update` says so, or uses an average before `Together.complete`.
     """
 
     average_lag: int | None = None
@@ -231,7 +232,7 @@ class Together:
         self.num_events = 0
         self.result = Ran(0.0)
         for kill in kills:
-            self.at(kill.at_s, lambda now_s, kill=kill: self._kill(kill, now_s))
+            self.at(kill.at_s, partial(self._kill, kill))
 
     def until(self, until_s: float, num_batches: int) -> Ran:
         """Run so long. `num_batches` is more than any replica trains meanwhile."""
@@ -258,7 +259,8 @@ class Together:
         """A replica begins to train with a batch."""
         pipeline = _Pipeline(replica, self.make(self.num_batches - batch, batch), at_s)
         self.pipelines[replica] = pipeline
-        self.at(at_s, lambda _: self._run_all(pipeline))
+        for rank in range(pipeline.program.num_ranks):
+            self.at(at_s, partial(self._run, pipeline, rank))
 
     def deal(self, replica: int, batch: int, now_s: float) -> None:
         """The share that a replica waits for is known."""
@@ -269,7 +271,7 @@ class Together:
         self._set(replica, ("update", batch), at_s)
 
     def complete(self, stage: int, members: Mapping[int, int], at_s: float) -> None:
-        """From then on the members of a group have the mean of a stage's weights, each after its own batch."""
+        """From then on the members of a group have a stage's mean, each after its own batch."""
         self.result.groups.append((at_s, stage, dict(members)))
         for replica, batch in members.items():
             self._set(replica, ("average", stage, batch), at_s)
@@ -292,20 +294,16 @@ class Together:
     def _kill(self, kill: Kill, now_s: float) -> None:
         if self.pipelines.pop(kill.replica, None) is not None:
             self.agreement.died(kill.replica, now_s)
-            self.at(now_s + kill.back_s, lambda then_s: self.agreement.returned(kill.replica, then_s))
+            self.at(now_s + kill.back_s, partial(self.agreement.returned, kill.replica))
 
     def _set(self, replica: int, key: Hashable, at_s: float) -> None:
         pipeline = self.pipelines.get(replica)
         if pipeline is not None:
             pipeline.ready[key] = at_s
             for rank in pipeline.waiting.pop(key, ()):
-                self.at(at_s, lambda _, rank=rank: self._run(pipeline, rank))
+                self.at(at_s, partial(self._run, pipeline, rank))
 
-    def _run_all(self, pipeline: _Pipeline) -> None:
-        for rank in range(pipeline.program.num_ranks):
-            self._run(pipeline, rank)
-
-    def _run(self, pipeline: _Pipeline, rank: int) -> None:
+    def _run(self, pipeline: _Pipeline, rank: int, _now_s: float) -> None:
         """Let a rank go on as far as it can, or past the end of the run."""
         if self.pipelines.get(pipeline.replica) is not pipeline:
             return
@@ -358,9 +356,7 @@ class Together:
         elif step.kind in (Kind.UPDATE, Kind.TRIAL):
             now_s += self.speeds[replica].seconds(self.work.update_s, now_s, _NO_CHANCE)
         elif step.kind is Kind.AVERAGE_START:
-            self._tell(
-                pipeline, now_s, lambda at_s: self.agreement.offered(replica, step.stage, step.batch, at_s)
-            )
+            self._tell(pipeline, now_s, partial(self.agreement.offered, replica, step.stage, step.batch))
         return now_s
 
     def _reduced(self, pipeline: _Pipeline, batch: int, now_s: float) -> None:
@@ -368,8 +364,7 @@ class Together:
         times.append(now_s)
         if len(times) == pipeline.program.num_stages:
             ready_s = max(pipeline.reduced.pop(batch)) + self.work.agree_s
-            replica = pipeline.replica
-            self._tell(pipeline, ready_s, lambda at_s: self.agreement.contributed(replica, batch, at_s))
+            self._tell(pipeline, ready_s, partial(self.agreement.contributed, pipeline.replica, batch))
 
     def _tell(self, pipeline: _Pipeline, when_s: float, tell: Callable[[float], None]) -> None:
         """Tell the agreement when that moment comes, if the replica still lives then."""

@@ -139,7 +139,7 @@ class _Sum:
 
 
 class _Rank:
-    """One rank of a replica and how far it has got. `sums` are those of all replicas, by replica and batch."""
+    """One rank of a replica and how far it has got. `sums` are by replica and batch."""
 
     def __init__(
         self,

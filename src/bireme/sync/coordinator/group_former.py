@@ -12,7 +12,7 @@ from bireme.sync.coordinator.connected import is_connected
 from bireme.sync.coordinator.messages import GroupMember
 from bireme.sync.coordinator.settings import GroupSettings
 
-__all__ = ["Former", "first_wait_s", "next_wait_s"]
+__all__ = ["MOST_WAIT_S", "Former", "first_wait_s", "next_wait_s"]
 
 LEAST_WAIT_S, FIRST_WAIT_S, MOST_WAIT_S = 1e-5, 1e-3, 1e-2
 
@@ -22,9 +22,13 @@ def first_wait_s() -> float:
     return FIRST_WAIT_S
 
 
-def next_wait_s(wait_s: float, size: int) -> float:
-    """How long a replica waits next, after a group of that size: longer if it was alone in it."""
-    return min(2 * wait_s, MOST_WAIT_S) if size < 2 else max(0.9 * wait_s, LEAST_WAIT_S)
+def next_wait_s(wait_s: float, size: int, most_s: float = MOST_WAIT_S) -> float:
+    """How long a replica waits next, after a group of that size: longer if it was alone in it.
+
+    Where `most_s` is as long as a batch takes the others, a slow replica meets some of them at each of its
+    batches, so a forced group need not wait for it.
+    """
+    return min(2 * wait_s, most_s) if size < 2 else max(0.9 * wait_s, LEAST_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True)
