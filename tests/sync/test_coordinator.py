@@ -48,3 +48,53 @@ def test_messages_that_are_late_lost_doubled_or_reordered_change_no_result(seed:
     world = world_of(seed)
     assert world.run(lambda: finished(world), 60.0)
     checked(world)
+
+
+def with_deaths(world: World, count: int) -> None:
+    """Have replicas die, at any time in the first seconds, one at a time or several at once."""
+    random = world.random
+    for _ in range(count):
+        replica, is_told = random.randrange(world.settings.num_replicas), random.random() < 0.5
+        world.after(random.uniform(0.1, 4.0), lambda r=replica, told=is_told: world.kill(r, is_told=told))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_replicas_that_die_at_any_time_come_back_with_the_weights_of_the_others(seed: int) -> None:
+    world = world_of(seed)
+    with_deaths(world, world.random.choice([1, 2]))
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_a_coordinator_that_dies_at_any_time_is_started_again_and_loses_no_batch(seed: int) -> None:
+    world = world_of(seed)
+    for _ in range(world.random.choice([1, 2])):
+        world.after(world.random.uniform(0.1, 4.0), lambda: world.hosts[0].die(again_s=0.3))
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_the_next_host_takes_up_when_the_coordinator_s_host_dies(seed: int) -> None:
+    world = world_of(seed, num_hosts=3)
+    world.after(world.random.uniform(0.1, 4.0), lambda: world.hosts[0].die(again_s=None))
+    if world.settings.num_replicas > 2:
+        with_deaths(world, 1)
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
+@pytest.mark.parametrize("seed", range(draws(1000, 40)))
+def test_when_the_network_is_cut_only_one_side_goes_on(seed: int) -> None:
+    world = world_of(seed, num_hosts=2, lost=0.05)
+    replicas = list(range(world.settings.num_replicas))
+    world.random.shuffle(replicas)
+    here = {"host0", *replicas[: world.random.randrange(len(replicas) + 1)]}
+    there = {"host1", *set(replicas) - here}
+    cut = {(one, other) for one in here for other in there} | {(one, other) for one in there for other in here}
+    begin_s = world.random.uniform(0.1, 3.0)
+    world.after(begin_s, lambda: world.cut.update(cut))
+    world.after(begin_s + world.random.uniform(0.5, 4.0), world.cut.clear)
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)

@@ -110,7 +110,7 @@ class Membership:
     def installed(self) -> "Membership":
         """With its members as the voters, once it is installed."""
         present = frozenset(one.own_life for one in self.members)
-        if self.voters == (present,) or not self.is_installed:
+        if not present or self.voters == (present,) or not self.is_installed:
             return self
         return replace(self, voters=(present,), is_strict=False)
 

@@ -27,8 +27,7 @@ up after another begins at a later multiple of `TERM`. What carries an older epo
 numbered from 0 without gaps. `committed` is how many of them are committed, so it is the number of the next.
 """
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -314,9 +313,7 @@ Message = TypeVar("Message", Report, Word)
 
 def encode(message: Report | Word) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
-    default = {one.name: one.default for one in fields(message)}
-    written = {key: value for key, value in asdict(message).items() if value != default[key]}
-    return json.dumps(written, separators=(",", ":")).encode()
+    return _adapter(type(message)).dump_json(message, exclude_defaults=True)
 
 
 def decode(kind: type[Message], line: bytes) -> Message:

@@ -50,9 +50,11 @@ def taken_up(
 
     It waits for all members, until it `is_late`.
     """
-    held = [each.report.held for each in heard.values() if each.report.held is not None]
+    held = [each.report.held for each in heard.values() if each.report.held and each.report.held.members]
     if not held:
-        return None
+        return _fresh(settings, candidate, heard)
+    # A member that does not say what it knows is none that counts.
+    heard = {rank: each for rank, each in heard.items() if each.report.held is not None or not each.report.epoch}
     last = max(held, key=lambda word: (word.epoch, word.number))
     membership = Membership(settings.num_stages, last.epoch, last.members, heard=dict(heard))
     for rank in heard:
@@ -82,6 +84,15 @@ def taken_up(
         if one not in callers and not started.is_over(one.own_life):
             started = started.without(one.own_life)  # it may have samples that nobody here knows of
     return Step(replace(state, membership=started, pool=pool), (), tuple(lines))
+
+
+def _fresh(settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard]) -> Step | None:
+    """The beginning, where the other coordinator ended before it: all are there, and in their first life."""
+    everyone = {RankId(r, 0, s) for r in range(settings.num_replicas) for s in range(settings.num_stages)}
+    if heard.keys() != everyone or any(each.report.epoch % TERM for each in heard.values()):
+        return None
+    state = begun(settings, term=candidate.next_term(0))
+    return Step(replace(state, membership=replace(state.membership, heard=dict(heard))))
 
 
 def _state(settings: Settings, membership: Membership, last: Word) -> State:
