@@ -46,8 +46,6 @@ EXCHANGE = Exchange(num_bytes=1e6, bytes_per_s=1e9, latency_s=1e-4, control_s=5e
 GRACE_S, LEASE_S = 1.0, 3.0
 OUTER_GRACE_S = BATCH_S / 2
 """So that the batch of overlap hides it."""
-MOST_WAIT_S = BATCH_S
-"""For how long a replica that was alone waits for others: as long as they take for a batch."""
 UNTIL_S, QUICK_S, BEGIN = 120.0, 20.0, 0.25
 """Seconds of a run, and the share of them that does not count."""
 SLOWER = (2.0, 5.0, 10.0, 20.0)
@@ -84,7 +82,7 @@ MODES: dict[str, Callable[[Shape], Agreement]] = {
     "ideal": lambda _: Agreement(),
     "all": lambda _: Everyone(),
     "quorum": lambda _: QuorumRounds(grace_s=GRACE_S, noticed_s=LEASE_S),
-    "groups": lambda shape: Groups(GroupSettings(CONNECT_EVERY), shape.stages, most_wait_s=MOST_WAIT_S),
+    "groups": lambda shape: Groups(GroupSettings(CONNECT_EVERY), shape.stages),
     "outer": lambda _: OuterRounds(OUTER_EVERY, OUTER_GRACE_S),
     "AD-PSGD": lambda _: AsynchronousPairs(),
     "HetPipe-like": lambda _: BoundedStaleness(MOST_BEFORE),

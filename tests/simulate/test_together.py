@@ -21,9 +21,7 @@ BATCH_S, SHARE, STAGES = 0.1, 8, 2
 MODES: dict[str, Callable[[], Agreement]] = {
     "all": Everyone,
     "quorum": lambda: QuorumRounds(grace_s=1.0, noticed_s=1.0, heal_s=0.5),
-    "groups": lambda: Groups(
-        GroupSettings(connect_every=4), STAGES, most_wait_s=BATCH_S, noticed_s=1.0, heal_s=0.5
-    ),
+    "groups": lambda: Groups(GroupSettings(connect_every=4), STAGES, noticed_s=1.0, heal_s=0.5),
     "outer": lambda: OuterRounds(every=5, grace_s=0.02),
     "AD-PSGD": AsynchronousPairs,
     "HetPipe-like": lambda: BoundedStaleness(most=4),

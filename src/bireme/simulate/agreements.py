@@ -5,6 +5,7 @@ Groups and rounds are made by the rules of the real coordinator, `bireme.sync.co
 
 from functools import partial
 from random import Random
+from statistics import median
 
 from bireme.simulate.together import Agreement, Together, Trained
 from bireme.sync.coordinator.group_events import (
@@ -18,12 +19,17 @@ from bireme.sync.coordinator.group_events import (
     Summed,
     Tick,
 )
-from bireme.sync.coordinator.group_former import MOST_WAIT_S, first_wait_s, next_wait_s
+from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
 from bireme.sync.coordinator.groups import GroupState, begun, next_deadline_s, step
 from bireme.sync.coordinator.rounds import Line, next_grant
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AsynchronousPairs", "BoundedStaleness", "Everyone", "Groups", "OuterRounds"]
+
+MEMORY = 0.8
+"""How much of the known seconds of a batch stays when another one was timed."""
+MOST_WAIT = 0.1
+"""Of a batch of the others, for a replica that is connected to most of them."""
 
 
 class Everyone(Agreement):
@@ -50,8 +56,7 @@ class Groups(Agreement):
     """`groups`: weights are averaged within the group that is ready, by the coordinator's own rules.
 
     A dead replica is dropped after `noticed_s`. One that returns takes the weights of the others, which
-    takes `heal_s`, and goes on at the batch of the furthest. A replica that was alone waits for others for up
-    to `most_wait_s`.
+    takes `heal_s`, and goes on at the batch of the furthest.
     """
 
     average_lag = 0
@@ -61,13 +66,11 @@ class Groups(Agreement):
         settings: GroupSettings,
         num_stages: int,
         *,
-        most_wait_s: float = MOST_WAIT_S,
         noticed_s: float = 10.0,
         heal_s: float = 0.0,
     ) -> None:
         self.settings = settings
         self.num_stages = num_stages
-        self.most_wait_s = most_wait_s
         self.noticed_s = noticed_s
         self.heal_s = heal_s
 
@@ -76,6 +79,9 @@ class Groups(Agreement):
         super().begin(run)
         self.state: GroupState = begun(self.settings, self.num_stages, range(run.num_replicas))
         self.waits_s: dict[tuple[int, int], float] = {}
+        self.batch_s: dict[int, dict[int, float]] = {}
+        """By stage and replica, the time from one batch to the next."""
+        self.last_s: dict[tuple[int, int], float] = {}
         self.deadline_s: float | None = None
         self.furthest = 0
 
@@ -83,7 +89,12 @@ class Groups(Agreement):
         """A rank asks the coordinator for its group."""
         self.furthest = max(self.furthest, batch)
         wait_s = self.waits_s.setdefault((replica, stage), first_wait_s())
-        arrived = Arrived(stage, replica, batch, wait_s)
+        known, last_s = self.batch_s.setdefault(stage, {}), self.last_s.get((replica, stage), 0.0)
+        known[replica] = MEMORY * known.get(replica, now_s - last_s) + (1 - MEMORY) * (now_s - last_s)
+        self.last_s[replica, stage] = now_s
+        others_s = [each for one, each in known.items() if one != replica]
+        patient_s = median(others_s) if others_s else 0.0
+        arrived = Arrived(stage, replica, batch, min(wait_s, MOST_WAIT * patient_s), patient_s)
         self.run.at(now_s + self.run.exchange.control_s, partial(self._happened, arrived))
 
     def woke(self, now_s: float) -> None:
@@ -137,8 +148,7 @@ class Groups(Agreement):
     def _settled(self, group: Group, now_s: float) -> None:
         for replica in group.replicas:
             place = replica, group.stage
-            wait_s = self.waits_s.get(place, first_wait_s())
-            self.waits_s[place] = next_wait_s(wait_s, len(group.members), self.most_wait_s)
+            self.waits_s[place] = next_wait_s(self.waits_s[place], len(group.members))
         self.run.complete(group.stage, {one.replica: one.batch for one in group.members}, now_s)
 
 

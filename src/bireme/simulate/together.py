@@ -36,12 +36,14 @@ FORWARD_TICKS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 class Speed:
     """How slow a replica is: each pair of `slowness` says from when on it takes how many times as long.
 
-    `held_s` is for how long a forward or backward is held up, with the probability `held_chance`.
+    `held_s` is for how long a forward or backward is held up, with the probability `held_chance`. With a
+    `deviation` each takes longer or shorter, by that standard deviation as a share of its time.
     """
 
     slowness: tuple[tuple[float, float], ...] = ()
     held_s: float = 0.0
     held_chance: float = 0.0
+    deviation: float = 0.0
 
     def __post_init__(self) -> None:
         for _, times in self.slowness:
@@ -53,12 +55,19 @@ class Speed:
                 "a chance between 0 and 1."
             )
 
+    def slowness_at(self, now_s: float) -> float:
+        """How many times as long everything takes."""
+        found = 1.0
+        for begin_s, times in self.slowness:
+            if now_s >= begin_s:
+                found = times
+        return found
+
     def seconds(self, work_s: float, now_s: float, random: Random) -> float:
         """How long a computation takes that begins now."""
-        times = 1.0
-        for begin_s, slowness in self.slowness:
-            if now_s >= begin_s:
-                times = slowness
+        times = self.slowness_at(now_s)
+        if self.deviation:
+            times *= max(random.gauss(1.0, self.deviation), 0.0)
         held_s = self.held_s if self.held_chance and random.random() < self.held_chance else 0.0
         return work_s * times + held_s
 
@@ -354,7 +363,7 @@ class Together:
         elif step.kind is Kind.REDUCE:
             self._reduced(pipeline, step.batch, now_s)
         elif step.kind in (Kind.UPDATE, Kind.TRIAL):
-            now_s += self.speeds[replica].seconds(self.work.update_s, now_s, _NO_CHANCE)
+            now_s += self.work.update_s * self.speeds[replica].slowness_at(now_s)
         elif step.kind is Kind.AVERAGE_START:
             self._tell(pipeline, now_s, partial(self.agreement.offered, replica, step.stage, step.batch))
         return now_s
@@ -380,13 +389,3 @@ class Together:
         if found is None:
             found = self.random[replica, rank] = Random(f"{self.seed} {replica} {rank}")
         return found
-
-
-class _Sure(Random):
-    """Chance that never strikes."""
-
-    def random(self) -> float:
-        return 1.0
-
-
-_NO_CHANCE = _Sure()

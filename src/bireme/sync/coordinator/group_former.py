@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from bireme.sync.coordinator.connected import is_connected
+from bireme.sync.coordinator.connected import connected_to, is_connected
 from bireme.sync.coordinator.messages import GroupMember
 from bireme.sync.coordinator.settings import GroupSettings
 
-__all__ = ["MOST_WAIT_S", "Former", "first_wait_s", "next_wait_s"]
+__all__ = ["Former", "first_wait_s", "next_wait_s"]
 
 LEAST_WAIT_S, FIRST_WAIT_S, MOST_WAIT_S = 1e-5, 1e-3, 1e-2
 
@@ -22,13 +22,9 @@ def first_wait_s() -> float:
     return FIRST_WAIT_S
 
 
-def next_wait_s(wait_s: float, size: int, most_s: float = MOST_WAIT_S) -> float:
-    """How long a replica waits next, after a group of that size: longer if it was alone in it.
-
-    Where `most_s` is as long as a batch takes the others, a slow replica meets some of them at each of its
-    batches, so a forced group need not wait for it.
-    """
-    return min(2 * wait_s, most_s) if size < 2 else max(0.9 * wait_s, LEAST_WAIT_S)
+def next_wait_s(wait_s: float, size: int) -> float:
+    """How long a replica waits next, after a group of that size: longer if it was alone in it."""
+    return min(2 * wait_s, MOST_WAIT_S) if size < 2 else max(0.9 * wait_s, LEAST_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +53,14 @@ class Former:
         wait_s: float,
         now_s: float,
         *,
+        patient_s: float,
         members: Collection[int],
         may_force: bool,
     ) -> "Former":
         """With one more that waits. An opener forces a group if one is wanted, and it `may_force` it.
+
+        An opener that is not yet connected to more than half of the members waits for `patient_s`, if that is
+        longer: a slow replica meets others while they come by, and a forced group need not wait for it.
 
         If the groups have connected all members by themselves there is nothing to force. A forced group would
         close with its opener alone; so the next period begins, and the group is one like any other.
@@ -69,13 +69,14 @@ class Former:
         if self.ready:
             return replace(self, ready=(*self.ready, one), present=present)
         former = self
+        is_with_most = 2 * len(connected_to(one.replica, members, self.pairs)) > len(members)
         if may_force and self.wants_forced and is_connected(members, self.pairs):
             former = replace(self, pairs=frozenset(), wants_forced=False)
         return replace(
             former,
             ready=(one,),
             present=present,
-            deadline_s=now_s + wait_s,
+            deadline_s=now_s + (wait_s if is_with_most else max(wait_s, patient_s)),
             is_forced=may_force and former.wants_forced,
         )
 

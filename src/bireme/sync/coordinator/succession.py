@@ -54,7 +54,9 @@ def taken_up(
     if not held:
         return _fresh(settings, candidate, heard)
     # A member that does not say what it knows is none that counts.
-    heard = {rank: each for rank, each in heard.items() if each.report.held is not None or not each.report.epoch}
+    heard = {
+        rank: each for rank, each in heard.items() if each.report.held is not None or not each.report.epoch
+    }
     last = max(held, key=lambda word: (word.epoch, word.number))
     membership = Membership(settings.num_stages, last.epoch, last.members, heard=dict(heard))
     for rank in heard:
