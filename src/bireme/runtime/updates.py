@@ -45,7 +45,11 @@ class Finished:
 
 
 class Updates:
-    """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to."""
+    """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to.
+
+    With `norms_apart` each stage's gradients are looked at when the stage has all of them, because they may
+    be elsewhere when the last stage has.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,10 @@ class Updates:
         batches: Batches,
         reducer: Reducer,
         settings: Settings,
+        *,
+        norms_apart: bool = False,
     ) -> None:
+        self._norms_apart = norms_apart
         self._stages = stages
         self._batches = batches
         self._reducer = reducer
@@ -76,6 +83,11 @@ class Updates:
         end = self._batches[step.batch]
         end.counts = counts
         end.num_ended += 1
+        if self._norms_apart:
+            own = self._stages[step.stage].part(step.batch).sums()
+            end.norms[step.stage] = self._reducer.norms_of(
+                {name: view for name, view in own.items() if view is not None}
+            )
         if end.num_ended < len(self._stages):
             return
         for stage in self._stages.values():
@@ -122,6 +134,10 @@ class Updates:
             scale=self.scale,
             skip=not reduced.is_finite,
         )
+        if stage.banks.gradients.principal is not None:
+            stage.banks.gradients.principal.settle(
+                step.version, part.components() if reduced.is_finite else {}
+            )
         if not reduced.is_finite:
             stage.put_back_buffers(step.batch)
         part.release()
@@ -147,7 +163,7 @@ class Updates:
         part = stage.part(step.batch - 1)
         stage.banks.trial(
             step.version,
-            dict(part.sums().items()) if part.seen else None,
+            dict(part.sums().all_items()) if part.seen else None,
             gradient_scale=1.0 / part.seen if part.seen else 1.0,
             lr_factor=self.settings.lr_factor(step.batch - 1),
             scale=self.scale,

@@ -21,6 +21,7 @@ from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base
@@ -267,7 +268,10 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         sharing=_sharing(part, plan),
         reads_apart=bool(part.start.census),
         sum_codec=run.sync.codec,
+        gradient=run.training.gradient,
+        gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
+        paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
     )
 
 

@@ -46,9 +46,10 @@ class HostStep:
     resigns: bool = False
 
 
-def beginner(settings: Settings, num_hosts: int) -> Host:
-    """The first host, where the run begins."""
-    return Host(settings, Candidate(0, num_hosts), begun(settings))
+def beginner(settings: Settings, num_hosts: int, *, used: int = -1) -> Host:
+    """The first host, where the run begins, in a term after those that it has `used` before."""
+    candidate = Candidate(0, num_hosts, used=used)
+    return Host(settings, candidate, begun(settings, term=candidate.next_term(used)))
 
 
 def waiting(settings: Settings, candidate: Candidate) -> Host:
