@@ -1,7 +1,7 @@
 """What averaging weights costs in steps: how many it takes for one where all replicas sum gradients.
 
 From a pilot with a small GPT and AdamW in runs of 300 steps, four replicas with a quarter of each batch, one
-seed. The losses were 1.2 %, 2.6 % and 21 % above that of summed gradients; synchronous runs of other lengths
+seed. The losses were 1.2 %, 2.6 % and 19 % above that of summed gradients; synchronous runs of other lengths
 say how many steps that is. Short runs from random weights are the worst case for outer steps, which are made
 for long ones.
 """
