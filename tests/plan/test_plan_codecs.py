@@ -16,9 +16,10 @@ from bireme.plan.forecast import Answer
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.search.search import forecast_of
 from bireme.report.plan_document import plan_document
 from tests.support.hand_plans import tiny_profile
+from tests.support.remembered import find_plan_once
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ def two_servers(bytes_per_s: float) -> Cluster:
 
 
 def found(cluster: Cluster, wishes: PlanRequest = WISHES) -> Answer:
-    answer = find_plan(tiny_profile(), cluster, wishes)
+    answer = find_plan_once(tiny_profile(), cluster, wishes)
     assert isinstance(answer, Answer)
     return answer
 

@@ -58,6 +58,7 @@ EACH = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("codecs", EACH.values(), ids=EACH)
 def test_with_any_codec_training_equals_one_process_to_the_last_bit(codecs: LinkCodecs) -> None:
     model, data = gpt(UNTIED), token_batches(8, 4)
@@ -65,6 +66,7 @@ def test_with_any_codec_training_equals_one_process_to_the_last_bit(codecs: Link
     assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [

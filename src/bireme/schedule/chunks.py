@@ -10,10 +10,15 @@ from collections.abc import Mapping
 
 from bireme.errors import BiremeError
 
-__all__ = ["best_chunk_bytes", "is_paged", "num_chunks"]
+__all__ = ["MOST_CHUNKS", "best_chunk_bytes", "is_paged", "num_chunks"]
 
 ALIGNED = 64
-"""Chunks are a multiple of so many bytes, which suits every type of number and every disk."""
+"""Chunks are a multiple of so many bytes, which suits every type of number."""
+PAGE_BYTES = 4096
+"""Larger ones are a multiple of this: a page of memory, and what a disk moves at a time."""
+LARGE_PAGE_BYTES = 2**21
+"""Those of many such pages are a multiple of it: what accelerators map memory by."""
+MANY = 16
 MOST_CHUNKS = 1024
 """That a rank's items are cut into; with more a program gets long."""
 TRIED = 64
@@ -32,15 +37,15 @@ def is_paged(num_bytes: float, chunk_bytes: int) -> bool:
     return 0 < num_chunks(num_bytes, chunk_bytes) * chunk_bytes <= 2 * num_bytes
 
 
-def best_chunk_bytes(items: Mapping[float, int]) -> int:
-    """The chunk size for items of so many bytes, each with how many there are at once."""
+def best_chunk_bytes(items: Mapping[float, int], most: int = MOST_CHUNKS) -> int:
+    """The chunk size for items of so many bytes, each with how many there are at once, in `most` chunks."""
     sizes = {num_bytes: count for num_bytes, count in items.items() if num_bytes > 0 and count > 0}
     if not sizes:
         raise BiremeError(
             "Nothing can be paged: weights, gradients, optimiser and activations have no bytes."
         )
     tried = sorted({_aligned(num_bytes / parts) for num_bytes in sizes for parts in range(1, TRIED + 1)})
-    few = [size for size in tried if _num_of_all(sizes, size) <= MOST_CHUNKS] or tried[-1:]
+    few = [size for size in tried if _num_of_all(sizes, size) <= most] or tried[-1:]
     whole = sum(num_bytes * count for num_bytes, count in sizes.items())
     waste = {size: _waste(sizes, size) for size in few}
     allowed = min(waste.values()) + MORE_WASTE * whole
@@ -64,4 +69,7 @@ def _waste(sizes: Mapping[float, int], chunk_bytes: int) -> float:
 
 
 def _aligned(num_bytes: float) -> int:
-    return max(math.ceil(num_bytes / ALIGNED), 1) * ALIGNED
+    step = ALIGNED
+    if num_bytes > PAGE_BYTES / 2:
+        step = LARGE_PAGE_BYTES if num_bytes >= MANY * LARGE_PAGE_BYTES else PAGE_BYTES
+    return max(math.ceil(num_bytes / step), 1) * step

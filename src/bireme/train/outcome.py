@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.balance.slow_stage import SlowStage
+from bireme.runtime.paging.rank_paging import TierMoves
 
-__all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome"]
+__all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome", "SyncFigures"]
 
 REPLAN = "new plan"
 """The reason of a run that has ended so that a new plan takes over."""
@@ -25,7 +26,7 @@ class LinkBytes:
 class RankOutcome:
     """What one rank measured. `busy_share` is None where no batches were recorded; `control_s` is what the
     control took in the mean, None where it never ran. `raw_sum_bytes` is what the sums of its gradients would
-    have sent without a codec, `sent_sum_bytes` what they did send.
+    have sent without a codec, `sent_sum_bytes` what they did send. `tiers` are there if the rank pages.
     """
 
     rank: int
@@ -35,6 +36,20 @@ class RankOutcome:
     links: tuple[LinkBytes, ...] = ()
     raw_sum_bytes: int = 0
     sent_sum_bytes: int = 0
+    tiers: tuple[TierMoves, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFigures:
+    """What came of a run whose replicas may die: epochs of the membership, committed rounds and samples, and
+    samples that had to be trained again.
+    """
+
+    mode: str
+    epochs: int
+    rounds: int
+    samples_committed: int
+    samples_redone: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +79,4 @@ class Outcome:
     warnings: tuple[str, ...] = field(default=())
     slow: SlowStage | None = None
     placement: dict[str, Any] | None = None
+    sync: SyncFigures | None = None

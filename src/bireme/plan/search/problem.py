@@ -46,10 +46,13 @@ class PlanningProblem:
             self.engine.process_bytes if device.device.kind == "cpu" else 0 for device in placed
         )
         """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
-        self.limits = tuple(
+        self.room = tuple(
             max(device.device.memory_bytes * wishes.memory_fraction - process, LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
         )
+        """What each device has for tensors, and `limits` what a plan may use of that."""
+        most = None if wishes.memory is None else wishes.memory.device_bytes
+        self.limits = self.room if most is None else tuple(min(own, float(most)) for own in self.room)
         self.watts = tuple(device.device.watts for device in placed)
         self.threads = tuple(
             max(1, profile.num_threads) if device.device.kind == "cpu" else 0 for device in placed
@@ -253,7 +256,9 @@ def _bounds(wishes: PlanRequest, num_units: int) -> tuple[int, ...]:
 def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
     if wishes.schedule == "auto":
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
-        return tuple(n for n in found if not wishes.synchronous or SCHEDULES[n].rule is Rule.SYNCHRONOUS)
+        if wishes.synchronous:
+            found = [name for name in found if SCHEDULES[name].rule is Rule.SYNCHRONOUS]
+        return tuple(n for n in found if not (wishes.whole_backwards and SCHEDULES[n].splits_backward))
     schedule = schedule_named(wishes.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(
