@@ -3,6 +3,7 @@
     python benchmarks/convergence.py [show] [--quick] [--json]  what the runs come to, in Markdown
     python benchmarks/convergence.py run [--until SECONDS]      go on with the study first; stop at any time
     python benchmarks/convergence.py codecs [--until SECONDS]   the same with codecs on borders
+    python benchmarks/convergence.py replicas [--until SECONDS] the same with replicas that average weights
     python benchmarks/convergence.py draw                       also its curves, to docs/pictures
 
 One line of JSON for each finished run goes into docs/convergence.jsonl, so a study that was stopped goes on
@@ -29,6 +30,7 @@ from benchmarks.delay_study.clock import NetworkSpeed, Time, batch_time
 from benchmarks.delay_study.coded import mean_bits
 from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.picture import curves
+from benchmarks.delay_study.replica_cells import replica_cells, replica_lines
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting, run
 from benchmarks.delay_study.table import Excess, Row, rows
 from benchmarks.delay_study.task import SIZES
@@ -197,6 +199,14 @@ def codec_sweeps() -> Iterator[Sweep]:
         yield Sweep(Cell("fresh+warm-up", "muon", codec=word, ending=ending), 4, 3)
 
 
+def replica_sweeps() -> Iterator[Sweep]:
+    """Replicas that average weights."""
+    return (Sweep(cell, rung, 3) for cell, rung in replica_cells())
+
+
+STUDIES = {"run": sweeps, "codecs": codec_sweeps, "replicas": replica_sweeps}
+
+
 def read() -> Known:
     known = Known()
     if RESULTS.exists():
@@ -243,8 +253,11 @@ def show(found: Sequence[Row]) -> None:
     print("| rule | optimiser | d | m | model | banks | L | steps | rate | loss | excess | seeds | penalty |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for row in found:
-        if row.cell.codec == "none":
+        if row.cell.codec == "none" and row.cell.agreement == "all":
             print(row_text(row))
+    print()
+    for line in replica_lines(found):
+        print(line)
     print()
     for line in codec_lines(found):
         print(line)
@@ -442,14 +455,14 @@ class Found:
 
 
 def options(parser: ArgumentParser) -> None:
-    words = ("show", "run", "codecs", "draw")
+    words = ("show", *STUDIES, "draw")
     parser.add_argument("verb", nargs="?", choices=words, help="show is the default")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no run begins")
 
 
 def measure(asked: Namespace) -> Found:
-    if asked.verb in ("run", "codecs"):
-        go_on(asked.until, codec_sweeps if asked.verb == "codecs" else sweeps)
+    if asked.verb in STUDIES:
+        go_on(asked.until, STUDIES[asked.verb])
     if asked.verb == "draw":
         draw(read())
     if asked.quick:

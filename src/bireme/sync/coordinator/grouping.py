@@ -57,7 +57,7 @@ def _events(state: State, report: Report, at: GroupAt) -> list[Event]:
     stage, replica = report.rank.stage, report.rank.replica
     found: list[Event] = []
     if at.arrived is not None:
-        found.append(Arrived(stage, replica, at.arrived, at.wait_s))
+        found.append(Arrived(stage, replica, at.arrived, at.wait_s, at.patient_s))
     word = state.group_words.get((stage, replica))
     if at.summed is not None:
         found.append(Summed(stage, replica, at.summed, at.attempt))

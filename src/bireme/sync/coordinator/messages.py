@@ -140,12 +140,15 @@ class RoundAt:
 class GroupAt:
     """Where a rank is in `groups`: it waits to average its weights after the batch `arrived`.
 
-    `wait_s` is how long it would wait for others, if it opens the group. `summed` is the group that it holds
-    the mean of, made in `attempt`; `is_broken` says that it could not reach another member in that attempt.
+    `wait_s` is how long it would wait for others, if it opens the group, and `patient_s` how long if it is
+    connected to half of the members at most: about as long as they take for a batch. `summed` is the group
+    that it holds the mean of, made in `attempt`; `is_broken` says that it could not reach another member in
+    that attempt.
     """
 
     arrived: int | None = None
     wait_s: float = 0.0
+    patient_s: float = 0.0
     summed: int | None = None
     attempt: int = 0
     is_broken: bool = False
