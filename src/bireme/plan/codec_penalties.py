@@ -35,7 +35,7 @@ class Excess:
 EXCESSES: Mapping[str, Excess] = {
     "bfloat16": Excess(0.0, 0.0),
     "int8": Excess(0.003, 0.003),
-    "int6": Excess(0.002, 0.002, is_studied=True),
+    "int6": Excess(0.002, 0.002, num_seeds=3, is_studied=True),
     "int5": Excess(0.003, 0.003),
     "int4": Excess(0.026, 0.026),
     "int3": Excess(0.11, 0.11),
