@@ -40,7 +40,7 @@ EXCESSES: Mapping[str, Excess] = {
     "int4": Excess(0.026, 0.026),
     "int3": Excess(0.11, 0.11),
     "int2": Excess(0.26, 0.26),
-    "keep:0.5:4": Excess(0.016, 0.012, is_studied=True),
+    "keep:0.5:4": Excess(0.022, 0.022, num_seeds=2, is_studied=True),
     "keep:0.25:8": Excess(0.022, 0.015, is_studied=True),
     "keep:0.125:8": Excess(0.034, 0.023, is_studied=True),
     "keep:0.0625:8": Excess(0.05, 0.05),
