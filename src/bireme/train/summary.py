@@ -217,7 +217,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         shares=_shares(folder),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
-        tiers=_tiers(outcomes) if prepared.run.memory.is_on else None,
+        tiers=_tiers(outcomes) if prepared.run.memory.is_on or saved.plan.paging else None,
         joules_per_sample=_joules(prepared, own),
         kept=gradient_document(prepared.run, prepared.graph),
     )
