@@ -132,7 +132,7 @@ class World:
     def is_whole(self, replica: int) -> bool:
         """Whether all ranks of a replica are there and know that it is a member."""
         own = [one for one in self.ranks.values() if one.rank.replica == replica]
-        known = [one.word is not None and one.word.members or () for one in own]
+        known = [(one.word is not None and one.word.members) or () for one in own]
         are_members = all(
             any(each.own_life == one.rank.own_life for each in members)
             for one, members in zip(own, known, strict=True)
