@@ -29,9 +29,6 @@ from bireme.train.stops import Reason, Stops
 
 __all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "Replica"]
 
-Tell = Callable[..., None]
-
-
 class Replica:
     """What this rank knows of the replicas of its run; `num_replicas` there are at most."""
 
@@ -43,12 +40,14 @@ class Replica:
         client = CoordinatorClient(
             rank, seat.coordinator, lease_s=seat.lease_s, timeout_s=world.timeout_s
         )
-        self._agent = Agent(rank, client, timeout_s=world.timeout_s, device=world.device)
+        # The rank itself may be waiting for another one, which is stopped.
+        self._agent = Agent(
+            rank, client, timeout_s=world.timeout_s, device=world.device, on_error=world.watch.failed
+        )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)
         self.leads = seat.life.replica == 0 and seat.life.life == 0
         self.has_come_late = seat.life.life > 0
-        self._members: tuple[int, ...] | None = None
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than
@@ -64,13 +63,9 @@ class Replica:
         heal = next((one for one in word.heals if one.replica == self.number), None)
         return step if heal is None else max(step, heal.batch)
 
-    def note(self, result: Result, tell: Tell) -> None:
-        """A batch is done: who leads now, and who had a part in it."""
+    def note(self, result: Result) -> None:
+        """A batch is done, which says who leads now."""
         self.leads = result.leader == self.number
-        members = tuple(one for one, num in enumerate(result.shares) if num)
-        if members != self._members:
-            self._members = members
-            tell("membership", result.batch, members=list(members))
 
     def votes(self, stops: Stops) -> Callable[[], float]:
         """What this rank gives along with a batch: time and saving are for who leads to ask for."""
@@ -142,17 +137,22 @@ class LeaderLog:
 
 
 class LeaderWriter:
-    """Checkpoints of a run, which are written by the replica that leads. All its ranks save the same steps."""
+    """Checkpoints of a run, which are written by the replica that leads. All its ranks save the same steps.
 
-    def __init__(self, make: Callable[[], CheckpointWriter], warn: Callable[[str], None]) -> None:
+    `make` opens a writer, if it can: its number tells apart what the ranks say to each other each time.
+    """
+
+    def __init__(self, make: Callable[[int], CheckpointWriter], warn: Callable[[str], None]) -> None:
         self._make, self._warn = make, warn
+        self._num_tried = 0
         self._writer: CheckpointWriter | None = None
 
     def save(self, snapshot: Snapshot, meta: CheckpointMeta, *, copied_s: float = 0.0) -> None:
         """Start writing a checkpoint."""
         if self._writer is None:
+            self._num_tried += 1
             try:
-                self._writer = self._make()
+                self._writer = self._make(self._num_tried)
             except BiremeError as error:  # as where a replica that led before has not ended yet
                 self._warn(f"There is no checkpoint of step {snapshot.num_trained}: {error}")
                 return

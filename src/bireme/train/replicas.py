@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bireme.errors import BiremeError
-from bireme.model.units import units_of
 from bireme.runtime.quorum.launch import launch_replicas
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.messages import Samples
@@ -42,19 +41,6 @@ def check_replicas(prepared: Prepared) -> None:
         raise BiremeError(
             'sync.mode is "quorum", in which samples may be trained in another order than they come, but the '
             "data are a stream. Download them, or leave out streaming=true."
-        )
-    units = units_of(prepared.graph)
-    source = plan.source
-    holders: dict[str, set[int]] = {}
-    for stage, rank in enumerate(source.rank_of_stage):
-        for index in plan.units_of(stage, len(units)):
-            for name in units[index].parameters:
-                holders.setdefault(name, set()).add(rank)
-    shared = sorted(name for name, ranks in holders.items() if len(ranks) > 1)
-    if shared:
-        raise BiremeError(
-            f"{', '.join(shared)} is shared by stages of several ranks, and sync.mode = \"quorum\" does not "
-            "sum such parameters. Do not tie the weights, use plan.depth = 1, or sync.mode = \"all\"."
         )
 
 

@@ -23,6 +23,7 @@ from bireme.runtime.balancer import Sharing
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
@@ -170,12 +171,12 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         pipeline.join()
     loop: Loop | None = None
 
-    def open_writer(resumed_from: Checkpoint | None) -> CheckpointWriter:
+    def open_writer(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
         return CheckpointWriter(
             folder.checkpoints(run),
             world.rank,
             world.size,
-            world.store,
+            store,
             keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
             on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
             resumed_from=resumed_from,
@@ -183,10 +184,12 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
 
     writer: CheckpointWriter | LeaderWriter
     if part.member is None:
-        writer = open_writer(checkpoint)
+        writer = open_writer(checkpoint, world.store)
     else:
         writer = LeaderWriter(
-            lambda: open_writer(newest_good(folder.checkpoints(run))),
+            lambda number: open_writer(
+                newest_good(folder.checkpoints(run)), PrefixStore(f"writer {number}", world.store)
+            ),
             lambda text: None if loop is None else loop.warn(text),
         )
     with writer:

@@ -82,12 +82,13 @@ class Job:
     """A batch that this rank wants the committed sum of, in flats `like` these.
 
     `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept the
-    rank busy; without it this replica has no part in the batch.
+    rank busy; without it this replica has no part in the batch. `after` is called there with the result.
     """
 
     batch: int
     like: Sequence[Tensor]
     prepare: Callable[["Job"], None] | None = None
+    after: Callable[[Result], None] | None = None
     busy_s: float = 0.0
     contribution: Contribution | None = None
     result: Result | None = None
@@ -98,7 +99,7 @@ class Job:
 
 
 class Agent:
-    """The agent of one rank."""
+    """The agent of one rank. `on_error` is told, from its thread, why it ends before it is closed."""
 
     def __init__(
         self,
@@ -107,10 +108,12 @@ class Agent:
         *,
         timeout_s: float,
         device: torch.device | None = None,
+        on_error: Callable[[BaseException], object] = lambda _error: None,
     ) -> None:
         self.own = own
         self._coordinator = coordinator
         self._timeout_s = timeout_s
+        self._on_error = on_error
         self._buffers = Buffers(device)
         self._changed, self._saying = threading.Condition(), threading.Lock()
         self._jobs: dict[int, Job] = {}
@@ -231,7 +234,10 @@ class Agent:
                     if not self._step(word):
                         self._wait_for_news(word)
         except BaseException as error:
+            is_first = not self._is_closed
             self._end(error)
+            if is_first:
+                self._on_error(error)
 
     def _wait_for_news(self, seen: Word) -> None:
         with self._changed:
@@ -355,7 +361,14 @@ class Agent:
         job.result = result
         self._at = RoundAt(committed=job.batch + 1)
         self._say()
-        job.is_done.set()
+        try:
+            if job.after is not None:
+                job.after(result)
+        except BaseException as error:
+            job.error = error
+            raise
+        finally:
+            job.is_done.set()
         return True
 
     def _pulled(self, job: Job, commit: Commit, word: Word) -> Result | None:
@@ -427,7 +440,10 @@ class Agent:
         if self._is_closed:
             raise ConnectionAbortedError("This rank's agent is closed.")
         if word.is_dropped:
-            raise DroppedError(f"Replica {self.own.replica} is no member any more.")
+            raise DroppedError(
+                f"a rank of replica {self.own.replica} was silent for longer than its lease, so the others go "
+                "on without it."
+            )
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
