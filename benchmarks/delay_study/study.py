@@ -149,8 +149,15 @@ def rate_of(optimizer: str, rung: int) -> float:
     return float(BASE_RATE[optimizer] * 2.0**rung)
 
 
-def next_setting(cell: Cell, known: Known, *, first_rung: int, num_seeds: int) -> Setting | None:
-    """What is to be run next of a cell, or None if all is there. The search begins around `first_rung`."""
+def next_setting(
+    cell: Cell, known: Known, *, first_rung: int, num_seeds: int, is_searched: bool = True
+) -> Setting | None:
+    """What is to be run next of a cell, or None if all is there. The search begins around `first_rung`, or
+    stays there where the cell is not searched.
+    """
+    if not is_searched:
+        wanted = (Setting(cell, first_rung, seed) for seed in range(num_seeds))
+        return next((one for one in wanted if one not in known.runs), None)
     found = known.rungs(cell)
     for rung in (first_rung, first_rung - 1, first_rung + 1):
         if rung not in found:

@@ -1,13 +1,17 @@
 """Numbers with the bounds that a file must keep to: the types of fields that are read from files.
 
-To the program they are plain numbers; `documents.py` refuses a file that goes beyond them.
+To the program they are plain numbers; `documents.py` refuses a file that goes beyond them. And bytes as
+people write them.
 """
 
+import re
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-__all__ = ["Bytes", "Count", "NumBytes", "Place", "Positive", "Seconds", "Share"]
+from bireme.errors import BiremeError
+
+__all__ = ["Bytes", "Count", "NumBytes", "Place", "Positive", "Seconds", "Share", "bytes_of"]
 
 Count = Annotated[int, Ge(1)]
 """How many there are, of what there is at least one."""
@@ -23,3 +27,24 @@ Seconds = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1 + 1e-9)]
 """From 0 to 1, and a sum of shares that rounding brought a little above."""
+
+UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
+
+
+def bytes_of(text: str, option: str) -> int:
+    """The bytes in a text such as `6GB` (10⁹), `24GiB` (2³⁰) or `5e9`; `option` is who says it."""
+    found = AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise BiremeError(f"{option} is {text!r}; write bytes as 6GB, 24GiB or 5e9.")
+    return round(float(found[1]) * UNITS[found[2].lower()])

@@ -17,6 +17,7 @@ from torch.profiler import profile
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.block_paging import page_blocks
 from bireme.profile.events import Event, EventKind, Owner, Phase
 from bireme.profile.idleness import idle_intervals, percentile
 from bireme.profile.iteration import OPTIMIZERS, observe
@@ -24,6 +25,7 @@ from bireme.profile.repetition import period
 from bireme.profile.swapping import Bandwidth, SwapPlan, plan_swaps
 from bireme.profile.trace import StorageTrace
 from bireme.report.packing import packed
+from tests.support.extent import several
 
 pytestmark = pytest.mark.slow
 
@@ -450,6 +452,7 @@ def test_the_paper_s_table_follows_from_bytes(num_samples: int, width: int, perc
         assert made / 2**20 == pytest.approx(SIZES_MIB[num_samples], abs=0.0051)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("num_samples", "width", "percent"), TABLE[:5])
 def test_the_paper_s_table_is_what_the_trace_finds(num_samples: int, width: int, percent: float) -> None:
     """torch keeps eight numbers per sample where theirs keeps twelve, and labels as one number of 8 bytes."""
@@ -525,7 +528,7 @@ def test_more_bandwidth_never_lets_less_be_swapped(behaviour: Behaviour) -> None
 
 def test_the_lowered_peak_is_that_of_the_iteration_without_what_is_away(behaviour: Behaviour) -> None:
     bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
-    for plan in plans(behaviour):
+    for plan in several([*plans(behaviour)], 8):
         left = behaviour.live_bytes()
         for place, (start_s, end_s) in enumerate(pairwise(bounds_s)):
             for swap in plan.swaps:
@@ -550,6 +553,22 @@ def test_copies_that_take_turns_never_cross_and_never_save_more(behaviour: Behav
                     shift_s = turn * behaviour.duration_s
                     is_before = end_s <= other_start_s + shift_s + 1e-12
                     assert is_before or other_end_s + shift_s <= start_s + 1e-12
+
+
+def test_paging_takes_less_memory_than_the_peak_and_fewer_copies_the_more_there_is(
+    behaviour: Behaviour,
+) -> None:
+    paging = page_blocks(behaviour, Bandwidth(1e9, 2e9))
+    assert paging is not None
+    assert 0 < paging.unpaged_bytes < paging.least_bytes < behaviour.peak.num_bytes
+    budgets = paging.budgets
+    assert [one.device_bytes for one in budgets] == sorted(one.device_bytes for one in budgets)
+    assert budgets[0].device_bytes == paging.least_bytes
+    moved = [one.out_bytes + one.in_bytes for one in budgets]
+    assert moved == sorted(moved, reverse=True)
+    assert moved[0] > 0
+    for one in budgets:
+        assert one.copies_s == pytest.approx(max(one.out_bytes / 1e9, one.in_bytes / 2e9))
 
 
 def test_percentiles_are_values_that_occur() -> None:

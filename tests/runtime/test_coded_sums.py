@@ -47,6 +47,7 @@ def tolerance_of(codec: str) -> float:
     return 1e-7 if codec.startswith("lowrank") else 0.0
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("schedule", "codec"),
     [

@@ -8,13 +8,10 @@ import pytest
 from bireme.errors import BiremeError
 from bireme.plan.program_plan import ProgramPlan, even_cuts
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.runnable import runnable
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Kind
-from bireme.schedule.paging import Budgets, page
 from bireme.schedule.program import Program, Track
-from bireme.schedule.residency import Sizes
 from bireme.schedule.source import source_like, source_of
 from bireme.schedule.torch_csv import parse, to_csv
 from tests.support.engine_parity import Setting, assert_equal, oracle, train_on_threads
@@ -97,16 +94,6 @@ def test_the_engine_says_what_it_does_not_run() -> None:
     with pytest.raises(BiremeError, match="each training is of just as many, and there are more"):
         list(pipeline.train(data))
     pipeline.close()
-
-
-def test_the_engine_refuses_a_program_that_pages() -> None:
-    program = generate("1f1b", num_stages=2, num_microbatches=2, num_batches=2)
-    each, nothing = (64.0, 64.0), (0.0, 0.0)
-    sizes = Sizes(each, each, each, each, nothing, nothing, nothing)
-    paged = page(program, sizes, Budgets(4 * 64), chunk_bytes=64)
-    assert paged.tiers
-    with pytest.raises(BiremeError, match="FETCH and EVICT"):
-        runnable(paged)
 
 
 def test_stages_of_a_rank_end_their_batches_together() -> None:

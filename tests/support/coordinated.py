@@ -12,14 +12,13 @@ from heapq import heappop, heappush
 from random import Random
 
 from bireme.balance.shares import Limits
-from bireme.sync.coordinator.coordinator import begun, step, wake_s
-from bireme.sync.coordinator.joining import is_cut_off
+from bireme.sync.coordinator.host import beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.membership import Heard
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
     Grant,
+    Known,
     Life,
     RankId,
     Report,
@@ -30,8 +29,8 @@ from bireme.sync.coordinator.messages import (
     encode,
 )
 from bireme.sync.coordinator.settings import Settings, SyncMode
-from bireme.sync.coordinator.state import Ended, State, Step, Tick
-from bireme.sync.coordinator.succession import Candidate, taken_up
+from bireme.sync.coordinator.state import Ended, Tick
+from bireme.sync.coordinator.succession import Candidate
 
 Sum = tuple[tuple[int, tuple[Samples, ...]], ...]
 """What a round adds up to: the samples of each replica."""
@@ -76,7 +75,6 @@ class World:
         self.deals: dict[tuple[int, int, int], tuple[Samples, ...]] = {}
         self.cut: set[tuple[object, object]] = set()
         self.hosts = [Host(self, number, num_hosts) for number in range(num_hosts)]
-        self.hosts[0].begin(begun(settings))
         for replica in range(settings.num_replicas):
             self.start(replica)
 
@@ -129,6 +127,12 @@ class World:
         """All ranks of a stage apply the same sum in each round."""
         assert self.applied.setdefault((stage, number), found) == found, (stage, number)
 
+    def is_whole(self, replica: int) -> bool:
+        """Whether all ranks of a replica are there, and have weights that count."""
+        own = [one for one in self.ranks.values() if one.rank.replica == replica]
+        has_weights = all(one.rank.life == 0 or one.weights for one in own)
+        return len(own) == self.settings.num_stages and has_weights
+
     @property
     def num_common(self) -> int:
         """The rounds that all ranks have applied, if all replicas are there."""
@@ -141,91 +145,48 @@ class Host:
     """A machine on which a coordinator may run."""
 
     def __init__(self, world: World, number: int, num_hosts: int) -> None:
-        self.world, self.number = world, number
-        self.candidate = Candidate(number, num_hosts)
+        self.world, self.number, self.num_hosts = world, number, num_hosts
         self.is_up = True
-        self.state: State | None = None
-        self.heard: dict[RankId, Heard] = {}
+        self.link = 0
+        """Which connections to it there are: others are closed."""
+        self.host = (
+            beginner(world.settings, num_hosts)
+            if number == 0
+            else waiting(world.settings, Candidate(number, num_hosts))
+        )
         self._due_s = 0.0
-        self.life = 0
-
-    def begin(self, state: State) -> None:
-        self.state = state
-        self._plan_tick()
+        self._tick_later()
 
     def die(self, *, again_s: float | None) -> None:
         """Kill its coordinator; one that is started again has its ledger."""
-        self.is_up, self.state, self.heard = False, None, {}
-        self.life += 1
+        self.is_up = False
+        self.link += 1
         if again_s is not None:
             self.world.after(again_s, self.rise)
 
     def rise(self) -> None:
         self.is_up = True
-        mine = bool(self.world.ledger) and (self.world.ledger[-1].epoch // TERM) in self.terms
-        recorded = [one.batch + 1 for one in self.world.ledger if isinstance(one, Committed)]
-        self.candidate = replace(self.candidate, recorded=max(recorded, default=0) if mine else None)
-
-    @property
-    def terms(self) -> set[int]:
-        """Terms that were its own, as far as it matters here."""
-        num = self.candidate.num_candidates
-        return {term for term in range(200) if term % num == self.number or (term == 0 and self.number == 0)}
+        own = [one for one in self.world.ledger if one.epoch // TERM % self.num_hosts == self.number]
+        is_last = bool(own) and own[-1] is self.world.ledger[-1]
+        recorded = max((one.batch + 1 for one in own if isinstance(one, Committed)), default=0)
+        used = max((one.epoch // TERM for one in own), default=-1)
+        candidate = Candidate(self.number, self.num_hosts, recorded if is_last else None, used)
+        self.host = waiting(self.world.settings, candidate)
 
     def hear(self, event: Report | Ended | Tick) -> None:
         if not self.is_up:
             return
-        now_s = self.world.now_s
-        if isinstance(event, Report) and self.state is not None:
-            if event.epoch // TERM > self.state.membership.epoch // TERM:
-                self.resign()
-        if self.state is None:
-            self._gather(event)
-            return
-        if is_cut_off(self.state, now_s) and isinstance(event, Tick):
-            self.resign()
-            return
-        self._take(step(self.state, event, now_s))
-
-    def resign(self) -> None:
-        self.state, self.heard = None, {}
-        self.candidate = replace(self.candidate, recorded=None)
-
-    def _gather(self, event: Report | Ended | Tick) -> None:
-        now_s = self.world.now_s
-        if isinstance(event, Report):
-            last = self.heard.get(event.rank)
-            if last is None or last.report.number < event.number:
-                self.heard[event.rank] = Heard(event, now_s)
-        self.heard = {rank: one for rank, one in self.heard.items() if one.at_s >= now_s - LEASE_S}
-        first_s = min((one.at_s for one in self.heard.values()), default=now_s)
-        is_late = now_s >= first_s + LEASE_S / 2
-        done = taken_up(self.world.settings, self.candidate, self.heard, is_late=is_late)
-        if done is not None:
-            self.heard = {}
-            self._take(done)
-            self._take(step(done.state, Tick(), now_s))
-            assert self.state is not None
-            for rank in list(self.state.membership.heard):
-                self._tell(rank)
-
-    def _take(self, done: Step) -> None:
-        self.state = done.state
+        done = host_step(self.host, event, self.world.now_s)
+        self.host = done.host
+        self.link += done.resigns
         self.world.ledger.extend(done.lines)
         for rank, word in done.words:
             self._send(rank, word)
-        self._plan_tick()
-
-    def _tell(self, rank: RankId) -> None:
-        from bireme.sync.coordinator.coordinator import word_for
-
-        assert self.state is not None
-        self._send(rank, word_for(self.state, rank))
+        self._tick_later()
 
     def _send(self, rank: RankId, word: Word) -> None:
         word = decode(Word, encode(word)) if self.world.random.random() < WRITTEN else word
-
-        link = self.life
+        link = self.link
 
         def come() -> None:
             if rank in self.world.ranks:
@@ -233,20 +194,16 @@ class Host:
 
         self.world.send(come, f"host{self.number}", rank.replica)
 
-    def _plan_tick(self) -> None:
-        assert self.state is not None
-        at_s = max(wake_s(self.state, self.world.now_s), self.world.now_s + 1e-4)
-        if self._due_s > self.world.now_s and self._due_s <= at_s:
+    def _tick_later(self) -> None:
+        at_s = max(host_wake_s(self.host, self.world.now_s), self.world.now_s + 1e-4)
+        if self.world.now_s < self._due_s <= at_s:
             return
-        self._due_s = at_s
-        life = self.life
+        self._due_s, link = at_s, self.link
 
         def tick() -> None:
-            if self.state is not None and self.life == life:
-                self._due_s = 0.0
+            if self.link == link:
                 self.hear(Tick())
-                if self.state is not None:
-                    self._plan_tick()
+            self._tick_later()
 
         self.world.after(at_s - self.world.now_s, tick)
 
@@ -266,7 +223,7 @@ class SimulatedRank:
         self.world, self.rank = world, rank
         self.is_dead = False
         self.weights: list[Sum] = []
-        self.word: Word | None = None
+        self.known = Known()
         self.at = RoundAt()
         self.healed: int | None = None
         self.wants = 0
@@ -279,15 +236,27 @@ class SimulatedRank:
         self._heals: tuple[int, int] | None = None
         world.after(world.random.uniform(0, BEAT_S), self._beat)
 
+    @property
+    def word(self) -> Word | None:
+        return self.known.last
+
     def _beat(self) -> None:
         if self.is_dead:
             return
-        if self.world.now_s > self._heard_s + LEASE_S / 2:
-            self._host = (self._host + 1) % len(self.world.hosts)
-            self._link = self.world.hosts[self._host].life
-            self._heard_s, self._has_word = self.world.now_s, False
+        is_closed = self.world.hosts[self._host].link != self._link
+        if is_closed or self.world.now_s > self._heard_s + (LEASE_S / 2 if self._has_word else 1.5 * LEASE_S):
+            self._call(0 if is_closed else self._host + 1)
         self._say()
         self.world.after(BEAT_S, self._beat)
+
+    def _call(self, first: int) -> None:
+        """Connect to the first host from that one on that takes connections."""
+        hosts = self.world.hosts
+        for number in (one % len(hosts) for one in range(first, first + len(hosts))):
+            if hosts[number].is_up and (f"host{number}", self.rank.replica) not in self.world.cut:
+                self._host, self._link = number, hosts[number].link
+                break
+        self._heard_s, self._has_word = self.world.now_s, False
 
     def _say(self) -> None:
         self._number += 1
@@ -300,13 +269,13 @@ class SimulatedRank:
             wants=self.wants,
             rounds=(self.at,),
             healed=self.healed,
-            held=None if self._has_word else self.word,
+            known=None if self._has_word else self.known,
         )
         host = self.world.hosts[self._host]
         report = decode(Report, encode(report)) if self.world.random.random() < WRITTEN else report
         link = self._link
         self.world.send(
-            lambda: host.hear(report) if host.life == link else None,
+            lambda: host.hear(report) if host.link == link else None,
             f"host{self._host}",
             self.rank.replica,
         )
@@ -316,14 +285,16 @@ class SimulatedRank:
         if self.is_dead or (host, link) != (self._host, self._link):
             return
         if word.is_dropped:
-            if self.word is None or word.epoch >= self.word.epoch:
+            if self.word is None or word.place >= self.word.place:
                 self.world.kill(self.rank.replica, is_told=True)
             return
-        if self.word is not None and (word.epoch, word.number) < (self.word.epoch, self.word.number):
-            return  # late, or of a coordinator that was replaced
-        self._heard_s, self._has_word = self.world.now_s, True
         is_new = self.word is None or word.epoch != self.word.epoch
-        self.word = word
+        if word == self.word:
+            self._heard_s = self.world.now_s
+        known = self.known.with_word(word)
+        if known is None:
+            return
+        self._heard_s, self._has_word, self.known = self.world.now_s, True, known
         self._check_deals(word)
         if self._follow(word) or is_new:
             self._say()

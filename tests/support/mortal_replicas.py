@@ -362,7 +362,8 @@ class Replicas:
 
     def _rows(self, samples: Sequence[Samples]) -> Batch:
         return {
-            name: torch.cat([rows[one.begin : one.end] for one in samples]) for name, rows in self.data.items()
+            name: torch.cat([rows[one.begin : one.end] for one in samples])
+            for name, rows in self.data.items()
         }
 
 

@@ -30,8 +30,10 @@ ROOT = Path(__file__).parents[2]
 BOUNDED = examples(30)
 
 BESIDE = {
+    "memory.disk": ["memory.device=6GB"],
     "model.loss": ["model.source=hf:folder"],
     "model.lora.alpha": ["model.lora.rank=8"],
+    "training.gradient_of": ["training.gradient=principal:8"],
     "training.momentum": ["training.optimizer=sgd"],
     "training.rest_learning_rate": ["training.optimizer=muon"],
 }
@@ -127,6 +129,7 @@ def test_the_file_to_begin_with_is_the_demonstration_and_so_are_all_its_defaults
     assert loaded(uncommented(text, among=defaults), tmp_path) == RunFile()
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_one_key_of_the_file_to_begin_with_can_be_uncommented(name: str, tmp_path: Path) -> None:
     text = uncommented(commented_toml(), among={name})
@@ -262,6 +265,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
             "both set when delayed updates begin. Leave out one of the two.",
         ),
         (["cluster.device=cpu", "cluster.backend=nccl"], "which joins only GPUs"),
+        (["memory.host=1GB"], "memory.host is set, but memory.device is not, so nothing is paged."),
+        (["memory.device=1GB", "memory.host=0"], "there is nothing to page to."),
+        (["memory.device=1GB", "memory.disk_bytes=5e9"], "but memory.disk names no folder."),
+        (["plan.file=p.json", "memory.device=1GB"], "but memory.device asks for a new plan."),
         (["cluster.workers=3", "plan.depth=2", "plan.width=2"], "plan.depth times plan.width is 4, but"),
     ],
 )
@@ -288,6 +295,8 @@ def test_keys_that_contradict_each_other_get_one_sentence(sets: list[str], expec
         ["plan.schedule=1f1b", "plan.delay_warmup_steps=0"],
         ["cluster.workers=4", "plan.depth=2", "plan.width=2"],
         ["cluster.backend=nccl"],
+        ["memory.device=auto", "memory.host=0", "memory.disk=/scratch", "memory.disk_bytes=200000000000"],
+        ["plan.file=p.json", "memory.disk=/scratch"],
     ],
 )
 def test_keys_that_go_together_are_taken(sets: list[str]) -> None:

@@ -6,20 +6,28 @@ units and a progress bar. What the measurements mean is inferred in `cluster/inf
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.bench.flows import Line, all_reduce_s, latency_s, message_bytes, rates
+from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.inference import Inferred, infer
-from bireme.cluster.machine import host_name, num_cores
+from bireme.cluster.machine import host_name, memory_bytes, num_cores
 from bireme.cluster.probed import AllReduce, Experiment, Flow, Measurements, experiments_for
 from bireme.errors import BiremeError
 from bireme.profile.here import device_here
 from bireme.report.progress import progress_bar
 from bireme.runtime.launch import launch
+from bireme.runtime.measuring.tier_speeds import (
+    check_disk_folder,
+    free_disk_bytes,
+    measured_disk_bytes_per_s,
+    measured_host_bytes_per_s,
+)
 from bireme.runtime.world import World
 
 if TYPE_CHECKING:
@@ -45,11 +53,14 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`seconds` are for the links, about; `model` is timed with `batch` samples on every device."""
+    """`seconds` are for the links, about; `model` is timed with `batch` samples on every device. With `disk`,
+    a folder on every server, what devices can page to is measured too.
+    """
 
     model: str = MODEL
     batch: int = 1
     seconds: float = 20.0
+    disk: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.seconds <= 86_400:
@@ -153,11 +164,12 @@ def probe_in(world: World, setting: Setting) -> Probe | None:
             AllReduce(size, SUM_BYTES, all_reduce_s(line, size, SUM_BYTES, rounds=SUM_ROUNDS))
             for size in _group_sizes(world.size)
         ]
+        tiers = _tiers(world, line, hosts, setting.disk) if setting.disk is not None else {}
         line.together()
     if world.rank:
         return None
     measurements = replace(found, devices=tuple(devices), all_reduces=tuple(sums))
-    return Probe(measurements, infer(measurements))
+    return Probe(measurements, _with_tiers(infer(measurements), tiers))
 
 
 def _silent(_done: float, _what: str) -> None:
@@ -192,6 +204,59 @@ def _devices(world: World, line: Line, setting: Setting) -> "tuple[tuple[str, ..
         speed = all_told[0]["seconds"] / one["seconds"]
         devices.append(replace(device, speed=float(f"{speed:.3g}")))
     return hosts, devices
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiers:
+    """What a server's devices can page to, and how fast."""
+
+    host_bytes_per_s: float
+    host_memory_bytes: int
+    disk_bytes: int
+    disk_bytes_per_s: float
+
+
+def _tiers(world: World, line: Line, hosts: tuple[str, ...], folder: Path) -> dict[str, _Tiers]:
+    """Of each server, measured by its first rank while the others of it wait."""
+    place = hosts.index(hosts[world.rank])
+    if place == world.rank:
+        check_disk_folder(folder, "--disk")
+        found = _Tiers(
+            measured_host_bytes_per_s(world.device),
+            memory_bytes() if world.device.type != "cpu" else 0,
+            free_disk_bytes(folder),
+            measured_disk_bytes_per_s(folder),
+        )
+        world.store.set(f"probe/tiers/{world.rank}", json.dumps(asdict(found)))
+    line.together()
+    first = {host: hosts.index(host) for host in hosts}
+    return {
+        host: _Tiers(**json.loads(world.store.get(f"probe/tiers/{rank}"))) for host, rank in first.items()
+    }
+
+
+def _with_tiers(inferred: Inferred, tiers: Mapping[str, _Tiers]) -> Inferred:
+    """The servers with what they can page to. Servers are in the order of their hosts."""
+    if not tiers:
+        return inferred
+    cluster = inferred.cluster
+    servers = (
+        replace(
+            server,
+            devices=tuple(
+                replace(device, host_bytes_per_s=_rounded(own.host_bytes_per_s)) for device in server.devices
+            ),
+            host_memory_bytes=own.host_memory_bytes,
+            disk_bytes=own.disk_bytes,
+            disk_bytes_per_s=_rounded(own.disk_bytes_per_s),
+        )
+        for server, own in zip(cluster.servers, tiers.values(), strict=True)
+    )
+    return replace(inferred, cluster=Cluster(tuple(servers), cluster.switch))
+
+
+def _rounded(bytes_per_s: float) -> float:
+    return float(f"{bytes_per_s:.3g}")
 
 
 def _unit_seconds(world: World, setting: Setting) -> float:

@@ -103,6 +103,12 @@ def probe(
         str | None, typer.Option(help="Kind of device: cpu or cuda.", show_default="cuda if there is one")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Approximate time for measuring the links.")] = 20.0,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder on every machine whose disk to measure, and the way to the host."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.toml", help="Write the cluster to a file.")
     ] = None,
@@ -119,7 +125,7 @@ def probe(
         _check_output(output)
         if is_started and processes is not None:
             refuse(context, "torchrun has already started the processes", "processes")
-        setting = Setting(batch=batch, seconds=seconds, **({"model": model} if model else {}))
+        setting = Setting(batch=batch, seconds=seconds, disk=disk, **({"model": model} if model else {}))
         backend, here = _backend_and_devices(device)
         if is_started:
             found = probe_of_environment(setting, backend=backend)

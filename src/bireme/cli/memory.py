@@ -51,6 +51,7 @@ def memory(
 
     [dim]bireme memory gpt:layers=4,width=128,heads=4,vocab=256,context=64 --batch 8[/dim]
     """
+    from bireme.profile.block_paging import page_blocks
     from bireme.profile.swapping import plan_swaps
     from bireme.report.gantt import check_suffix
 
@@ -61,6 +62,7 @@ def memory(
         model, batch=batch, length=length, optimizer=optimizer, warmup=warmup, device=device
     )
     alone, in_turn = plan_swaps(behaviour, link), plan_swaps(behaviour, link, in_turn=True)
+    paging = page_blocks(behaviour, link)
     title = f"{model}, batch {batch}, {optimizer}"
     if picture is not None:
         from bireme.report.gantt import write_gantt
@@ -70,14 +72,14 @@ def memory(
         from bireme.report.memory_document import memory_document
 
         asked = {"model": model, "batch": batch, "length": length, "optimizer": optimizer}
-        print_json(asked | memory_document(behaviour, alone, in_turn))
+        print_json(asked | memory_document(behaviour, alone, in_turn, paging))
         return
     from rich.console import Console
 
     from bireme.report.memory_table import print_memory
 
     console = Console()
-    print_memory(title, behaviour, alone, in_turn, console)
+    print_memory(title, behaviour, alone, in_turn, paging, console)
     if picture is not None:
         console.print(f"\nWrote {picture}.", markup=False, highlight=False, soft_wrap=True)
 

@@ -1,7 +1,6 @@
 """Options that several verbs share, and helpers to read them."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +26,6 @@ __all__ = [
     "StagesPerRank",
     "Sweep",
     "build_program",
-    "bytes_of",
     "check_writable",
     "print_json",
     "refuse",
@@ -141,28 +139,6 @@ def build_program(
         sweep=sweep,
         recompute=range(stages) if recompute else (),
     )
-
-
-UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
-AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
-
-
-def bytes_of(text: str, option: str) -> int:
-    """The bytes in a text such as `6GB` (10⁹), `24GiB` (2³⁰) or `5e9`; `option` is who says it."""
-    found = AMOUNT.fullmatch(text.strip())
-    if found is None:
-        raise BiremeError(f"{option} is {text!r}; write bytes as 6GB, 24GiB or 5e9.")
-    return round(float(found[1]) * UNITS[found[2].lower()])
 
 
 def settings_of(values: Mapping[str, object]) -> list[str]:

@@ -27,6 +27,7 @@ from bireme.cli.options import Json, check_writable, refuse
 from bireme.cli.plan_options import (
     exports_of,
     penalties_of,
+    tier_limits_of,
 )
 from bireme.cli.plan_run import PlanRun
 from bireme.cli.words import word
@@ -143,6 +144,25 @@ def plan(
             metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."
         ),
     ] = "none",
+    device_memory: Annotated[
+        str | None,
+        constraint_option(
+            metavar="BYTES|auto",
+            help="Memory that each process may use of its device, such as 6GB, or all of it; what does not "
+            "fit may be paged to the host.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        constraint_option(
+            metavar="BYTES",
+            help="Host memory of each process, 0 for none; by default its share of the host's.",
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        constraint_option(metavar="BYTES|auto", help="Disk space of each process; by default none."),
+    ] = None,
     pin: Annotated[
         list[str] | None, constraint_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
@@ -216,7 +236,7 @@ def plan(
     schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
     from bireme.plan.partition.loads import Recompute
-    from bireme.plan.plan_request import Goal, PlanRequest
+    from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 
     request = PlanRequest(
         batch_size=batch_size,
@@ -233,8 +253,9 @@ def plan(
         devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
         recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
-        codec=codec.lower(),
+        codec=AUTO if codec.lower() == AUTO else codec,
         value_bytes=2 if dtype == "bfloat16" else 4,
+        memory=tier_limits_of(device_memory, host_memory, disk),
     )
     sum_codec = parse_sum_codec(sync_codec)
     found_cluster = cluster_of(cluster)

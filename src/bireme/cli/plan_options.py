@@ -5,16 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bireme.bounds import bytes_of
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
+    from bireme.plan.tier_limits import TierLimits
     from bireme.schedule.rule import Rule
 
 __all__ = [
     "Exporting",
     "exports_of",
     "penalties_of",
+    "tier_limits_of",
 ]
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +68,26 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
                 "synchronous step."
             ) from None
     return found
+
+
+def tier_limits_of(device: str | None, host: str | None, disk: str | None) -> "TierLimits | None":
+    """What each process may use of each tier; None where nothing is to be paged."""
+    from bireme.plan.tier_limits import TierLimits
+
+    if device is None:
+        given = next((name for name, text in (("host-memory", host), ("disk", disk)) if text), None)
+        if given is not None:
+            raise BiremeError(
+                f"--{given} is for what does not fit a device. Say with --device-memory how much of it each "
+                "process may use, or auto for all."
+            )
+        return None
+
+    def amount(text: str, option: str) -> int | None:
+        return None if text.strip().lower() == AUTO else bytes_of(text, option)
+
+    return TierLimits(
+        amount(device, "--device-memory"),
+        None if host is None else amount(host, "--host-memory"),
+        0 if disk is None else amount(disk, "--disk"),
+    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bireme.bounds import bytes_of
 from bireme.cli.options import (
     SHAPE,
     AheadBy,
@@ -20,7 +21,6 @@ from bireme.cli.options import (
     StagesPerRank,
     Sweep,
     build_program,
-    bytes_of,
     print_json,
     refuse,
 )

@@ -53,6 +53,7 @@ Rate = Annotated[float, Field(gt=0, le=MOST_BYTES_PER_S, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 Flops = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+Bytes = Annotated[int, Field(gt=0, le=MOST_BYTES), BeforeValidator(_whole)]
 
 
 class DeviceTable(_Table):
@@ -62,9 +63,7 @@ class DeviceTable(_Table):
     count: Count = Field(1, description="how many such devices")
     like: str | None = Field(None, description="the ready description to begin with, such as a100")
     name: str | None = Field(None, description="what it is, for people")
-    memory_bytes: Annotated[int, Field(gt=0, le=MOST_BYTES), BeforeValidator(_whole)] | None = Field(
-        None, description="the memory it has"
-    )
+    memory_bytes: Bytes | None = Field(None, description="the memory it has")
     speed: Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)] = Field(
         1.0, description="relative to where the model was profiled; 0.5 takes twice as long"
     )
@@ -74,6 +73,9 @@ class DeviceTable(_Table):
     bfloat16_flops_per_s: Flops | None = Field(None, description="speed in bfloat16 and float16")
     watts: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="what it draws at work"
+    )
+    host_bytes_per_s: Rate | None = Field(
+        None, description="how fast it exchanges chunks with the host, each way"
     )
 
 
@@ -112,6 +114,9 @@ class ServerTable(_Table):
     num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
         None, description="the cores that its processor devices share, where they are fewer than theirs"
     )
+    host_memory_bytes: Bytes | None = Field(None, description="host memory that its devices can page to")
+    disk_bytes: Bytes | None = Field(None, description="disk space that its devices can page to")
+    disk_bytes_per_s: Rate | None = Field(None, description="how fast that disk reads and writes")
     device: Annotated[list[DeviceTable], _list_of_tables("server.device")] = Field(description="its devices")
     bridge: Annotated[list[BridgeTable], _list_of_tables("server.bridge")] = Field(
         default_factory=list, description="its PCIe host bridges"
@@ -219,7 +224,17 @@ def _server(table: ServerTable, name: str) -> Server:
         with _at(f"card[{index}]"):
             title = f"card{index}" if card.name is None else card.name
             cards.append(Card(title, _places(card, names), _link(card)))
-    return Server(name, tuple(devices), tuple(bridges), tuple(meshes), tuple(cards), table.num_cores or 0)
+    return Server(
+        name,
+        tuple(devices),
+        tuple(bridges),
+        tuple(meshes),
+        tuple(cards),
+        table.num_cores or 0,
+        table.host_memory_bytes or 0,
+        table.disk_bytes or 0,
+        table.disk_bytes_per_s or 0.0,
+    )
 
 
 def _device(table: DeviceTable) -> Device:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +18,9 @@ HEAD = """\
 # Bytes are bytes, not bits: 10 Gbit/s are 1.25e9 bytes_per_s. Seconds are seconds: 50 µs are 50e-6 latency_s.
 # A full duplex link carries bytes_per_s each way at once, a half duplex one in all.
 """
+
+
+NAMELESS = "server"
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -54,8 +58,9 @@ def plain_cluster(cluster: Cluster) -> dict[str, Any]:
     return plain
 
 
-def _parts(server: Server) -> tuple[object, ...]:
-    return (server.devices, server.bridges, server.meshes, server.cards, server.num_cores)
+def _parts(server: Server) -> Server:
+    """All of it but the name."""
+    return replace(server, name=NAMELESS)
 
 
 def _counted(names: Sequence[str], begin: int) -> "tuple[int, str | None]":
@@ -75,7 +80,12 @@ def _counted(names: Sequence[str], begin: int) -> "tuple[int, str | None]":
 
 def _plain_parts(server: Server) -> dict[str, Any]:
     devices = [(device, len(list(equal))) for device, equal in groupby(server.devices)]
-    plain: dict[str, Any] = {"num_cores": server.num_cores} if server.num_cores else {}
+    plain = _filled(
+        num_cores=server.num_cores or None,
+        host_memory_bytes=server.host_memory_bytes or None,
+        disk_bytes=server.disk_bytes or None,
+        disk_bytes_per_s=float(server.disk_bytes_per_s) or None,
+    )
     plain["device"] = [_plain_device(device, count) for device, count in devices]
     kinds: dict[str, Sequence[Bridge | Mesh | Card]] = {
         "bridge": server.bridges,
@@ -100,6 +110,7 @@ def _plain_device(device: Device, count: int) -> dict[str, Any]:
         float32_flops_per_s=device.float32_flops_per_s or None,
         bfloat16_flops_per_s=device.bfloat16_flops_per_s or None,
         watts=float(device.watts) if device.watts else None,
+        host_bytes_per_s=float(device.host_bytes_per_s) or None,
     )
 
 
@@ -157,7 +168,7 @@ def _digits(value: float) -> int:
 
 def _comment(what: str, key: str, value: Any) -> str:
     match key:
-        case "memory_bytes":
+        case "memory_bytes" | "host_memory_bytes" | "disk_bytes":
             return f"  # {value / 2**30:.4g} GiB"
         case "latency_s" if value:
             return f"  # {value * 1e6:.4g} µs"
@@ -165,6 +176,8 @@ def _comment(what: str, key: str, value: Any) -> str:
             return f"  # {value * 8 / 1e9:.4g} Gbit/s"
         case "bytes_per_s":
             return f"  # {value / 1e9:.4g} GB/s of its own memory"
+        case "host_bytes_per_s" | "disk_bytes_per_s":
+            return f"  # {value / 1e9:.4g} GB/s"
         case "float32_flops_per_s" | "bfloat16_flops_per_s":
             return f"  # {value / 1e12:.4g} TFLOP/s"
         case "speed":

@@ -54,7 +54,8 @@ def discover(cpus: int | None = None) -> Discovery:
     if parts > 1:
         notes.append("The bandwidth between the CPU's devices is unknown; it counts as unlimited.")
     shared = num_cores() if parts > num_cores() else 0
-    server = Server(host_name(), devices, cuda.bridges, cuda.meshes, tuple(own), shared)
+    host_bytes = memory_bytes() if cuda.devices else 0
+    server = Server(host_name(), devices, cuda.bridges, cuda.meshes, tuple(own), shared, host_bytes)
     if cuda.bridges or own:
         notes.append("Bandwidths are the hardware's rated figures; latencies are unknown.")
     return Discovery(Cluster((server,)), tuple(notes))

@@ -28,6 +28,8 @@ class Server:
     """A machine with devices: each on at most one bridge and one card, each two in at most one mesh.
 
     `num_cores` are the cores that its processor devices share; with 0 each has those that it says.
+    `host_memory_bytes` and `disk_bytes` are what its devices can page to, and `disk_bytes_per_s` is how fast
+    the disk reads and writes; what is 0 is not known.
     """
 
     name: str
@@ -36,6 +38,9 @@ class Server:
     meshes: tuple[Mesh, ...] = ()
     cards: tuple[Card, ...] = ()
     num_cores: int = 0
+    host_memory_bytes: int = 0
+    disk_bytes: int = 0
+    disk_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_name(self.name, "server")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bireme.memory.carver import PLAIN, Carver
 from bireme.memory.slots import Slots
 
 __all__ = ["Arena"]
@@ -15,9 +16,11 @@ class Arena:
 
     __slots__ = ("flat", "slots", "views")
 
-    def __init__(self, slots: Slots, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, slots: Slots, dtype: torch.dtype, device: torch.device, memory: Carver = PLAIN
+    ) -> None:
         self.slots = slots
-        self.flat = torch.empty(slots.num_elements, dtype=dtype, device=device)
+        self.flat = memory.carve(slots.num_elements, dtype, device)
         self.views: Mapping[str, Tensor] = {
             name: self.flat[slot.begin : slot.end].view(slot.shape) for name, slot in slots.items()
         }

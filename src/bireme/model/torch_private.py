@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "schema_of",
     "set_grad_enabled",
     "storage_id",
+    "storage_watch",
     "version_of",
 ]
 
@@ -92,6 +94,11 @@ def storage_id(tensor: Tensor) -> int:
     `data_ptr()` would do if it was not zero for every tensor without numbers.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_watch(tensor: Tensor) -> object:
+    """What keeps the `storage_id` of a tensor from being given to other memory, though not the memory."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def version_of(tensor: Tensor) -> int:

@@ -42,6 +42,9 @@ PILOT: Mapping[str, Excess] = {
 }
 """By the codec of both directions. int5 was better than none by less than the noise, and counts as int8."""
 
+OVER_TENSOR = 0.01
+"""What `keep` over a whole tensor with an old threshold had more than by rows, in the pilot."""
+
 WORDS_TO_TRY = ("int8", "int5", "keep:0.25:8", "keep:0.125:8")
 """What the planner tries: of equal bytes those with the least loss."""
 
@@ -60,8 +63,10 @@ def codec_steps(borders: Iterable[BorderCodecs], *, has_ending: bool) -> float:
 
 
 def _excess(choice: CodecChoice) -> Excess:
-    """What is known of a codec, or of the next worse one of its kind."""
+    """What is known of a codec, or of the next worse one of its kind; of one's own nothing is."""
     if choice.name == "none":
+        return Excess(0.0, 0.0)
+    if choice.where is not None:
         return Excess(0.0, 0.0)
     if choice.name == "bfloat16":
         return PILOT["bfloat16"]
@@ -71,4 +76,5 @@ def _excess(choice: CodecChoice) -> Excess:
         return known[max([bits for bits in known if bits <= choice.bits], default=min(known))]
     assert choice.share is not None
     shares = {float(word.split(":")[1]): one for word, one in PILOT.items() if word.startswith("keep")}
-    return shares[max([share for share in shares if share <= choice.share], default=min(shares))]
+    found = shares[max([share for share in shares if share <= choice.share], default=min(shares))]
+    return found if choice.life is None else Excess(found.bare + OVER_TENSOR, found.ended + OVER_TENSOR)

@@ -7,11 +7,20 @@ from typing import Annotated
 
 from annotated_types import MinLen
 
-from bireme.bounds import Count, NumBytes, Place, Positive, Seconds, Share
+from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share
 from bireme.plan.energy import joules_per_sample
 from bireme.plan.plan import Plan
 
-__all__ = ["Answer", "Candidate", "Forecast", "NothingFits", "Origin", "StageForecast"]
+__all__ = [
+    "Answer",
+    "Candidate",
+    "Forecast",
+    "MemoryWay",
+    "NothingFits",
+    "Origin",
+    "StageForecast",
+    "TierForecast",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,22 @@ class StageForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class TierForecast:
+    """One tier of a rank that pages, the same in each replica: what it may use of it, and what it does.
+
+    `predicted_bytes_moved` are the bytes copied into the tier in a batch. `waited_s`, of the device's tier,
+    is for how long the rank waits for chunks in a batch.
+    """
+
+    rank: Place
+    tier: str
+    budget_bytes: Bytes | None
+    peak_bytes: NumBytes
+    predicted_bytes_moved: NumBytes
+    waited_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """The seconds of a batch in the middle of a run, and who is busy meanwhile.
 
@@ -47,7 +72,8 @@ class Forecast:
     `cost_s_per_sample`; with `delay_warmup`, the share of a run that goes under 1f1b before updates are
     delayed, it counts the bubble of these batches too. `codec_penalty` is the part of it that codecs on
     borders cost. `busy_share` is the mean over the devices in use. `bottleneck` names the device or link that
-    sets the pace. `watts` is what the devices in use draw together, None where it is not known.
+    sets the pace. `watts` is what the devices in use draw together, None where it is not known. `tiers` are
+    those of the ranks that page.
     """
 
     batch_s: Positive
@@ -59,6 +85,7 @@ class Forecast:
     delay_warmup: Share = 0.0
     watts: Positive | None = None
     codec_penalty: Positive = 1.0
+    tiers: tuple[TierForecast, ...] = ()
 
     @property
     def cost_s_per_sample(self) -> float:
@@ -96,6 +123,17 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryWay:
+    """A way to live with the memory there is, and the best plan that goes it; None where none fits, for the
+    reason that `refusal` gives.
+    """
+
+    words: str
+    candidate: "Candidate | None"
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What a search found: plans that fit, the best first, with the best of every kind of schedule among
     them.
@@ -104,6 +142,8 @@ class Answer:
     candidates: tuple[Candidate, ...]
     origin: Origin
     num_tried: int
+    memory_ways: tuple[MemoryWay, ...] = ()
+    """Where paging was allowed and not all fits: what each way to save memory would take."""
 
     @property
     def best(self) -> Candidate:

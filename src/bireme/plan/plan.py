@@ -12,10 +12,12 @@ from annotated_types import doc
 from bireme.bounds import Count, Place
 from bireme.codec.border import BorderCodecs, LinkCodecs
 from bireme.errors import BiremeError
+from bireme.plan.paging import Paging
 from bireme.plan.program_plan import ProgramPlan, units_between
+from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
-from bireme.schedule.source import ProgramSource, source_like
+from bireme.schedule.source import SETTLED, ProgramSource, source_like
 
 __all__ = ["Plan"]
 
@@ -32,7 +34,9 @@ class Plan:
     each process, for who starts them. `updates_early` lets 2bw and 2bw-fresh update while the first rank has
     one set of gradients, which costs time where gradients are summed over ranks; left out, it is so where
     there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of
-    the borders, from the first on; left out, everything is sent as it is.
+    the borders, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
+    a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
+    nothing does.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -48,6 +52,8 @@ class Plan:
     devices: tuple[tuple[str, ...], ...] = ()
     updates_early: bool | None = None
     codecs: tuple[BorderCodecs, ...] = ()
+    sweep: Count = 1
+    paging: Paging | None = None
 
     def __post_init__(self) -> None:
         num_ranks = self.by_program.source.num_ranks
@@ -61,6 +67,8 @@ class Plan:
                 f"The plan has codecs for {len(self.codecs)} borders; {self.num_stages} stages have "
                 f"{self.num_stages - 1}."
             )
+        if self.paging is not None:
+            self.paging.check(num_ranks, self.num_stages)
 
     @property
     def num_stages(self) -> int:
@@ -105,11 +113,22 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def _source(plan: Plan) -> ProgramSource:
-    return source_like(_program(plan, 1, 0), partial(_program, plan))
+    return source_like(_resident(plan, 1, 0), partial(_program, plan))
 
 
 @lru_cache(maxsize=64)
 def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
+    program = _resident(plan, num_batches, first_batch)
+    return program if plan.paging is None else plan.paging.paged(program, _cut(plan))
+
+
+@lru_cache(maxsize=64)
+def _cut(plan: Plan) -> Cut:
+    return () if plan.paging is None else plan.paging.cut(_resident(plan, SETTLED, 0))
+
+
+def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
+    """The program without paging."""
     return generate(
         plan.schedule,
         num_stages=plan.num_stages,
@@ -118,6 +137,7 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
         stages_per_rank=plan.stages_per_rank,
         num_sliced=plan.num_sliced,
         lookahead=plan.lookahead,
+        sweep=plan.sweep,
         recompute=plan.recompute,
         first_batch=first_batch,
         updates_early=plan.is_early,

@@ -56,8 +56,15 @@ def write_plan(
 
 
 def plain_plan(saved: SavedPlan) -> dict[str, Any]:
-    """A plan in the words of JSON."""
-    return {"format": FORMAT, **asdict(saved)}
+    """A plan in the words of JSON. What only plans that page have is left out of the others."""
+    plain = {"format": FORMAT, **asdict(saved)}
+    if saved.plan.sweep == 1:
+        del plain["plan"]["sweep"]
+    if saved.plan.paging is None:
+        del plain["plan"]["paging"]
+    if saved.forecast is not None and not saved.forecast.tiers:
+        del plain["forecast"]["tiers"]
+    return plain
 
 
 def load_plan(path: Path) -> SavedPlan:

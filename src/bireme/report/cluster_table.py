@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +22,10 @@ from bireme.report.units import bytes_text, counted, rate_text, seconds_text
 __all__ = ["cluster_document", "print_cluster"]
 
 
-DEVICES = ("device", "model", "memory", "speed", "float32", "bfloat16", "cores")
+DEVICES = (
+    *("device", "model", "memory", "speed", "float32", "bfloat16", "cores"),
+    *("to its host", "host memory", "disk", "disk reads and writes"),
+)
 LINKS = ("link", "joins", "bandwidth", "latency", "shared")
 WORDS = ("device", "model", "link", "joins", "bandwidth", "shared")
 """The columns that hold no numbers alone."""
@@ -36,6 +40,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
         "servers": [
             {
                 "name": server.name,
+                **_plain_tiers(server),
                 "devices": [
                     {"name": f"{server.name}/{name}", **_plain_device(device)}
                     for name, device in zip(server.device_names, server.devices, strict=True)
@@ -67,7 +72,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         for device, equal in groupby(server.devices):
             count = len(list(equal))
             label = _range(server.device_names[place], server.device_names[place + count - 1])
-            devices.append([f"{names}/{label}", device.name, *_figures(device)])
+            devices.append([f"{names}/{label}", device.name, *_figures(device), *_tiers(server, device)])
             place += count
         for group in _groups(server):
             links.append([f"{names}/{group.name}", _joined(server, group), *_link_row(group)])
@@ -92,7 +97,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 def _runs(cluster: Cluster) -> list[tuple[str, Server]]:
     """Equal servers that follow each other, as one with the names of the first and the last."""
-    runs = groupby(cluster.servers, key=lambda one: (one.devices, one.bridges, one.meshes, one.cards))
+    runs = groupby(cluster.servers, key=lambda one: replace(one, name="server"))
     found = []
     for _, equal in runs:
         servers = list(equal)
@@ -106,6 +111,15 @@ def _range(first: str, last: str) -> str:
     if first == last:
         return first
     return f"{first}…{last.removeprefix(stem) if stem == last.rstrip(string.digits) else last}"
+
+
+def _tiers(server: Server, device: Device) -> list[str]:
+    return [
+        rate_text(device.host_bytes_per_s) if device.host_bytes_per_s else "",
+        bytes_text(server.host_memory_bytes) if server.host_memory_bytes else "",
+        bytes_text(server.disk_bytes) if server.disk_bytes else "",
+        rate_text(server.disk_bytes_per_s) if server.disk_bytes_per_s else "",
+    ]
 
 
 def _figures(device: Device) -> list[str]:
@@ -145,6 +159,15 @@ def _link_row(group: Bridge | Mesh | Card) -> list[str]:
     return [rate, seconds_text(link.latency_s), shared]
 
 
+def _plain_tiers(server: Server) -> dict[str, Any]:
+    figures = {
+        "host_memory_bytes": server.host_memory_bytes,
+        "disk_bytes": server.disk_bytes,
+        "disk_bytes_per_s": server.disk_bytes_per_s,
+    }
+    return {key: value for key, value in figures.items() if value}
+
+
 def _plain_device(device: Device) -> dict[str, Any]:
     figures = {
         "bytes_per_s": device.bytes_per_s,
@@ -152,6 +175,7 @@ def _plain_device(device: Device) -> dict[str, Any]:
         "bfloat16_flops_per_s": device.bfloat16_flops_per_s,
         "num_cores": device.num_cores,
         "watts": device.watts,
+        "host_bytes_per_s": device.host_bytes_per_s,
     }
     return {
         "kind": device.kind,

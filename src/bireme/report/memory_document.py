@@ -4,15 +4,19 @@ from dataclasses import asdict
 from typing import Any
 
 from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.block_paging import BlockPaging
 from bireme.profile.idleness import Idle, idle_intervals, percentile
 from bireme.profile.swapping import SwapPlan
+from bireme.report.published_memory import PUBLISHED
 
 __all__ = ["memory_document"]
 
 PERCENTS = (10, 25, 50, 75, 90, 99, 100)
 
 
-def memory_document(behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan) -> dict[str, Any]:
+def memory_document(
+    behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan, paging: BlockPaging | None
+) -> dict[str, Any]:
     """Everything about the iteration: its peak, its blocks, how it repeats, what can be swapped.
 
     `alone` gives each block the link for itself; `in_turn` lets copies wait for each other.
@@ -36,6 +40,8 @@ def memory_document(behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan) ->
         "intervals": _intervals(intervals),
         **_swapping(alone),
         "swappable_bytes_in_turn": in_turn.saved_bytes,
+        "paging": None if paging is None else asdict(paging),
+        "published": [asdict(figure) for figure in PUBLISHED],
         "allocator": None if behaviour.allocator is None else asdict(behaviour.allocator),
         "blocks": _blocks(behaviour, intervals),
     }

@@ -9,10 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.block_paging import BlockPaging
 from bireme.profile.events import Owner
 from bireme.profile.idleness import Idle, idle_intervals, percentile
 from bireme.profile.swapping import Bandwidth, SwapPlan
 from bireme.report.columns import columns
+from bireme.report.published_memory import PUBLISHED
 from bireme.report.units import bytes_text, seconds_text
 
 __all__ = ["print_memory"]
@@ -39,7 +41,12 @@ COLOURS = {
 
 
 def print_memory(
-    title: str, behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan, console: Console
+    title: str,
+    behaviour: Behaviour,
+    alone: SwapPlan,
+    in_turn: SwapPlan,
+    paging: BlockPaging | None,
+    console: Console,
 ) -> None:
     """The whole report. `alone` gives each block the link for itself; `in_turn` lets copies wait."""
 
@@ -57,6 +64,43 @@ def print_memory(
         console.print("\nHow long blocks are idle between two accesses", style="bold")
         console.print(_idleness(intervals, alone.bandwidth))
     say(f"\n{_swapping(alone, in_turn)}")
+    if paging is not None and paging.budgets:
+        say(f"\n{_least(paging, behaviour)}")
+        console.print(_paging(paging, behaviour))
+    say(f"\n{_published(behaviour)}")
+
+
+def _least(paging: BlockPaging, behaviour: Behaviour) -> str:
+    saved = 1 - paging.least_bytes / behaviour.peak.num_bytes
+    return (
+        f"Paging in chunks of {bytes_text(paging.chunk_bytes)} could do with "
+        f"{bytes_text(paging.least_bytes)} ({saved:.0%} less), of which {bytes_text(paging.unpaged_bytes)} "
+        "are never paged. Copies that take less than the iteration could run beside it."
+    )
+
+
+def _paging(paging: BlockPaging, behaviour: Behaviour) -> Table:
+    table = columns(("device memory", "of the peak", "copied out", "copied in", "copies take", "iterations"))
+    for budget in paging.budgets:
+        table.add_row(
+            bytes_text(budget.device_bytes),
+            f"{budget.device_bytes / behaviour.peak.num_bytes:.0%}",
+            bytes_text(budget.out_bytes),
+            bytes_text(budget.in_bytes),
+            seconds_text(budget.copies_s),
+            f"{budget.copies_s / behaviour.duration_s:.2f}",
+        )
+    return table
+
+
+def _published(behaviour: Behaviour) -> str:
+    """The figures of the paper, by where we have them from, beside this iteration's share of activations."""
+    by_source: dict[str, list[str]] = {}
+    for figure in PUBLISHED:
+        by_source.setdefault(figure.source, []).append(f"{figure.name}: {figure.value}")
+    told = "; ".join(f"{'; '.join(figures)} ({source})" for source, figures in by_source.items())
+    share = behaviour.by_owner()[Owner.ACTIVATION] / behaviour.peak.num_bytes
+    return f"Activations are {share:.2%} of the peak. Li et al. (ISPASS 2021): {told}."
 
 
 def _peak(behaviour: Behaviour) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from bireme.cluster.cluster import Cluster
 from bireme.codec.border import AS_IT_IS
 from bireme.plan.explain import Help
-from bireme.plan.forecast import Answer, Candidate
+from bireme.plan.forecast import Answer, Candidate, Forecast, MemoryWay
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
@@ -35,6 +35,7 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
         "headroom_bytes": headroom_bytes(best),
         "candidates": [_candidate(summarize(candidate)) for candidate in answer.candidates],
         "origin": asdict(answer.origin),
+        **_memory(best.plan, best.forecast, answer.memory_ways),
     }
 
 
@@ -70,6 +71,7 @@ def saved_plan_document(
         "headroom_bytes": headroom,
         "candidates": [],
         "origin": None if saved.origin is None else asdict(saved.origin),
+        **_memory(plan, saved.forecast),
     }
 
 
@@ -83,6 +85,29 @@ def sync_document(wishes: PlanRequest) -> dict[str, Any]:
         "message_share": sums.message_share,
         "kept_share": sums.kept_share,
     }
+
+
+def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = ()) -> dict[str, Any]:
+    """What is paged, of a plan that pages, and what each way to save memory would take, where that was asked.
+
+    Bytes moved are those that are copied into the tier in a batch.
+    """
+    found: dict[str, Any] = {}
+    if plan.sweep > 1:
+        found["sweep"] = plan.sweep
+    if plan.paging is not None:
+        found["tiers"] = [] if forecast is None else [asdict(tier) for tier in forecast.tiers]
+        found["chunk_bytes"] = list(plan.paging.chunk_bytes)
+    if ways:
+        found["memory_ways"] = [
+            {
+                "way": way.words,
+                "refusal": way.refusal if way.candidate is None else None,
+                "plan": None if way.candidate is None else _candidate(summarize(way.candidate)),
+            }
+            for way in ways
+        ]
+    return found
 
 
 def _codecs(plan: Plan) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.summary import Kind, Summary, best_of_kinds, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 from bireme.report.columns import GAP, columns
+from bireme.report.memory_ways import tiers_table, ways_table
 from bireme.report.units import bytes_text, counted, seconds_text
 
 __all__ = ["print_explanation", "print_plan"]
@@ -46,6 +47,9 @@ def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Con
     _say(console, f"[bold]{escape(profile.model)}[/bold]")
     _say(console, f"{_shape(best.plan, short)}\n")
     console.print(_stages(best, profile, console.width))
+    if best.forecast.tiers:
+        console.print()
+        console.print(tiers_table(best))
     console.print()
     _say(console, _promise(best, short))
     _say(console, _limit(best, short))
@@ -54,6 +58,9 @@ def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Con
     console.print()
     console.print(_kinds(answer))
     _say(console, LEGEND, style="dim")
+    if answer.memory_ways:
+        console.print()
+        console.print(ways_table(answer))
     _say(console, f"\nFound in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
 
 
@@ -114,6 +121,7 @@ def _shape(plan: Plan, short: Summary) -> str:
         (
             f", {counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
             f", {plan.num_sliced} micro-batches sliced" if plan.num_sliced else "",
+            f", in sweeps of {plan.sweep}" if plan.sweep > 1 else "",
         )
     )
     return (

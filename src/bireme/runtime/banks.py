@@ -22,17 +22,25 @@ parameter.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from bireme.codec.gradient_words import GradientForm
+from bireme.codec.principal import Product
+from bireme.model.linear_maps import LinearMap
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.principal import PrincipalGradients
+from bireme.runtime.product_steps import most_piece_elements, step_products
 from bireme.runtime.shelf_weights import ShelfWeights, copy_by_name
+from bireme.runtime.stage_memory import StageMemory
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
+from bireme.schedule.instruction import Item
 from bireme.schedule.rule import Rule
 from bireme.sync.norm import are_finite, norm_workspace_bytes
 from bireme.sync.reduced import NUMBERS_BYTES
@@ -40,7 +48,7 @@ from bireme.sync.reduced import NUMBERS_BYTES
 __all__ = ["BankInUse", "BankMemory", "DeadVersion", "WeightBanks"]
 
 Tensors = Mapping[str, Tensor]
-Gradients = Mapping[str, Tensor | None]
+Gradients = Mapping[str, Tensor | Product | None]
 
 
 class BankInUse(RuntimeError):  # noqa: N818 (named for what happened)
@@ -88,7 +96,8 @@ class WeightBanks:
 
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
     master weights are stepped in its place. The parameters in `summed_apart` lie on shelves of their own,
-    because their gradients are summed with other ranks than those of the rest.
+    because their gradients are summed with other ranks than those of the rest. The gradients of the weights
+    in `maps` are kept in a `form` of few numbers.
     """
 
     def __init__(
@@ -102,7 +111,11 @@ class WeightBanks:
         bank_dtype: torch.dtype | None = None,
         summed_apart: Collection[str] = (),
         stage: int = 0,
+        maps: Mapping[str, LinearMap] | None = None,
+        form: GradientForm | None = None,
+        memory: StageMemory | None = None,
     ) -> None:
+        self._memory = memory = memory or StageMemory()
         self._is_fresh = rule is Rule.FRESH
         self._stage = stage
         self._dtypes = {name: _bank_dtype(tensor, bank_dtype) for name, tensor in parameters.items()}
@@ -117,11 +130,14 @@ class WeightBanks:
             if name not in given
         }
         self._stepper = Stepper(
-            given, factory, {name: (self._dtypes[name], name in summed_apart) for name in given}
+            given,
+            factory,
+            {name: (self._dtypes[name], name in summed_apart) for name in given},
+            memory.optimizer(),
         )
         self._trials = Trials(self._stepper)
         self._stores = [
-            ShelfWeights(shelf, given, self._dtypes, num_banks, is_apart=self._is_fresh)
+            ShelfWeights(shelf, given, self._dtypes, num_banks, memory, is_apart=self._is_fresh)
             for shelf in self._stepper.shelves
         ]
         store_of = {name: store for store in self._stores for name in store.leaves[0]}
@@ -143,13 +159,29 @@ class WeightBanks:
         self._held = [0] * num_banks
         self._newest_version = 0
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        self.gradients = GradientPool(self._stepper.shelves, self._trainable, device)
+        principal = None
+        if form is not None and maps:
+            principal = PrincipalGradients(
+                maps,
+                form,
+                {name: given[name].dtype for name in maps},
+                is_delayed=rule is not Rule.SYNCHRONOUS,
+                device=device,
+            )
+        source = memory.gradients if memory.is_paged else None
+        self.gradients = GradientPool(self._stepper.shelves, self._trainable, device, principal, source)
+        memory.before_gradients(self.gradients.reserve)
         """Where the sums of the gradients lie."""
 
     @property
     def trainable(self) -> tuple[str, ...]:
         """The parameters that there are versions of."""
         return self._trainable
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether what is looked at here comes as copies, because it may be on any tier."""
+        return self._memory.is_paged
 
     @property
     def is_fresh(self) -> bool:
@@ -204,8 +236,10 @@ class WeightBanks:
             newest = self._newest_version % len(self._banks)
             bank = self._open(version)
             for store in self._stores:
-                if bank != newest and (skip or store.apart is None):
+                if store.apart is None and bank != newest:
                     store.banks[bank].flat.copy_(store.banks[newest].flat)
+                elif skip:
+                    store.round_into(bank)  # for the bank of the newest may be on another tier
             if not skip:
                 self._step(self._stepped[bank], gradients, lr_factor, scale)
                 for store in self._stores:
@@ -217,11 +251,16 @@ class WeightBanks:
         given = {
             name: gradient.to(weights[name].dtype)
             for name, gradient in gradients.items()
-            if gradient is not None
+            if isinstance(gradient, Tensor)
         }
         if scale != 1.0 and given:
             torch._foreach_mul_([*given.values()], scale)
-        self._stepper.step(weights, given, lr_factor=lr_factor)
+        products = {
+            name: gradient.scaled(scale)
+            for name, gradient in gradients.items()
+            if isinstance(gradient, Product)
+        }
+        step_products(self._stepper, weights, given, products, lr_factor=lr_factor)
 
     @torch.no_grad()
     def trial(
@@ -241,7 +280,8 @@ class WeightBanks:
         self._expect_next(version)
         bank = self._open(version)
         given = {name: one for name, one in (gradients or {}).items() if one is not None}
-        if not given or not are_finite(given.values()):
+        factors = (one.factors if isinstance(one, Product) else (one,) for one in given.values())
+        if not given or not are_finite([*chain.from_iterable(factors)]):
             self._copy_apart_into(bank)
         else:
             self._trials.make(
@@ -257,13 +297,15 @@ class WeightBanks:
         is nothing to do.
         """
         if self._is_fresh and self._newest_version not in self._lives:
-            self._copy_apart_into(self._open(self._newest_version))
+            bank = self._open(self._newest_version)
+            with self._memory.opened(Item.OPTIMIZER), self._memory.opened(Item.WEIGHTS, bank):
+                self._copy_apart_into(bank)
             self._close(self._newest_version)
 
     def newest(self) -> Tensors:
         """W, in the precision in which it is stepped: what a checkpoint holds. Not copies."""
         newest = {**self._stepped[self._newest_version % len(self._banks)], **self._frozen}
-        return {name: newest[name].detach() for name in self._dtypes}
+        return {name: self._read(newest[name]) for name in self._dtypes}
 
     def next_to_run_on(self) -> Tensors:
         """What the next batch runs on where that is not W: the version before it, or a trial version; else
@@ -272,17 +314,23 @@ class WeightBanks:
         version = self._newest_version if self._is_fresh else self._newest_version - 1
         if version < 0 or version not in self._lives:
             return {}
-        return {name: leaf.detach() for name, leaf in self._banks[self._bank_of(version)].items()}
+        return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype."""
         if not self._is_fresh:
-            return {name: leaf.detach() for name, leaf in self.leaves(self._newest_version).items()}
+            return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """What the optimiser remembers, by the parameters' names. Not copies."""
-        return self._stepper.state_dict()
+        found = self._stepper.state_dict()
+        if not self.is_paged:
+            return found
+        return {
+            name: {key: self._read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
+            for name, state in found.items()
+        }
 
     @torch.no_grad()
     def load(
@@ -302,13 +350,16 @@ class WeightBanks:
         for living in [one for one in versions if one >= 0]:
             is_newest = living == version and not self._is_fresh
             given = parameters if is_newest or older is None else older.get(living, parameters)
-            copy_by_name({name: given[name] for name in self.trainable}, self._banks[self._open(living)])
+            bank = self._open(living)
+            with self._memory.opened(Item.WEIGHTS, bank):
+                copy_by_name({name: given[name] for name in self.trainable}, self._banks[bank])
             self._close(living)
-        copy_by_name({name: parameters[name] for name in self._apart}, self._apart)
         copy_by_name({name: parameters[name] for name in self._frozen}, self._frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
-        self._stepper.load_state_dict(optimizer_state, self._stepped[version % len(self._banks)])
+        with self._memory.opened(Item.OPTIMIZER):
+            copy_by_name({name: parameters[name] for name in self._apart}, self._apart)
+            self._stepper.load_state_dict(optimizer_state, self._stepped[version % len(self._banks)])
 
     def memory(self) -> BankMemory:
         """What all this takes now; an optimiser takes its share at its first step."""
@@ -316,14 +367,22 @@ class WeightBanks:
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
+        principal = self.gradients.principal
+        settled_bytes = piece_bytes = 0
+        if principal is not None:
+            settled_bytes = principal.num_bytes
+            piece_bytes = most_piece_elements(self._stepper, principal.shapes) * principal.most_itemsize
         return BankMemory(
             banks_bytes=sum(bank.num_bytes for store in self._stores for bank in store.banks),
             frozen_bytes=sum(tensor.nbytes for tensor in self._frozen.values()),
             apart_bytes=sum(store.apart.num_bytes for store in self._stores if store.apart is not None),
-            optimizer_bytes=self._stepper.state_bytes(),
+            optimizer_bytes=self._stepper.state_bytes() + settled_bytes,
             gradient_bytes=self.gradients.num_bytes,
-            workspace_bytes=self._trials.num_bytes + norm_bytes + waiting_bytes,
+            workspace_bytes=self._trials.num_bytes + norm_bytes + waiting_bytes + piece_bytes,
         )
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        return self._memory.read(tensor.detach())
 
     def _copy_apart_into(self, bank: int) -> None:
         for store in self._stores:

@@ -90,6 +90,10 @@ class Evaluator:
 class HoldsWeights(Protocol):
     """Where an evaluation takes a stage's weights from."""
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether they are copied each time, so that not all should be there at once."""
+
     def newest_to_compute_with(self) -> Mapping[str, Tensor]:
         """The newest weights by name, in the type that the stage computes with."""
 
@@ -109,24 +113,25 @@ class EvaluationStage:
         self._buffers = buffers
         self._device = device
         self._loss = 0.0
-        self._weights: Mapping[str, Tensor] = {}
+        self._weights: Mapping[str, Tensor] | None = None
 
     def load(self) -> None:
         """Take the newest weights, in what the stage computes with."""
         self._loss = 0.0
-        self._weights = self._banks.newest_to_compute_with()
+        self._weights = None if self._banks.is_paged else self._banks.newest_to_compute_with()
 
     def unload(self) -> None:
         """Let go of them."""
-        self._weights = {}
+        self._weights = None
 
     def forward(
         self, _place: Place, _version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Run a micro-batch on the newest weights; gives what goes to the next stage."""
         given = {**micro_batch.inputs, **received}
+        weights = self._banks.newest_to_compute_with() if self._weights is None else self._weights
         with torch.no_grad():
-            results = self.function(self._weights, self._buffers, given, device=self._device)
+            results = self.function(weights, self._buffers, given, device=self._device)
         if LOSS in results and micro_batch.share:
             self._loss += float(results[LOSS]) * micro_batch.share
         return {name: results[name] for name in self.function.sends}

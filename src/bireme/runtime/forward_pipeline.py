@@ -110,6 +110,8 @@ class _Fixed:
 
     weights: Mapping[str, Tensor]
 
+    is_paged = False
+
     def newest_to_compute_with(self) -> Mapping[str, Tensor]:
         return self.weights
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.courier import Courier
 from bireme.runtime.microbatches import Feed, MicroBatch
+from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.recorder import Moment, Recorder
 from bireme.runtime.stage import Place, Stage
 from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.updates import Finished, Updates
-from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Kind
 from bireme.schedule.program import Block
 
 __all__ = ["Interpreter", "OnInstruction", "RunsForward"]
@@ -47,6 +48,7 @@ class Interpreter:
         updates: Updates,
         on_instruction: OnInstruction,
         stopwatch: Stopwatch | None = None,
+        paging: RankPaging | None = None,
     ) -> None:
         self._stages = stages
         self._forwards: Mapping[int, RunsForward] = stages
@@ -71,6 +73,12 @@ class Interpreter:
             Kind.UPDATE: self._update,
             Kind.TRIAL: updates.trial,
         }
+        self._evaluates = dict(self._actions)
+        """The same actions, for stages that train nothing and so page nothing."""
+        if paging is not None:
+            for kind in (*COMPUTE, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL):
+                self._actions[kind] = paging.around(self._actions[kind], self._begin)
+            self._actions |= dict.fromkeys(PAGING, paging.move)
 
     def run(
         self,
@@ -86,7 +94,7 @@ class Interpreter:
         """
         self._forwards = self._stages if forwards is None else forwards
         self._courier.begin(feed, None if forwards is None else codecs)
-        actions = self._actions
+        actions = self._actions if forwards is None else self._evaluates
         stopwatch = self._stopwatch if forwards is None else None
         asks = recorder or stopwatch
         self._now = _nobody_asks if asks is None else asks.now
@@ -103,6 +111,9 @@ class Interpreter:
                 if self._updates.finished:
                     yield from self._updates.take_finished()
         self._courier.drain()
+
+    def _begin(self) -> None:
+        self._began = self._now()
 
     def _forward(self, step: Instruction) -> None:
         received = self._courier.take(step)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.codec.gradient_words import parse_gradient
 from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
@@ -28,6 +29,7 @@ from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders, received_by
+from bireme.runtime.coding import checked
 from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.cutting import cutter_of
 from bireme.runtime.evaluation import Evaluation, Evaluator
@@ -39,6 +41,9 @@ from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.checks import paging_of
+from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.quorum.agreement import Agreement, Donations, join
 from bireme.runtime.quorum.reducer import QuorumReducer
@@ -47,10 +52,12 @@ from bireme.runtime.result import Result, result_of
 from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
+from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
 from bireme.sync.exchange import SentBytes
+from bireme.sync.reducer import Reducer
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "Result", "Weights"]
@@ -67,9 +74,12 @@ class Pipeline:
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
     it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
     borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
+    `paging` says where a plan that pages keeps what is not on the device.
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
-    rows of another replica to train on them: what they count goes around as numbers. With an `agreement` this
-    is one replica of several, the ranks of `world` are its own alone, and so are its batches' samples.
+    rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
+    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With an
+    `agreement` this is one replica of several, the ranks of `world` are its own alone, and so are its
+    batches' samples.
     """
 
     def __init__(
@@ -95,10 +105,14 @@ class Pipeline:
         sharing: Sharing | None = None,
         reads_apart: bool = False,
         codecs: LinkCodecs | None = None,
+        gradient: str = "whole",
+        gradient_of: Sequence[str] | None = None,
+        paging: PagingSettings | None = None,
         agreement: Agreement | None = None,
     ) -> None:
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
+        form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         self._device = torch.device(device)
         check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -124,9 +138,26 @@ class Pipeline:
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
+        self._paging = paging_of(
+            self.plan.source, self.layout, self._device, paging or PagingSettings(), compiles=compile
+        )
+        if agreement is not None and (self._paging is not None or form is not None):
+            raise BiremeError(
+                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging and "
+                "principal components, or the agreement."
+            )
         batches = Batches()
         assembly = Assembly(
-            graph, self.plan, self.layout, self._borders, self._device, resolve, compile, batches
+            graph,
+            self.plan,
+            self.layout,
+            self._borders,
+            self._device,
+            resolve,
+            compile,
+            batches,
+            form,
+            self._paging,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
@@ -142,24 +173,31 @@ class Pipeline:
         """What this rank takes of each batch."""
         evaluation = made_of.evaluation
         forwards = assembly.evaluation_stages(evaluation, self.stages) if evaluation is not None else None
+        ranks = self.layout.rank_of_stage
+        self.codecs = checked((self.plan.codecs if codecs is None else codecs).between(ranks))
         # Nothing is open yet, so whatever was refused so far has left nothing open.
-        transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
+        transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
         self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec, agreement)
         self._spare = fabric.everyone()
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
-        self._updates = Updates(self.stages, batches, self._reducer, Settings(lr, clip_norm))
+        norms_of = None
+        if self._paging is not None and not self._paging.keeps_gradients:
+            assert isinstance(self._reducer, Reducer), "with an agreement no rank pages"
+            norms_of = self._reducer.norms_of
+        settings = Settings(lr, clip_norm)
+        self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, QuorumReducer):
             donations = Donations(self._reducer.agent, self.stages, lambda: self._updates.scale)
             self._updates.before_update = donations.before_update
             self._updates.more = None if stopwatch is None else stopwatch.alone
-        ranks = self.layout.rank_of_stage
-        self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
-        self._interpreter = Interpreter(self.stages, self._courier, self._updates, tell, stopwatch)
+        self._interpreter = Interpreter(
+            self.stages, self._courier, self._updates, tell, stopwatch, self._paging
+        )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
             self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
@@ -205,7 +243,10 @@ class Pipeline:
             stage.banks.settle()
         first = self.num_trained
         feed = Feed(batches, self.cutter, first)
-        blocks = self.plan.source.blocks(self.layout.pipeline_rank, feed.has, first_batch=first)
+        begins = None if self._paging is None else self._paging.begin
+        blocks = self.plan.source.blocks(
+            self.layout.pipeline_rank, feed.has, first_batch=first, begins=begins
+        )
         recorder = Recorder(self._device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
@@ -218,6 +259,8 @@ class Pipeline:
                 self.balancer.note(result.batch, result.shares, result.busy_s)
             before = now
             yield result
+        if self._paging is not None:
+            self._paging.note(self.num_trained - first)
         if recorder is not None:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
 
@@ -275,6 +318,7 @@ class Pipeline:
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
+        tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
@@ -289,6 +333,7 @@ class Pipeline:
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
         load_feedback(self._reducer.feedback, saved, self.layout)
+        load_thresholds(self._courier.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
         if self.balancer is not None:
@@ -375,6 +420,13 @@ class Pipeline:
         return self._reducer.sent
 
     @property
+    def tiers(self) -> tuple[TierMoves, ...]:
+        """What this rank's chunks have taken of each tier at most, and the bytes that were copied into it;
+        empty where the rank pages nothing.
+        """
+        return () if self._paging is None else self._paging.tiers()
+
+    @property
     def traffic(self) -> Mapping[tuple[bool, int], Traffic]:
         """What this rank has sent of training so far, by direction (forward or not) and border."""
         return self._courier.traffic
@@ -386,6 +438,8 @@ class Pipeline:
         if self._failure is not None:
             self._fabric.abort_groups()  # or a sum that another rank left would be waited for
         self._reducer.close()
+        if self._paging is not None:
+            self._paging.close()
         self._fabric.close()
 
     def _check_drained(self) -> None:

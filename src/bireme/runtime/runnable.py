@@ -42,11 +42,6 @@ def runnable(plan: AnyPlan) -> ProgramPlan:
 def _check_updates(source: ProgramSource) -> None:
     """A batch ends on a rank for all its stages at once: its norm and its verdict are of all of them."""
     program = source.settled()
-    if program.tiers:
-        raise BiremeError(
-            f"The engine does not run {source.name} with FETCH and EVICT in it: so far paging is planned and "
-            "simulated. Run it without paging, on more devices or with recomputation."
-        )
     for rank, track in enumerate(program.tracks):
         newest = dict.fromkeys(source.stages_of(rank), program.first_batch - 1)
         for step in track:

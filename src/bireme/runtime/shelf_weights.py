@@ -7,6 +7,8 @@ from torch import Tensor
 
 from bireme.memory.arena import Arena
 from bireme.runtime.shelf import Shelf
+from bireme.runtime.stage_memory import StageMemory
+from bireme.schedule.instruction import Item
 
 __all__ = ["ShelfWeights", "copy_by_name"]
 
@@ -22,16 +24,24 @@ class ShelfWeights:
         given: Tensors,
         dtypes: Mapping[str, torch.dtype],
         num_banks: int,
+        memory: StageMemory,
         *,
         is_apart: bool,
     ) -> None:
         names = tuple(shelf.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
-        self.banks = [Arena(shelf.slots, dtype, device) for _ in range(num_banks)]
-        self.apart = Arena(shelf.slots, shelf.dtype, device) if is_apart or dtype != shelf.dtype else None
+        self.banks = [Arena(shelf.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
+        self.apart = (
+            Arena(shelf.slots, shelf.dtype, device, memory.optimizer())
+            if is_apart or dtype != shelf.dtype
+            else None
+        )
         self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
-        for arena in (self.banks[0], self.apart) if self.apart else (self.banks[0],):
-            copy_by_name({name: given[name] for name in names}, arena.views)
+        with memory.opened(Item.WEIGHTS):
+            copy_by_name({name: given[name] for name in names}, self.banks[0].views)
+        if self.apart is not None:
+            with memory.opened(Item.OPTIMIZER):
+                copy_by_name({name: given[name] for name in names}, self.apart.views)
 
     def stepped(self, bank: int) -> Tensors:
         """What an optimiser steps where a version is made in a bank."""

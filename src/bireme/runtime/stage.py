@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bireme.model.fed_maps import Outlet
 from bireme.model.halves import Rest, backward_input
 from bireme.model.segments import SegmentedFunction, untouched
 from bireme.model.stage import StageFunction
@@ -17,6 +18,7 @@ from bireme.runtime.banks import WeightBanks
 from bireme.runtime.batch_end import Batches, StagePart
 from bireme.runtime.borders import Borders
 from bireme.runtime.microbatches import MicroBatch
+from bireme.runtime.stage_memory import UNPAGED, StageMemory, Stash
 
 __all__ = ["LOSS", "AnyStageFunction", "Place", "Stage"]
 
@@ -65,7 +67,9 @@ class _Begin:
 
 
 class Stage:
-    """Runs one stage. `recomputes` says that a forward keeps only what comes in."""
+    """Runs one stage. `recomputes` says that a forward keeps only what comes in. What `function` feeds to the
+    outlet belongs to the batch whose backward runs.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,8 @@ class Stage:
         *,
         device: torch.device,
         recomputes: bool,
+        outlet: Outlet | None = None,
+        memory: StageMemory | None = None,
     ) -> None:
         self.index = index
         self.function = function
@@ -87,6 +93,8 @@ class Stage:
         self._batches = batches
         self._device = device
         self._recomputes = recomputes
+        self._outlet = outlet
+        self._memory = memory or StageMemory()
         self._kept: dict[Place, _Kept] = {}
         self._loss_gradients: dict[float, Tensor] = {}
         """The gradients that losses begin their backward with, by their share in the batch."""
@@ -107,10 +115,11 @@ class Stage:
             self.banks.hold(version)
             kept = self._kept[place] = _Kept(version)
         self._note_buffers(place.batch)
-        one = _Pass(micro_batch, self._leaves(received))
+        stash = self._memory.stash(place.batch, place.microbatch)
+        one = _Pass(micro_batch, self._leaves(received, stash))
         kept.passes.append(one)
         with torch.set_grad_enabled(not self._recomputes):
-            results = self._run(one, version, self.buffers)
+            results = self._run(one, version, self.buffers, None if self._recomputes else stash)
         if LOSS in results and micro_batch.share:
             self._note_loss(place.batch, results[LOSS], micro_batch.share)
         if not self._recomputes:
@@ -130,7 +139,10 @@ class Stage:
         kept = self._kept.pop(place)
         leaves = self.banks.leaves(kept.version)
         given = self._split(kept, gradients)
-        with self.part(place.batch).sums().into(leaves):
+        sums = self.part(place.batch).sums()
+        if self._outlet is not None and sums.streams is not None:
+            self._outlet.feed = sums.streams.feed
+        with sums.into(leaves):
             for one, own in zip(kept.passes, given, strict=True):
                 begin = self._begin(one, own)
                 if begin.roots:
@@ -195,16 +207,23 @@ class Stage:
         # On another device than the CPU a look at the number would wait for all that comes before it.
         self.part(batch).loss += loss.item() * share if loss.is_cpu else loss.detach().double() * share
 
-    def _run(self, one: _Pass, version: int, buffers: Mapping[str, Tensor]) -> Tensors:
+    def _run(
+        self, one: _Pass, version: int, buffers: Mapping[str, Tensor], stash: Stash | None = None
+    ) -> Tensors:
+        leaves, seed = self.banks.leaves(version), one.micro_batch.seed
         given = {**one.micro_batch.inputs, **one.received}
-        return self.function(
-            self.banks.leaves(version), buffers, given, device=self._device, seed=one.micro_batch.seed
-        )
+        if stash is None or stash is UNPAGED:
+            return self.function(leaves, buffers, given, device=self._device, seed=seed)
+        with stash.saving([*leaves.values(), *buffers.values(), *given.values()]):
+            return self.function(leaves, buffers, given, device=self._device, seed=seed)
 
-    def _leaves(self, received: Mapping[str, Tensor]) -> Tensors:
+    def _leaves(self, received: Mapping[str, Tensor], stash: Stash) -> Tensors:
         """What came in as the begin of this stage's own autograd graph."""
         learned = self._borders.learned
-        return {name: tensor.detach().requires_grad_(name in learned) for name, tensor in received.items()}
+        return {
+            name: stash.keep(tensor.detach()).requires_grad_(name in learned)
+            for name, tensor in received.items()
+        }
 
     def _roots(self, results: Mapping[str, Tensor]) -> Tensors:
         """The results that a backward starts from."""

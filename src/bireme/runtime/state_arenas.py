@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bireme.memory.arena import Arena
+from bireme.memory.carver import PLAIN, Carver
 from bireme.runtime.shelf import Shelf
 
 __all__ = ["StateArenas"]
@@ -21,7 +22,8 @@ __all__ = ["StateArenas"]
 class StateArenas:
     """The arenas of the parameters on some shelves."""
 
-    def __init__(self, shelves: Iterable[Shelf]) -> None:
+    def __init__(self, shelves: Iterable[Shelf], memory: Carver = PLAIN) -> None:
+        self._memory = memory
         self._shelf_of = {name: shelf for shelf in shelves for name in shelf.slots}
         self._arenas: dict[tuple[Shelf, torch.dtype], list[Arena]] = {}
         self._kept: dict[str, dict[str, Arena]] = {}
@@ -75,6 +77,13 @@ class StateArenas:
         view = kept[key].views[name]
         return view if view is value else view.copy_(value)
 
+    def room(self, name: str, key: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The place of what is remembered of each element of a parameter under a key."""
+        kept = self._kept.setdefault(name, {})
+        if key not in kept:
+            kept[key] = self._free(name, dtype, device)
+        return kept[key].views[name]
+
     def forget(self) -> None:
         """Nothing is remembered any more; the arenas are used again."""
         self._kept.clear()
@@ -88,7 +97,7 @@ class StateArenas:
         for arena in arenas:
             if not any(arena is one for one in taken):
                 return arena
-        arenas.append(Arena(shelf.slots, dtype, device))
+        arenas.append(Arena(shelf.slots, dtype, device, self._memory))
         return arenas[-1]
 
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from torch import Tensor
+
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.gradients import BatchGradients
+from bireme.sync.norm import PieceNorms
 from bireme.sync.reduced import OwnPart, Reduced
 from bireme.sync.reducer import Reduction, SumsBatches, nothing_more
 
@@ -47,7 +50,11 @@ class Finished:
 
 
 class Updates:
-    """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to."""
+    """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to.
+
+    With `norms_of` each stage's gradients are looked at when the stage has all of them, because they may be
+    elsewhere when the last stage has.
+    """
 
     def __init__(
         self,
@@ -55,7 +62,10 @@ class Updates:
         batches: Batches,
         reducer: SumsBatches,
         settings: Settings,
+        *,
+        norms_of: Callable[[Mapping[str, Tensor]], PieceNorms] | None = None,
     ) -> None:
+        self._norms_of = norms_of
         self._stages = stages
         self._batches = batches
         self._reducer = reducer
@@ -77,6 +87,11 @@ class Updates:
         end = self._batches[step.batch]
         end.counts = self._reducer.weighs or portion.weight > 0
         end.num_ended += 1
+        if self._norms_of is not None:
+            own = self._stages[step.stage].part(step.batch).sums()
+            end.norms[step.stage] = self._norms_of(
+                {name: view for name, view in own.items() if view is not None}
+            )
         if end.num_ended < len(self._stages):
             return
         for stage in self._stages.values():
@@ -126,6 +141,10 @@ class Updates:
             scale=self.scale,
             skip=not reduced.is_finite,
         )
+        if stage.banks.gradients.principal is not None:
+            stage.banks.gradients.principal.settle(
+                step.version, part.components() if reduced.is_finite else {}
+            )
         if not reduced.is_finite:
             stage.put_back_buffers(step.batch)
         part.release()
@@ -165,7 +184,7 @@ class Updates:
         part = stage.part(step.batch - 1)
         stage.banks.trial(
             step.version,
-            dict(part.sums().items()) if part.seen else None,
+            dict(part.sums().all_items()) if part.seen else None,
             gradient_scale=1.0 / part.seen if part.seen else 1.0,
             lr_factor=self.settings.lr_factor(step.batch - 1),
             scale=self.scale,

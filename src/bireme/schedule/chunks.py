@@ -13,7 +13,12 @@ from bireme.errors import BiremeError
 __all__ = ["best_chunk_bytes", "is_paged", "num_chunks"]
 
 ALIGNED = 64
-"""Chunks are a multiple of so many bytes, which suits every type of number and every disk."""
+"""Chunks are a multiple of so many bytes, which suits every type of number."""
+PAGE_BYTES = 4096
+"""Larger ones are a multiple of this: a page of memory, and what a disk moves at a time."""
+LARGE_PAGE_BYTES = 2**21
+"""Those of many such pages are a multiple of it: what accelerators map memory by."""
+MANY = 16
 MOST_CHUNKS = 1024
 """That a rank's items are cut into; with more a program gets long."""
 TRIED = 64
@@ -64,4 +69,7 @@ def _waste(sizes: Mapping[float, int], chunk_bytes: int) -> float:
 
 
 def _aligned(num_bytes: float) -> int:
-    return max(math.ceil(num_bytes / ALIGNED), 1) * ALIGNED
+    step = ALIGNED
+    if num_bytes > PAGE_BYTES / 2:
+        step = LARGE_PAGE_BYTES if num_bytes >= MANY * LARGE_PAGE_BYTES else PAGE_BYTES
+    return max(math.ceil(num_bytes / step), 1) * step

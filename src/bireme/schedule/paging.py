@@ -11,58 +11,28 @@ chunk is decided once for all batches of the steady state.
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from bireme.errors import BiremeError
 from bireme.schedule.accesses import Access, accesses_of
-from bireme.schedule.chunks import best_chunk_bytes, is_paged, num_chunks
+from bireme.schedule.budgets import Budgets, Cut, TierTooSmallError, cut_memory
 from bireme.schedule.eviction import Choice, Gap, OverfullError, decide, gaps_of, settle
 from bireme.schedule.folding import WRITTEN_OUT, fold
 from bireme.schedule.holding import Holding
 from bireme.schedule.instruction import Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Track
 from bireme.schedule.proofs.stages import stage_problems
-from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
+from bireme.schedule.residency import Sizes
 from bireme.schedule.rule import Rule
-from bireme.schedule.tiers import RankTiers, Tier
+from bireme.schedule.tiers import RankTiers
 
-__all__ = ["Budgets", "page"]
+__all__ = ["Budgets", "least_device_bytes", "page", "page_cut"]
 
 STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
 
 Choices = Mapping[Hashable, Choice]
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """What each rank may use of each tier.
-
-    The host's None is no limit, 0 no host memory at all; the disk's 0 is no disk.
-    """
-
-    device_bytes: int
-    host_bytes: int | None = None
-    disk_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        given = {"device memory": self.device_bytes, "host memory": self.host_bytes, "disk": self.disk_bytes}
-        for name, budget in given.items():
-            if budget is not None and budget < 0:
-                raise BiremeError(f"The {name} is {budget} bytes; it must be 0 or more.")
-        if self.host_bytes == 0 and self.disk_bytes == 0:
-            raise BiremeError("There is neither host memory nor a disk to page to. Give one of them.")
-
-    def tiers(self) -> tuple[tuple[str, int | None], ...]:
-        """The tiers that there are, the device's first, by name and budget."""
-        tiers: list[tuple[str, int | None]] = [("device", self.device_bytes)]
-        if self.host_bytes != 0:
-            tiers.append(("host", self.host_bytes))
-        if self.disk_bytes:
-            tiers.append(("disk", self.disk_bytes))
-        return tuple(tiers)
 
 
 def page(
@@ -75,15 +45,30 @@ def page(
     is_summed: bool = False,
     updates_together: bool = False,
 ) -> Program:
-    """The program within the budgets, or itself where every rank fits.
+    """The program within budgets that are those of every rank, or itself where every rank fits.
+
+    `chunk_bytes` is searched for each rank unless given. The rest is as for `page_cut`.
+    """
+    cut = cut_memory(program, sizes, (budgets,) * program.num_ranks, chunk_bytes=chunk_bytes)
+    return page_cut(program, cut, ahead=ahead, is_summed=is_summed, updates_together=updates_together)
+
+
+def page_cut(
+    program: Program,
+    cut: Cut,
+    *,
+    ahead: int = 1,
+    is_summed: bool = False,
+    updates_together: bool = False,
+) -> Program:
+    """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is.
 
     Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
     `updates_together` a rank updates all its stages when it updates the first, where that is right: the
     copies of an update take long, and the others would wait for the next batch's first micro-batch.
-    `chunk_bytes` is searched for each rank unless given. `is_summed` where gradients are summed over replicas
-    between REDUCE and UPDATE, and must stay. Raises where a budget is below the largest working set.
+    `is_summed` where gradients are summed over replicas between REDUCE and UPDATE, and must stay. Raises
+    where a tier is smaller than the largest working set.
     """
-    cut = [_cut(program, rank, sizes, budgets, chunk_bytes) for rank in range(program.num_ranks)]
     if not any(cut):
         return program
     repeats = {track.repeats for track in program.tracks}
@@ -113,6 +98,19 @@ def page(
     return fold(make, program.num_batches, shortest=least + 1) if is_loop else make(program.num_batches)
 
 
+def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -> float:
+    """What the device of every rank must have at the least for a program to be paged."""
+    return max(
+        (
+            planner.least_chunks(planner.accesses) * tiers.chunk_bytes + tiers.unpaged_bytes
+            for rank, tiers in enumerate(cut)
+            if tiers is not None
+            for planner in (_Planner(program, rank, tiers, 0, is_summed),)
+        ),
+        default=0.0,
+    )
+
+
 def _as_it_is(program: Program) -> Program:
     return program
 
@@ -137,41 +135,6 @@ def _of_length(program: Program, num_batches: int) -> Program:
     return replace(program, tracks=tracks, num_batches=num_batches)
 
 
-def _cut(
-    program: Program, rank: int, sizes: Sizes, budgets: Budgets, chunk_bytes: int | None
-) -> RankTiers | None:
-    """How a rank's memory is cut; None where it all fits on its device."""
-    whole = resident(program, rank, sizes)
-    if whole.peak_bytes <= budgets.device_bytes:
-        return None
-    found = {
-        (item, stage): item_bytes(program, sizes, item, stage)
-        for stage in program.stages_of(rank)
-        for item in Item
-    }
-    if chunk_bytes is None:
-        at_once: Counter[float] = Counter()
-        for (item, stage), num_bytes in found.items():
-            stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)
-            at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: stashes}.get(item, 1)
-        chunk_bytes = best_chunk_bytes(at_once)
-    chunks = {
-        what: num_chunks(num_bytes, chunk_bytes)
-        for what, num_bytes in found.items()
-        if is_paged(num_bytes, chunk_bytes)
-    }
-    kept_bytes = resident(program, rank, unpaged(program, sizes, chunks)).peak_bytes
-    tiers = tuple(
-        Tier(
-            name,
-            budget,
-            None if budget is None else int(budget - (kept_bytes if number == 0 else 0)) // chunk_bytes,
-        )
-        for number, (name, budget) in enumerate(budgets.tiers())
-    )
-    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master)
-
-
 def _check_lowest(program: Program) -> None:
     """Refuse what the lowest tier cannot hold: nothing can be moved away from there."""
     for rank, tiers in enumerate(program.tiers):
@@ -185,15 +148,7 @@ def _check_lowest(program: Program) -> None:
         lowest = tiers.tiers[-1]
         if holding.peak[-1] > (lowest.capacity or 0):
             advice = "a larger one" if lowest.name == "disk" else "more, or a disk"
-            raise _too_small(rank, lowest, holding.peak[-1] * tiers.chunk_bytes, advice)
-
-
-def _too_small(rank: int, tier: Tier, needed_bytes: float, advice: str) -> BiremeError:
-    what = "disk" if tier.name == "disk" else f"{tier.name} memory"
-    return BiremeError(
-        f"Rank {rank} needs at least {needed_bytes:.0f} bytes of {what} "
-        f"({needed_bytes / 1e9:.3g} GB) and is given {tier.budget_bytes}. Give it {advice}."
-    )
+            raise TierTooSmallError(rank, lowest, holding.peak[-1] * tiers.chunk_bytes, advice)
 
 
 class _Copy(NamedTuple):
@@ -300,18 +255,21 @@ class _Planner:
             at += is_step
         return more
 
+    def least_chunks(self, accesses: Sequence[Access]) -> int:
+        """The chunks of the largest working set."""
+        needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
+        return max(needed.values(), default=0)
+
     def _decide(
         self, number: int, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, ahead: int
     ) -> Choices:
         tier, chunk_bytes = self.tiers.tiers[number], self.tiers.chunk_bytes
         assert tier.capacity is not None, "a tier without a limit needs no plan"
-        needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
-        least = max(needed.values(), default=0)
+        least = self.least_chunks(accesses)
         if tier.capacity < least:
-            # What is not paged has its place on the device besides.
-            kept_bytes = (tier.budget_bytes or 0) - tier.capacity * chunk_bytes if number == 0 else 0
+            kept_bytes = self.tiers.unpaged_bytes if number == 0 else 0
             advice = "more, cut its stage into more parts, or use smaller micro-batches"
-            raise _too_small(self.rank, tier, least * chunk_bytes + kept_bytes, advice)
+            raise TierTooSmallError(self.rank, tier, least * chunk_bytes + kept_bytes, advice)
         while ahead > 0:
             try:
                 return decide(accesses, gaps, num_steps, tier.capacity, ahead)

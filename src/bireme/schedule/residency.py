@@ -16,7 +16,16 @@ from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Item, Ki
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 
-__all__ = ["Residency", "Sizes", "TierUse", "gradient_sets", "item_bytes", "resident", "unpaged"]
+__all__ = [
+    "Residency",
+    "Sizes",
+    "TierUse",
+    "copied_in_bytes",
+    "gradient_sets",
+    "item_bytes",
+    "resident",
+    "unpaged",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,8 @@ class Sizes:
     input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
     messages that come into the stage from the stages before and after. `workspace` is what a pass of a
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
-    the optimiser's own master copy, counted in `optimizer`.
+    the optimiser's own master copy, counted in `optimizer`. `buffers` are always there beside the optimiser's
+    bytes, and are never paged; empty stands for none.
     """
 
     version: tuple[float, ...]
@@ -39,6 +49,7 @@ class Sizes:
     gradient_message: tuple[float, ...]
     master: bool = False
     workspace: tuple[float, ...] = ()
+    buffers: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,22 @@ class Residency:
     at_peak: dict[str, float] = field(default_factory=dict)
     series: "array[float] | None" = None
     tiers: tuple[TierUse, ...] = ()
+
+
+def copied_in_bytes(program: Program, rank: int, num_batches: int) -> tuple[int, ...]:
+    """The bytes that a rank's FETCH and EVICT copy into each of its tiers, where the program is run with as
+    many repetitions as so many batches need; nothing if the rank does not page.
+    """
+    tiers, track = program.tiers_of(rank), program.tracks[rank]
+    if tiers is None:
+        return ()
+    track = track.repeated(track.repeats + num_batches - program.num_batches)
+    found = [0] * len(tiers.tiers)
+    for steps, times in ((track.head, 1), (track.body, track.repeats), (track.tail, 1)):
+        for step in steps:
+            if step.page is not None and step.page.is_copied:
+                found[step.page.tier + (step.kind is Kind.EVICT)] += times * tiers.chunk_bytes
+    return tuple(found)
 
 
 WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
@@ -200,6 +227,8 @@ class _Ledger:
         self.kept = [0.0] * len(WHAT)
         self.kept[0] = sum(sizes.version[stage] for stage in stages)
         self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
+        if sizes.buffers:
+            self.kept[2] += sum(sizes.buffers[stage] for stage in stages)
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
             self.kept[6] = max(sizes.workspace[stage] for stage in stages)
         self.bytes = sum(self.kept)

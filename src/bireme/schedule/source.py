@@ -20,9 +20,9 @@ from bireme.schedule.instruction import COMPUTE, Instruction
 from bireme.schedule.program import Block, Program, Track
 from bireme.schedule.residency import gradient_sets
 from bireme.schedule.rule import Rule
-from bireme.schedule.stream import read_ahead, stream
+from bireme.schedule.stream import Begins, read_ahead, stream
 
-__all__ = ["ProgramSource", "source_like", "source_of"]
+__all__ = ["SETTLED", "ProgramSource", "source_like", "source_of"]
 
 SETTLED = 4
 """Batches after which no schedule keeps more than it has kept."""
@@ -85,13 +85,21 @@ class ProgramSource:
         """The stages that live on a rank, in the model's order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
-    def blocks(self, rank: int, has: Callable[[int], bool], *, first_batch: int = 0) -> Iterator[Block]:
+    def blocks(
+        self,
+        rank: int,
+        has: Callable[[int], bool],
+        *,
+        first_batch: int = 0,
+        begins: Begins | None = None,
+    ) -> Iterator[Block]:
         """What a rank does with the batches that come, run by run. `has(n)` tells whether there are n.
 
         Where windows are of one length, all their batches are asked for before the first instruction.
+        `begins` is as for `stream`.
         """
         if self.num_batches is None:
-            yield from stream(self.program, rank, has, first_batch=first_batch)
+            yield from stream(self.program, rank, has, first_batch=first_batch, begins=begins)
         elif has(1):
             if not has(self.num_batches) or has(self.num_batches + 1):
                 raise BiremeError(
@@ -100,7 +108,11 @@ class ProgramSource:
                     f"{'more' if has(self.num_batches) else 'fewer'}. Give it {self.num_batches} at a time, "
                     "or a program whose tracks are loops."
                 )
-            yield from self.program(self.num_batches, first_batch).tracks[rank].blocks()
+            program = self.program(self.num_batches, first_batch)
+            tiers = program.tiers_of(rank)
+            if begins is not None and tiers is not None:
+                begins(program, tiers)
+            yield from program.tracks[rank].blocks()
 
 
 def source_like(
@@ -207,7 +219,11 @@ def _at(program: Program, first_batch: int) -> Program:
         )
         for track in program.tracks
     )
-    return replace(moved, tracks=tracks)
+    tiers = tuple(
+        None if one is None else one.later(late * track.versions_per_batch, program.banks)
+        for one, track in zip(program.tiers, program.tracks, strict=False)
+    )
+    return replace(moved, tracks=tracks, tiers=tiers)
 
 
 def _later(

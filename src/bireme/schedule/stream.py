@@ -10,28 +10,45 @@ from bireme.errors import BiremeError
 from bireme.schedule.folding import WRITTEN_OUT
 from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Block, Program, Track
+from bireme.schedule.tiers import RankTiers
 
-__all__ = ["read_ahead", "stream"]
+__all__ = ["Begins", "read_ahead", "stream"]
 
 LONG = 8 * WRITTEN_OUT
 
 Make = Callable[[int, int], Program]
 """Gives the program of n batches from batch `first` on."""
 
+Begins = Callable[[Program, RankTiers], None]
+"""Is told which program runs, maybe with fewer or more repetitions, and where the chunks of a rank begin."""
 
-def stream(make: Make, rank: int, has: Callable[[int], bool], *, first_batch: int = 0) -> Iterator[Block]:
+
+def stream(
+    make: Make,
+    rank: int,
+    has: Callable[[int], bool],
+    *,
+    first_batch: int = 0,
+    begins: Begins | None = None,
+) -> Iterator[Block]:
     """What a rank does, run by run.
 
     `has(n)` tells whether there are at least n batches. It is asked for larger and larger n, so a source of
-    batches need be read only a little ahead of what is worked on.
+    batches need be read only a little ahead of what is worked on. `begins` is told the program that runs,
+    before its first block comes, if the rank pages.
     """
     # All windows but the very first are alike, so that one program, which may be remembered, does for them.
     base = min(first_batch, 1)
     late = first_batch - base
-    track = make(LONG, base).tracks[rank]
-    versions_late = late * track.versions_per_batch
-    for block in _from_base(track, lambda count: make(count, base).tracks[rank], has):
-        yield Block(block.instructions, block.batches + late, block.versions + versions_late)
+
+    def begun(program: Program) -> Track:
+        tiers, track = program.tiers_of(rank), program.tracks[rank]
+        if begins is not None and tiers is not None:
+            begins(program, tiers.later(late * track.versions_per_batch, program.banks))
+        return track
+
+    for block, versions_per_batch in _from_base(lambda count: make(count, base), rank, has, begun):
+        yield Block(block.instructions, block.batches + late, block.versions + late * versions_per_batch)
 
 
 def read_ahead(make: Make) -> int:
@@ -59,7 +76,15 @@ def _most_ahead(track: Track, first_batch: int) -> int:
     )
 
 
-def _from_base(track: Track, make: Callable[[int], Track], has: Callable[[int], bool]) -> Iterator[Block]:
+def _from_base(
+    make: Callable[[int], Program],
+    rank: int,
+    has: Callable[[int], bool],
+    begun: Callable[[Program], Track],
+) -> Iterator[tuple[Block, int]]:
+    """The blocks of a window that begins at the base, each with its versions per batch."""
+    long = make(LONG)
+    track = long.tracks[rank]
     least = LONG - track.repeats
     number = 0
     while number < least and has(number + 1):
@@ -68,12 +93,14 @@ def _from_base(track: Track, make: Callable[[int], Track], has: Callable[[int], 
         while has(number + 1):
             number += 1
         if number:
-            yield from make(number).blocks()
+            short = begun(make(number))
+            yield from ((block, short.versions_per_batch) for block in short.blocks())
         return
-    yield Block(track.head, 0, 0)
+    begun(long)
+    yield Block(track.head, 0, 0), track.versions_per_batch
     while has(number + 1):
         shift = number - least
-        yield Block(track.body, shift, shift * track.versions_per_batch)
+        yield Block(track.body, shift, shift * track.versions_per_batch), track.versions_per_batch
         number += 1
     late = number - LONG
-    yield Block(track.tail, late, late * track.versions_per_batch)
+    yield Block(track.tail, late, late * track.versions_per_batch), track.versions_per_batch

@@ -4,8 +4,8 @@ Tier 0 is the device's memory, tier 1 the one below it (host or disk), tier 2 th
 are cut into chunks of one size, so that any chunk fits any slot.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bireme.schedule.instruction import Item
@@ -41,7 +41,7 @@ class RankTiers:
 
     `chunks` says how many chunks an item of a stage has, `begin` on which tier each chunk lies that there is
     when the window begins. `master` says that weights are made from the optimiser's own master copy, and not
-    from the version before.
+    from the version before. `unpaged_bytes` have their place on the device beside the chunks.
     """
 
     chunk_bytes: int
@@ -49,3 +49,18 @@ class RankTiers:
     chunks: Mapping[tuple[Item, int], int]
     begin: Mapping[Chunk, int]
     master: bool
+    unpaged_bytes: float = 0.0
+
+    def later(self, versions: int, banks: Sequence[int]) -> "RankTiers":
+        """The same for a window that begins so many versions later, whose weights may be in other banks."""
+        if not versions or not self.begin:
+            return self
+        return replace(
+            self,
+            begin={
+                chunk._replace(number=(chunk.number + versions) % banks[chunk.stage])
+                if chunk.item is Item.WEIGHTS
+                else chunk: tier
+                for chunk, tier in self.begin.items()
+            },
+        )

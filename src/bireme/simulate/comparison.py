@@ -121,6 +121,7 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         weight_bytes=share(costs.weight_bytes),
         gradient_bytes=share(costs.gradient_bytes),
         optimizer_bytes=share(costs.optimizer_bytes),
+        buffer_bytes=share(costs.buffer_bytes),
         stash_bytes=share(costs.stash_bytes),
         input_bytes=(costs.input_bytes[0], *borders[:-1]),
         workspace_bytes=tuple(costs.workspace_bytes[rank] for rank in rank_of_stage),

@@ -39,7 +39,8 @@ class Costs:
     gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
     besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
     seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides.
-    `workspace_bytes` is what a pass of a micro-batch takes and gives back. Make one with `per_stage`.
+    `workspace_bytes` is what a pass of a micro-batch takes and gives back, `buffer_bytes` what a stage always
+    keeps besides and never pages. Make one with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -65,6 +66,7 @@ class Costs:
     engine: EngineCost = NO_ENGINE
     workspace_bytes: tuple[float, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
+    buffer_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,6 +109,7 @@ class Costs:
         gradient_message_bytes: PerStage | None = None,
         engine: EngineCost = NO_ENGINE,
         workspace_bytes: PerStage = 0.0,
+        buffer_bytes: PerStage = 0.0,
     ) -> "Costs":
         """Costs with what is left out filled in.
 
@@ -165,6 +168,7 @@ class Costs:
             else spread("gradient_message_bytes", gradient_message_bytes),
             engine=engine,
             workspace_bytes=spread("workspace_bytes", workspace_bytes),
+            buffer_bytes=spread("buffer_bytes", buffer_bytes),
         )
 
     def seconds(self, step: Instruction, rank: int, *, takes_bytes: float | None = None) -> float:
@@ -255,6 +259,7 @@ class Costs:
             gradient_message=self.backward_bytes,
             master=self.master_weights,
             workspace=self.workspace_bytes,
+            buffers=self.buffer_bytes,
         )
 
 

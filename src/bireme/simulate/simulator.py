@@ -12,7 +12,7 @@ can; else all ranks go forward together in the order of time, so that messages a
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain, pairwise
 
@@ -41,15 +41,15 @@ def simulate(
     agree: bool = False,
     memory_series: bool = False,
     processors: Processors | None = None,
-    tier_links: TierLinks | None = None,
+    tier_links: TierLinks | Sequence[TierLinks] | None = None,
 ) -> Timeline:
     """The timeline of a lowered program.
 
     Without a network messages take no time. `overlap_reduce=False` keeps a rank busy during its gradient
     sync. `agree` lets no rank update before all have a batch's gradients, as it is in the engine.
     `memory_series` keeps the bytes at every instruction, not only the peak. With `processors` ranks of one
-    machine share its cores; otherwise each has its own. `tier_links` say how fast the chunks of a program
-    that pages travel; without them copies take no time.
+    machine share its cores; otherwise each has its own. `tier_links`, of all ranks or of each, say how fast
+    the chunks of a program that pages travel; without them copies take no time.
     """
     if costs.num_stages != program.num_stages:
         raise BiremeError(
@@ -67,7 +67,7 @@ def simulate(
         costs,
         network,
         processors,
-        tier_links or TierLinks(),
+        tier_links if isinstance(tier_links, Sequence) else (tier_links or TierLinks(),) * program.num_ranks,
         overlap=overlap,
         overlap_reduce=overlap_reduce,
         agree=agree,
@@ -131,7 +131,7 @@ class _Run:
         costs: Costs,
         network: Network,
         processors: Processors | None,
-        tier_links: TierLinks,
+        tier_links: Sequence[TierLinks],
         *,
         overlap: bool,
         overlap_reduce: bool,
@@ -150,7 +150,7 @@ class _Run:
         self.operations = Operations(program, costs, network, agree=agree)
         self.channels = self.operations.channels
         self.ranks = [
-            _Rank(number, self.operations.of_rank(number), _mover(program, number, tier_links))
+            _Rank(number, self.operations.of_rank(number), _mover(program, number, tier_links[number]))
             for number in range(program.num_ranks)
         ]
         self.agenda = [(0.0, rank.number, GOES_ON, 0) for rank in self.ranks]

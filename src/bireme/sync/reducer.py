@@ -19,7 +19,8 @@ from bireme.sync.exchange import SLICE_BYTES, SentBytes, sum_in_slices
 from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
-from bireme.sync.norm import squared_norm
+from bireme.sync.norm import PieceNorms, piece_norms, squared_norm, squared_norm_of
+from bireme.sync.principal_sums import merge_components
 from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
 
 __all__ = ["More", "Reducer", "Reduction", "SumsBatches", "nothing_more"]
@@ -203,6 +204,15 @@ class Reducer:
             torch.accelerator.current_stream(self._device).wait_event(reduction.end)
         return reduction.reduced
 
+    @torch.no_grad()
+    def norms_of(self, held: Mapping[str, Tensor]) -> PieceNorms:
+        """The norms of some gradients of a batch that nobody else adds to, for its `BatchGradients`."""
+        return piece_norms(self._counted_of(held))
+
+    def _counted_of(self, held: Mapping[str, Tensor]) -> list[Tensor]:
+        """The gradients that this rank adds to the norm."""
+        return [view for name, view in held.items() if self._counted is None or name in self._counted]
+
     def close(self, timeout_s: float | None = None) -> None:
         """End the thread. The batch it is at is worked through, or given up when the groups' timeout is over.
 
@@ -257,17 +267,21 @@ class Reducer:
             sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
         else:
             self._coded.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
+        if gradients.streams:
+            merge_components(self._replicas, gradients, sent)
         for group, names in self._tied_groups():
             views = [gradients.views[name] for name in names]
             sum_in_slices(group, names, gradients, views, size, sent)
-        counted = [
-            view
-            for name, view in gradients.views.items()
-            if name in gradients.held and (self._counted is None or name in self._counted)
-        ]
+        if gradients.norms:
+            squared = squared_norm_of(gradients.norms)
+        else:
+            held = {name: view for name, view in gradients.views.items() if name in gradients.held}
+            # Their values alone have the norm of components.
+            values = {name: one.values for name, one in gradients.components.items()}
+            squared = squared_norm(self._counted_of(held | values))
         numbers = reduction.numbers = numbers_of(
             loss_sum=reduction.loss_sum,
-            squared_norm=squared_norm(counted),
+            squared_norm=squared,
             stamp=reduction.stamp,
             votes=reduction.votes,
             more=reduction.more(),

@@ -27,6 +27,7 @@ from bireme.plan.homes import servers_of_places
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
+from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import Backend, World
 from bireme.train.folder import RunFolder, load_asked
@@ -341,7 +342,11 @@ def _digest(folder: RunFolder) -> str:
 
 def _outcome(told: dict[str, Any]) -> Outcome:
     own, slow = RankOutcome(**told["own"]), told["slow"]
-    own = replace(own, links=tuple(LinkBytes(**link) for link in told["own"]["links"]))
+    own = replace(
+        own,
+        links=tuple(LinkBytes(**link) for link in told["own"]["links"]),
+        tiers=tuple(TierMoves(**tier) for tier in told["own"]["tiers"]),
+    )
     found = replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
     return found if slow is None else replace(found, slow=SlowStage(**slow))
 

@@ -13,6 +13,7 @@ from time import perf_counter
 
 from bireme.errors import BiremeError
 from bireme.profile.control import Control
+from bireme.runtime.paging.rank_paging import TierMoves, together
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.sync.exchange import SentBytes
@@ -103,6 +104,8 @@ class Loop:
         self._warnings: list[str] = []
         self._sum_bytes = SentBytes()
         """What sums sent before the schedule switch."""
+        self._tiers: tuple[TierMoves, ...] = ()
+        """What was paged before it."""
         self._notes, self._not_saved, self._home = notes, not_saved, home
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
@@ -165,6 +168,7 @@ class Loop:
         """Go on with the other pipeline from where this one is, which is drained."""
         snapshot = self.pipeline.snapshot(all_held=True, but=self._not_saved)
         self._sum_bytes = self.pipeline.sum_bytes
+        self._tiers = self.pipeline.tiers
         self._reading.close()
         self._read = None
         self._sent += self._sent_by_pipeline()
@@ -404,6 +408,7 @@ class Loop:
                 (*self._sent, *self._sent_by_pipeline()),
                 self._sum_bytes.raw + self.pipeline.sum_bytes.raw,
                 self._sum_bytes.sent + self.pipeline.sum_bytes.sent,
+                together(self._tiers, self.pipeline.tiers),
             ),
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,

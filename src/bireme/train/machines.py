@@ -105,4 +105,5 @@ def shared(server: Server, workers: int) -> Server:
         )
         for device, each in zip(server.devices, sharers, strict=True)
     ]
-    return Server(server.name, tuple(parts[place % num] for place in range(workers)))
+    devices = tuple(parts[place % num] for place in range(workers))
+    return Server(server.name, devices, host_memory_bytes=server.host_memory_bytes)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.balance.slow_stage import SlowStage
+from bireme.runtime.paging.rank_paging import TierMoves
 
 __all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome", "SyncFigures"]
 
@@ -25,7 +26,7 @@ class LinkBytes:
 class RankOutcome:
     """What one rank measured. `busy_share` is None where no batches were recorded; `control_s` is what the
     control took in the mean, None where it never ran. `raw_sum_bytes` is what the sums of its gradients would
-    have sent without a codec, `sent_sum_bytes` what they did send.
+    have sent without a codec, `sent_sum_bytes` what they did send. `tiers` are there if the rank pages.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class RankOutcome:
     links: tuple[LinkBytes, ...] = ()
     raw_sum_bytes: int = 0
     sent_sum_bytes: int = 0
+    tiers: tuple[TierMoves, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

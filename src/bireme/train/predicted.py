@@ -4,7 +4,8 @@ from pathlib import Path
 
 from bireme.plan.search.search import timeline_of
 from bireme.report.page.recorded import write_recorded
-from bireme.train.prepare import Prepared, plan_request_of
+from bireme.train.plan_search import plan_request_of
+from bireme.train.prepare import Prepared
 
 __all__ = ["write_predicted"]
 

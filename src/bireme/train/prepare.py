@@ -17,35 +17,30 @@ from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
-from bireme.plan.homes import check_homes, check_servers
-from bireme.plan.partition.loads import Recompute
-from bireme.plan.penalties import delay_warmup_of
+from bireme.plan.homes import check_homes
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
-from bireme.plan.plan_request import Goal, PlanRequest
-from bireme.plan.search.search import find_plan
 from bireme.plan.summary import summarize
-from bireme.plan.unit_names import pins_of, ranges_of
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
-from bireme.schedule.rule import Rule
 from bireme.train.base_weights import keep_base
 from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
-from bireme.train.data.checks import check_sizes
-from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
+from bireme.train.early_checks import check_depth, check_devices, check_samples
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
-from bireme.train.link_codecs import check_borders, tell_changed_codecs
+from bireme.train.kept_gradients import check_gradient, check_schedule, gradient_document, with_kept_gradients
+from bireme.train.link_codecs import check_borders, tell_changed_codecs, with_own_codecs
 from bireme.train.machines import Machines, machines_of
 from bireme.train.micro_batch_sizes import micro_batches
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
+from bireme.train.plan_search import plan_request_of, planned
 from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
@@ -54,13 +49,11 @@ from bireme.train.run_file.links import AUTO
 from bireme.train.run_length import is_short
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.shares import sharing_of
-from bireme.train.sums import sums_of
+from bireme.train.tiers_here import check_paging_disk, with_tiers_here
 from bireme.train.tracker import check_trackers
 
 __all__ = [
     "Prepared",
-    "plan_request_of",
-    "planned",
     "prepare",
     "prepared_again",
     "prepared_document",
@@ -91,6 +84,7 @@ class Prepared:
 
     def __post_init__(self) -> None:  # refuses shares that cannot be
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
+        check_schedule(self.run, self.plan.plan)
 
 
 def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepared:
@@ -100,8 +94,8 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     """
     check_trackers(run.log.trackers)
     progress(0.0, "loading the model")
-    machines = _machines(run)
-    _check_devices(run, machines)
+    machines = with_tiers_here(run, _machines(run))
+    check_devices(run, machines)
     sizes = micro_batches(run)
     with evaluation_beside(run, max(sizes), sizes[0]) as captured:
         model = RunModel.of(run, max(sizes))
@@ -109,22 +103,25 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         progress(0.0, "capturing the model")
         graph = model.training.graph(sizes[0])
         model.check_loss(graph)
-        _check_samples(data, graph)
+        check_samples(data, graph)
         evaluation = captured(model)
+    check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
     owners = sorted(run.data.private or ())
     census = census_of(run, model, graph, data, owners if is_alone else ())
     if run.plan.file is not None:
-        plan = _of_file(Path(run.plan.file), graph, machines)
+        plan = with_own_codecs(_of_file(Path(run.plan.file), graph, machines), run)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
-        check_borders(run, plan.plan)
+        check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
+    check_depth(run, graph)
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
         sizes = sizes[::-2]
-    measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
+    found = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
+    measured = with_kept_gradients(run, graph, found)
     begin_s = perf_counter()
     answer = planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
@@ -159,8 +156,11 @@ def prepared_again(
         measured = load_profile(folder.profile) if folder.profile.is_file() else None
         graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
         model, plan = RunModel.of(run, 1), load_plan(folder.plan)
+        check_paging_disk(run, plan.plan)
+        if plan.plan.paging is not None:  # with the speeds that it was planned with
+            machines = replace(machines, cluster=read_cluster(folder.cluster))
         data = data_of(run, model, progress)
-        _check_samples(data, graph)
+        check_samples(data, graph)
         census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
         identity = data_identity(run, data)
         found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
@@ -199,7 +199,9 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         sorted(run.data.private or ()),
         run.training.batch_size,
         run.training.optimizer,
+        run.training.gradient_form,
         run.links.codec == AUTO,
+        run.memory.model_copy(update={"disk": bool(run.memory.disk)}),
     )
 
 
@@ -249,37 +251,15 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
 def prepared_document(prepared: Prepared) -> dict[str, Any]:
     """The plan of a run in the words of `bireme plan --json`."""
     sync = sync_document(plan_request_of(prepared.run, prepared.graph))
+    kept = gradient_document(prepared.run, prepared.graph)
     if prepared.answer is None or prepared.profile is None or prepared.planning_s is None:
         names = [unit.name for unit in units_of(prepared.graph)]
         run = prepared.run
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
-        return found | {"sync": sync, "notes": [], "exports": {}}
+        return found | {"sync": sync, "notes": [], "exports": {}} | kept
     found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
     notes = plan_notes(prepared.profile, prepared.machines.cluster)
-    return found | {"sync": sync, "notes": notes, "exports": {}}
-
-
-def _check_devices(run: RunFile, machines: Machines) -> None:
-    """A plan for more devices than there are is refused before anything is measured."""
-    check_servers(run.data.private or (), machines.cluster)
-    needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
-    for name in run.plan.devices or ():
-        machines.cluster.number_of(name)
-    if needed > num_devices:
-        remedy = "Plan for fewer devices, or name a larger cluster."
-        if run.cluster.source is None:
-            remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
-        raise BiremeError(
-            f"plan.depth times plan.width is {needed}, but the run has {num_devices} devices: each of them "
-            f"is a process. {remedy}"
-        )
-
-
-def _check_samples(data: RunData, graph: Graph) -> None:
-    """Samples that the captured model cannot take are found here, and not by a rank."""
-    for what, samples in (("training", data.training), ("evaluation", data.evaluation)):
-        for one in () if samples is None else sources_of(samples).values():
-            check_sizes(one, graph.inputs, what, is_text=data.is_text)
+    return found | {"sync": sync, "notes": notes, "exports": {}} | kept
 
 
 def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:
@@ -336,65 +316,3 @@ def _measured(
         )
     finally:
         torch.set_num_threads(before)
-
-
-def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
-    """What a run file asks of a plan for a model."""
-    asked = run.plan
-    penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
-    return PlanRequest(
-        batch_size=run.training.batch_size,
-        largest_batch=asked.largest_batch,
-        schedule=asked.schedule,
-        synchronous=asked.synchronous,
-        goal=Goal(asked.objective),
-        penalties={rule: steps for rule, steps in penalties.items() if steps is not None},
-        delay_warmup=_start(run),
-        memory_fraction=asked.memory_fraction,
-        depth=asked.depth,
-        width=asked.width,
-        micro_batch=asked.micro_batch,
-        devices=asked.devices or (),
-        recompute=Recompute(asked.recompute.replace("-", " ")),
-        lookahead=asked.lookahead,
-        owners=tuple(sorted(run.data.private or ())),
-        sums=sums_of(run, graph),
-        codec=run.links.codec or "none",
-        has_ending=run.links.schedule.last_fraction > 0,
-        value_bytes=2 if run.model.dtype == "bfloat16" else 4,
-    )
-
-
-def _start(run: RunFile) -> float | None:
-    """The share of the run without delayed updates; None leaves it to what a plan does by itself."""
-    steps = run.training.steps
-    asked = run.plan.num_delay_warmup_steps(steps)
-    if asked is not None:
-        return asked / steps
-    return delay_warmup_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
-
-
-def planned(
-    run: RunFile, graph: Graph, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
-) -> Answer:
-    """The plans that a search finds for a run on some machines; a `BiremeError` where none fits."""
-    asked, names = run.plan, [unit.name for unit in measured.units]
-    request = replace(
-        plan_request_of(run, graph),
-        pinned=pins_of(asked.pin or (), names, "plan.pin"),
-        together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
-    )
-    if asked.depth is None and asked.width is None and run.cluster.source is None:
-        # On this machine alone a run shows the pipeline; who wants replicas says so.
-        num_devices = len(request.devices) or machines.cluster.num_devices
-        request = replace(request, depth=min(num_devices, len(names)))
-    found = find_plan(
-        measured,
-        machines.cluster,
-        request,
-        progress=lambda done: progress(done, "planning"),
-        is_brief=is_brief,
-    )
-    if not isinstance(found, Answer):
-        raise BiremeError(str(found))
-    return found

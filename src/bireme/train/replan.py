@@ -5,7 +5,8 @@ from dataclasses import replace
 from bireme.plan.hashes import planned_units
 from bireme.plan.plan_file import saved_plan
 from bireme.train.outcome import Outcome
-from bireme.train.prepare import Prepared, planned
+from bireme.train.plan_search import planned
+from bireme.train.prepare import Prepared
 from bireme.train.slow_stages import slowed
 
 __all__ = ["replanned"]

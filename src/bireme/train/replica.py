@@ -101,9 +101,7 @@ class DealtBatches(RankBatches):
         assert self._end is not None, "a run has a last batch"
         for number in range(self._next, self._end):
             places = self._deal(number)
-            chosen = tuple(
-                int(one) for own in places for one in self._order.numbers(own.start, len(own))
-            )
+            chosen = tuple(int(one) for own in places for one in self._order.numbers(own.start, len(own)))
             seed = (self._order.seed * SEED_FACTOR + (places[0].start if places else 0)) % SEED_LIMIT
             wanted = None if self._wants is None else self._wants(number, len(chosen))
             yield Task(number, chosen, seed, wanted)

@@ -14,6 +14,7 @@ from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
+from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
@@ -29,6 +30,7 @@ __all__ = [
     "StageSummary",
     "Summary",
     "SyncSummary",
+    "TierSummary",
     "summary_of",
 ]
 
@@ -116,6 +118,20 @@ class LinkSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class TierSummary:
+    """A tier of a rank that pages: the most that its chunks took of it, and the bytes that were copied into
+    it while training, by the program and as measured. A budget of None is no limit.
+    """
+
+    rank: int
+    tier: str
+    budget_bytes: int | None
+    peak_bytes: int
+    predicted_bytes_moved: int
+    bytes_moved: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
     updates are delayed, if the schedule delays them, after step `first_delayed_step`. There are `shares`
@@ -156,15 +172,22 @@ class Summary:
     """How many private samples each server holds."""
     placement: Mapping[str, Any] | None = None
     """What an epoch takes of them and of public ones; both are in the document where there are any."""
+    tiers: tuple[TierSummary, ...] = ()
+    """In the document where anything is paged."""
     joules_per_sample: float | None = None
     """By the watts of the devices, in the document where they are known."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What is kept of gradients, where they are not whole; see `kept_gradients`."""
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
         names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte", "eval_loss_through_codecs")
         found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        found |= found.pop("kept")
         if not self.private_samples:
             del found["private_samples"], found["placement"]
+        if not self.tiers:
+            del found["tiers"]
         if self.joules_per_sample is None:
             del found["joules_per_sample"]
         return found
@@ -211,7 +234,9 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         membership=() if own.sync is None else _membership(shares),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
+        tiers=_tiers(outcomes),
         joules_per_sample=_joules(prepared, own),
+        kept=gradient_document(prepared.run, prepared.graph),
     )
 
 
@@ -329,6 +354,11 @@ def _links(prepared: Prepared, outcomes: list[Outcome]) -> tuple[LinkSummary, ..
             words = codecs.forward, codecs.backward
             found.append(LinkSummary(border, border + 1, *words, raw_bytes, sent_bytes))
     return tuple(found)
+
+
+def _tiers(outcomes: list[Outcome]) -> tuple[TierSummary, ...]:
+    of_ranks = sorted((one.own for one in outcomes), key=lambda own: own.rank)
+    return tuple(TierSummary(own.rank, **asdict(tier)) for own in of_ranks for tier in own.tiers)
 
 
 def _control(prepared: Prepared, outcomes: list[Outcome]) -> ControlSummary | None:

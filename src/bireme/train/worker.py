@@ -21,6 +21,7 @@ from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import Seat
 from bireme.runtime.stores import PrefixStore, Store
@@ -323,7 +324,10 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         sharing=_sharing(part, plan),
         reads_apart=bool(part.start.census),
         sum_codec=run.sync.codec,
+        gradient=run.training.gradient,
+        gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
+        paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
         agreement=None if part.member is None else part.member.agreement,
     )
 

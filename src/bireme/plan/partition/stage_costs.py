@@ -10,13 +10,11 @@ __all__ = ["costs_between"]
 def costs_between(chain: Chain, cuts: Cuts, *, half_forward_s: Seconds | None = None) -> Costs:
     """The costs of the stages between some cuts for the simulator, on devices of speed 1.
 
-    It knows no buffers, which are with the optimiser's bytes here, as they are always there.
     `half_forward_s` are the seconds of half a micro-batch in each unit, where they are known.
     """
     bounds = chain.bounds(cuts)
     begins, ends = list(bounds[:-1]), list(bounds[1:])
     tables = chain.bytes
-    always = (tables.optimizer + tables.buffer)[begins, ends]
 
     def sums(values: Seconds) -> list[float]:
         return [float(values[begin:end].sum()) for begin, end in zip(begins, ends, strict=True)]
@@ -38,7 +36,8 @@ def costs_between(chain: Chain, cuts: Cuts, *, half_forward_s: Seconds | None = 
         gradient_message_bytes=[*(float(chain.returned_bytes[end - 1]) for end in ends[:-1]), 0.0],
         weight_bytes=tables.parameter[begins, ends].tolist(),
         gradient_bytes=tables.gradient[begins, ends].tolist(),
-        optimizer_bytes=always.tolist(),
+        optimizer_bytes=tables.optimizer[begins, ends].tolist(),
+        buffer_bytes=tables.buffer[begins, ends].tolist(),
         workspace_bytes=tables.workspace[begins, ends].tolist(),
         stash_bytes=tables.kept[begins, ends].tolist(),
         input_bytes=tables.inputs[begins, ends].tolist(),

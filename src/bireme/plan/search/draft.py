@@ -7,9 +7,11 @@ from itertools import pairwise
 from bireme.cluster.cluster import Cluster
 from bireme.codec.border import BorderCodecs
 from bireme.errors import BiremeError
+from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.plan.search.shapes import PARTS, Outline
 from bireme.schedule.catalogue import generate, schedule_named
+from bireme.schedule.folding import WRITTEN_OUT
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 
@@ -25,6 +27,9 @@ DRAINING, FLOWING = 2, 4
 """Batches of the window that is looked at; in its middle the pipeline has come to its pace, and all that is
 ever kept at once has been."""
 
+LOOPED = WRITTEN_OUT + 2
+"""Batches where chunks are paged: what becomes of them is decided for a loop, as in a long run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -38,6 +43,8 @@ class Draft:
     lookahead: int = 0
     codecs: tuple[BorderCodecs, ...] = ()
     """Of its borders; the one that is wished for on all of them if it is empty."""
+    sweep: int = 1
+    paging: Paging | None = None
 
     @property
     def rule(self) -> Rule:
@@ -56,12 +63,17 @@ class Draft:
         if (
             outline.num_stages * outline.num_microbatches <= MOST_PASSES
             or outline.num_microbatches <= shows_all
+            or self.paging is not None
         ):
             return self
         return replace(self, outline=replace(outline, num_microbatches=shows_all))
 
     def program(self) -> Program:
         """What one replica does in a few batches."""
+        return self.resident_program() if self.paging is None else _paged(self)
+
+    def resident_program(self) -> Program:
+        """The same without paging."""
         outline = self.outline
         return _program(
             outline.schedule,
@@ -72,6 +84,8 @@ class Draft:
             self.lookahead,
             self.recompute,
             outline.updates_early,
+            self.sweep,
+            is_looped=self.paging is not None,
         )
 
     def plan(self, names: tuple[str, ...], codecs: tuple[BorderCodecs, ...] = ()) -> Plan:
@@ -91,6 +105,8 @@ class Draft:
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
             updates_early=outline.updates_early,
             codecs=() if all(one.is_none for one in codecs) else codecs,
+            sweep=self.sweep,
+            paging=self.paging,
         )
 
 
@@ -104,19 +120,31 @@ def _program(
     lookahead: int,
     recompute: tuple[int, ...],
     updates_early: bool,
+    sweep: int,
+    *,
+    is_looped: bool,
 ) -> Program:
     drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
+    num_batches = LOOPED if is_looped else DRAINING if drains else FLOWING
     return generate(
         schedule,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        num_batches=DRAINING if drains else FLOWING,
+        num_batches=num_batches,
         stages_per_rank=stages_per_rank,
         num_sliced=num_sliced,
         lookahead=lookahead,
+        sweep=sweep,
         recompute=recompute,
         updates_early=updates_early,
     )
+
+
+@lru_cache(maxsize=64)
+def _paged(draft: Draft) -> Program:
+    program = draft.resident_program()
+    assert draft.paging is not None, "the draft pages"
+    return draft.paging.paged(program, draft.paging.cut(program))
 
 
 def draft_of(plan: Plan, cluster: Cluster) -> Draft:
@@ -146,4 +174,14 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             f"The plan puts two ranks on {cluster.devices()[twice].name}; each rank needs its own device."
         )
-    return Draft(outline, grid, plan.cuts, plan.recompute, plan.num_sliced, plan.lookahead, plan.codecs)
+    return Draft(
+        outline,
+        grid,
+        plan.cuts,
+        plan.recompute,
+        plan.num_sliced,
+        plan.lookahead,
+        plan.codecs,
+        plan.sweep,
+        plan.paging,
+    )

@@ -18,12 +18,15 @@ from itertools import pairwise
 from bireme.plan.codec_costs import coded
 from bireme.plan.energy import total_watts
 from bireme.plan.forecast import Forecast, StageForecast
+from bireme.plan.paging import Paging
 from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.draft import Draft
+from bireme.plan.search.draft_paging import busiest_wire, paging_of, tier_forecasts
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.shared_cores import cores_needed, processors_of
+from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.cluster_network import cluster_network
@@ -159,6 +162,7 @@ class PlanEvaluator:
         if short is not draft:
             batch_s += floor.seconds - self.floor(short).seconds
         batch_s = max(batch_s, floor.seconds)
+        slowest = max(timelines.values(), key=lambda timeline: timeline.steady_batch_s)
         penalty = ground.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
@@ -169,12 +173,37 @@ class PlanEvaluator:
             samples_per_s=outline.batch_size / batch_s,
             penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
-            bottleneck=floor.bottleneck,
+            bottleneck=self._bottleneck(draft, floor, slowest),
             stages=tuple(self._stages(draft, program, of_replica)),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.delay_warmup_share,
             codec_penalty=codec_penalty,
             watts=total_watts(ground.watts[device] for row in draft.grid for device in row),
+            tiers=tuple(tier_forecasts(slowest)),
         )
+
+    def paging(self, draft: Draft, *, ahead: int, updates_together: bool) -> Paging | None:
+        """What a draft would page; None where all of it fits."""
+        costs = self._work(draft, max(draft.outline.sizes)).costs
+        stages = draft.stages(len(self._ground.profile.units))
+        is_tied = any(
+            sum(any(begin <= place < end for place, _ in places) for begin, end in stages) > 1
+            for places in self._tied.values()
+        )
+        return paging_of(
+            self._ground,
+            draft,
+            costs,
+            ahead=ahead,
+            updates_together=updates_together,
+            is_summed=is_tied or draft.outline.width > 1,
+        )
+
+    def _bottleneck(self, draft: Draft, floor: LowerBound, slowest: Timeline) -> str:
+        seconds, rank, lower = busiest_wire(slowest)
+        if seconds <= floor.seconds:
+            return floor.bottleneck
+        name = self._ground.names[draft.grid[rank][0]]
+        return f"{name}'s disk" if lower == "disk" else f"{name}'s wire to its host"
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
         """What the slowest replica of a draft does in the window of a program of its plan."""
@@ -251,7 +280,12 @@ class PlanEvaluator:
         )
         self.num_instructions += program.num_instructions
         return simulate(
-            program, costs, shared, agree=True, processors=processors_of(ground, draft.grid, replica)
+            program,
+            costs,
+            shared,
+            agree=True,
+            processors=processors_of(ground, draft.grid, replica),
+            tier_links=tier_links_of(ground, draft.grid, replica) if program.tiers else None,
         )
 
     def _likeness(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> object:
@@ -273,7 +307,9 @@ class PlanEvaluator:
                     )
                 )
         speeds = tuple(ground.speeds[device] for device in devices)
-        return draft.outline.sizes[replica], speeds, tuple(ways), processors_of(ground, draft.grid, replica)
+        wires = tier_links_of(ground, draft.grid, replica) if program.tiers else ()
+        cores = processors_of(ground, draft.grid, replica)
+        return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires
 
     def _work(self, draft: Draft, size: int) -> _Work:
         ground = self._ground

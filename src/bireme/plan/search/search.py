@@ -22,6 +22,7 @@ from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, Explorer, HeuristicExplorer, few_enough
 from bireme.plan.search.homes import why_homeless
 from bireme.plan.search.misfit import nearest_misfit
+from bireme.plan.search.paged import with_paging
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
 from bireme.profile.profile import Profile
@@ -48,7 +49,15 @@ def find_plan(
     tell = progress or (lambda _share: None)
 
     def search(wish: PlanRequest, place: int, count: int) -> Answer | NothingFits:
-        return _found(profile, cluster, wish, lambda done: tell((place + done) / count), is_brief=is_brief)
+        def share(done: float) -> None:
+            tell((place + done) / count)
+
+        def on(machines: Cluster, wishes: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
+            return _found(profile, machines, wishes, share, is_brief=is_brief, is_tight=is_tight)
+
+        if wish.memory is None:
+            return on(cluster, wish)
+        return with_paging(profile, cluster, wish, on, is_brief=is_brief)
 
     if wishes.codec == AUTO:
         return with_best_codecs(profile, cluster, wishes, search)
@@ -56,9 +65,17 @@ def find_plan(
 
 
 def _found(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, progress: Progress, *, is_brief: bool
+    profile: Profile,
+    cluster: Cluster,
+    wishes: PlanRequest,
+    progress: Progress,
+    *,
+    is_brief: bool,
+    is_tight: bool,
 ) -> Answer | NothingFits:
-    """The best plans with the codec that is wished for."""
+    """The best plans with the codec that is wished for. If memory is tight, not all plans are gone through:
+    hardly any fits, and so hardly any would be ruled out.
+    """
     ground = PlanningProblem(profile, cluster, wishes)
     outlines = Outlines(ground)
     shapes = list(outlines)
@@ -68,7 +85,7 @@ def _found(
         raise BiremeError(homeless)
     ledger = EvaluatedDrafts(ground, PlanEvaluator(ground), progress)
     explorer: Explorer
-    if few_enough(ground, shapes):
+    if not is_tight and few_enough(ground, shapes):
         explorer = ExhaustiveExplorer(ground, outlines, ledger, is_brief=is_brief)
     else:
         explorer = HeuristicExplorer(ground, outlines, ledger)

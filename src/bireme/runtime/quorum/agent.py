@@ -65,9 +65,7 @@ class Coordinator(Protocol):
     def word(self) -> Word:
         """The last word."""
 
-    def say(
-        self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None
-    ) -> None:
+    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
         """Report this from now on. Does not wait."""
 
     def on_word(self, act: Callable[[], None]) -> None:

@@ -195,15 +195,11 @@ class CoordinatorClient:
         """The last word."""
         return self._word
 
-    def say(
-        self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None
-    ) -> None:
+    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
         """Report this from now on. Does not wait."""
         with self._lock:
             number = 0 if self._report is None else self._report.number
-            self._report = Report(
-                self._rank, number, self._word.epoch, address, wants, rounds, healed=healed
-            )
+            self._report = Report(self._rank, number, self._word.epoch, address, wants, rounds, healed=healed)
             self._send()
 
     def on_word(self, act: Callable[[], None]) -> None:

@@ -237,4 +237,3 @@ class _Supervision:
         ends_s = time.monotonic() + PARTING_S
         while any(one.lives for one in self._replicas) and time.monotonic() < ends_s:
             time.sleep(LOOK_S)
-

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import Commit, Grant, Member, Report, RoundAt, Samples, Source
+from bireme.sync.coordinator.messages import TERM, Commit, Grant, Member, Report, RoundAt, Samples, Source
 from bireme.sync.coordinator.rounds import Line, is_broken, is_ready, is_summed, next_grant
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
@@ -202,7 +202,7 @@ def _line(
     samples: tuple[tuple[Samples, ...], ...],
     pool: Pool,
 ) -> Committed:
-    return Committed(epoch, batch, attempt, replicas, samples, pool.fresh, pool.open)
+    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open)
 
 
 def _num_samples(state: State, line: Line, member: Member) -> int:

@@ -26,7 +26,7 @@ from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, State, Step
 
-__all__ = ["begun", "step", "wake_s", "word_for"]
+__all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
 
 MOST_COMMITS = 32
 """In one word; who lacks more gets the others later."""
@@ -39,7 +39,7 @@ def begun(settings: Settings, *, term: int = 0) -> State:
     return State(
         settings,
         Membership(settings.num_stages, term * TERM),
-        tuple(Line(number, committed=first) for number in range(num_lines)),
+        tuple(Line(number, committed=first, first_attempt=term * TERM) for number in range(num_lines)),
         Pool(settings.fresh, settings.waiting),
         Dealing(settings.batch_size, settings.limits),
         dealt=settings.first,
@@ -50,11 +50,16 @@ def step(state: State, event: Event, now_s: float) -> Step:
     """What follows from an event at that time."""
     before, lines = _picture(state), list[Began | Committed]()
     if isinstance(event, Report):
+        if _is_beat(state, event, now_s):
+            state = replace(state, membership=state.membership.with_report(event, now_s))
+            return Step(state, ((event.rank, word_for(state, event.rank)),))
         membership = state.membership.with_report(event, now_s)
+        if is_behind(state, event) and membership.is_installed:
+            membership = membership.without(event.rank.own_life)  # it can take no word from here
         state = replace(state, membership=membership)
     elif isinstance(event, Ended):
         state = replace(state, membership=state.membership.with_over(event.life))
-    state = _settled(state, now_s, lines)
+    state = replace(_settled(state, now_s, lines), settled_s=now_s)
     is_news = _picture(state) != before
     if is_news:
         state = replace(state, number=state.number + 1)
@@ -63,6 +68,30 @@ def step(state: State, event: Event, now_s: float) -> Step:
         told |= state.membership.heard.keys()
     words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
     return Step(state, words, tuple(lines))
+
+
+def _is_beat(state: State, report: Report, now_s: float) -> bool:
+    """Whether a report says only that the rank still lives, as was known, and no time is over."""
+    last = state.membership.heard.get(report.rank)
+    if last is None or report.number <= last.report.number:
+        return False
+    is_known = last.at_s >= now_s - state.settings.lease_s
+    is_known &= all(line.broken_s < last.at_s for line in state.lines)
+    if not is_known or now_s >= wake_s(state, state.settled_s):
+        return False
+    return replace(report, number=last.report.number) == last.report
+
+
+def is_behind(state: State, report: Report) -> bool:
+    """Whether a rank has a later word of another coordinator than the one that this one took up from.
+
+    If this one is not installed yet, it must begin anew: others may have gone on without it.
+    """
+    held = None if report.known is None else report.known.held
+    term = state.membership.epoch // TERM
+    if report.epoch // TERM > term:
+        return True
+    return held is not None and held.epoch // TERM != term and held.place > state.after
 
 
 def wake_s(state: State, now_s: float) -> float:
@@ -86,6 +115,7 @@ def word_for(state: State, rank: RankId) -> Word:
     if report is not None:
         known[: len(report.rounds)] = [one.committed for one in report.rounds]
     commits = [one for one in state.commits if one.round >= known[one.line]]
+    is_installed = bool(membership.members) and membership.is_installed
     return Word(
         epoch=membership.epoch,
         number=state.number,
@@ -93,8 +123,10 @@ def word_for(state: State, rank: RankId) -> Word:
         kept=tuple(committed_rounds(state, donor=rank.replica)),
         members=membership.members,
         voters=tuple(tuple(sorted(own)) for own in membership.voters),
+        is_installed=is_installed,
+        after=state.after,
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
-        commits=tuple(commits[:MOST_COMMITS]),
+        commits=tuple(commits[:MOST_COMMITS]) if is_installed else (),
         deals=state.pool.listed(),
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
@@ -112,9 +144,10 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
         state = without_lost(state, now_s)
         state = replace(state, membership=state.membership.installed())
         state = with_heals(state, now_s)
-        state = with_deals(state)
         if state.membership.members and state.membership.is_installed:
             state = with_entries(state)
+        if state.membership.members and state.membership.is_installed:
+            state = with_deals(state)
         if state.membership.members and state.membership.is_installed:
             state = with_rounds(state, now_s, lines)
             if state.settings.mode is SyncMode.GROUPS:
@@ -136,4 +169,5 @@ def _picture(state: State) -> tuple[object, ...]:
         state.heals,
         state.group_words,
         state.membership.dropped,
+        bool(state.membership.members) and state.membership.is_installed,
     )

@@ -156,7 +156,9 @@ def _is_lost(state: State, heal: Heal) -> bool:
 def _has_all(state: State, first: int, reports: list[Report]) -> bool:
     """Whether all rounds below `first` are committed, and a replica has the sums of all there are."""
     committed = state.lines[0].committed
-    return committed >= first and bool(reports) and all(one.rounds[0].committed >= committed for one in reports)
+    return (
+        committed >= first and bool(reports) and all(one.rounds[0].committed >= committed for one in reports)
+    )
 
 
 def _is_close(state: State, report: Report) -> bool:

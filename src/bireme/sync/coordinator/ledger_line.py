@@ -5,7 +5,10 @@ from typing import Any
 
 from bireme.sync.coordinator.messages import Samples
 
-__all__ = ["Began", "Committed"]
+__all__ = ["LEDGER", "Began", "Committed"]
+
+LEDGER = "ledger.jsonl"
+"""Its name in the folder of a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ __all__ = [
     "GroupMember",
     "GroupWord",
     "Heal",
+    "Known",
     "Life",
     "Member",
     "Part",
@@ -157,8 +158,8 @@ class Report:
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
     has loaded the snapshot after `healed` batches. `means` counts the means over all replicas that it has
     asked for (`groups`). One that `is_leaving` will say no more.
-    `held` is the last word that it had from another coordinator than the one it talks to, until that one has
-    given it a word: a coordinator that takes up needs no more than this from a majority of the members.
+    `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
+    needs no more than this from a majority of the members.
     """
 
     rank: RankId
@@ -171,7 +172,7 @@ class Report:
     healed: int | None = None
     means: int = 0
     is_leaving: bool = False
-    held: "Word | None" = None
+    known: "Known | None" = None
 
 
 # What the coordinator answers.
@@ -198,7 +199,8 @@ class Member:
 class Grant:
     """A round that runs now: every stage makes the sum over `parts`, from the kept contributions.
 
-    A later attempt of a round replaces the earlier one. Nobody uses the sum before it is committed.
+    A later attempt of a round replaces the earlier one; in a later term attempts go on from that term's
+    multiple of `TERM`. Nobody uses the sum before it is committed.
     """
 
     line: int
@@ -289,7 +291,8 @@ class Word:
     All members have the sums of the rounds of each line below `kept`, so nobody need keep these. `deals` are
     the samples in batches that are not committed, of all replicas; `waiting` were dealt and lost, and are
     dealt again first, and from the place `fresh` on none have been dealt. `voters` are sets of replicas: of
-    each set enough must know the epoch before anything is granted in it.
+    each set enough must know the epoch before it `is_installed`, and nothing is granted or committed before.
+    A coordinator that took up did so from the word with the epoch and the number that `after` says.
 
     `group` is of the rank's own last arrival. A rank that `is_dropped` is of a life that is over: it ends,
     for its replica to begin the next one.
@@ -301,6 +304,8 @@ class Word:
     kept: tuple[int, ...] = ()
     members: tuple[Member, ...] = ()
     voters: tuple[tuple[Life, ...], ...] = ()
+    is_installed: bool = False
+    after: tuple[int, int] = (0, 0)
     grants: tuple[Grant, ...] = ()
     commits: tuple[Commit, ...] = ()
     deals: tuple[Deal, ...] = ()
@@ -309,6 +314,39 @@ class Word:
     heals: tuple[Heal, ...] = ()
     group: GroupWord | None = None
     is_dropped: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What orders words: of two the later is greater."""
+        return self.epoch, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a rank was told last: the last word of an epoch that was installed, and the last one if its epoch
+    was not installed yet.
+    """
+
+    held: Word | None = None
+    offered: Word | None = None
+
+    @property
+    def last(self) -> Word | None:
+        """The last word."""
+        return self.offered or self.held
+
+    def with_word(self, word: Word) -> "Known | None":
+        """With one more word; None if the rank must not take it.
+
+        It is late, or of a coordinator that others have replaced, or of one that took up without knowing what
+        this rank was told.
+        """
+        if self.last is not None and word.place <= self.last.place:
+            return None
+        held = self.held
+        if held is not None and word.epoch // TERM != held.epoch // TERM and word.after < held.place:
+            return None
+        return Known(word) if word.is_installed else Known(held, word)
 
 
 Message = TypeVar("Message", Report, Word)

@@ -27,8 +27,10 @@ class Line:
 
     number: int
     committed: int = 0
+    first_attempt: int = 0
+    """Of a round: that of another term is another one, even with the same members."""
     attempts: int = 0
-    """Attempts of the present round that were granted, so the number of the next."""
+    """Attempts of the present round that were granted."""
     grant: Grant | None = None
     ready: frozenset[int] = frozenset()
     since_s: float = 0.0
@@ -41,7 +43,7 @@ class Line:
 
     def granted(self, parts: tuple[Part, ...]) -> "Line":
         """With an attempt at the present round."""
-        grant = Grant(self.number, self.committed, self.attempts, parts)
+        grant = Grant(self.number, self.committed, self.first_attempt + self.attempts, parts)
         return replace(self, grant=grant, attempts=self.attempts + 1)
 
     def after_commit(self) -> "Line":

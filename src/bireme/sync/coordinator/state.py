@@ -54,6 +54,10 @@ class State:
     group_words: dict[tuple[int, int], GroupWord] = field(default_factory=dict)
     means: int = 0
     first_heard_s: float | None = None
+    after: tuple[int, int] = (0, 0)
+    """The word from which it took up."""
+    settled_s: float = 0.0
+    """When it was last seen to what follows from what is known."""
 
     @property
     def contributors(self) -> tuple[int, ...]:

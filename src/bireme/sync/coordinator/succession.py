@@ -11,14 +11,14 @@ One that was started again where it ran before, and still has its ledger, was ne
 call it; but then none of the batches in the ledger may be missing among them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from bireme.sync.coordinator.committing import with_commit
 from bireme.sync.coordinator.coordinator import begun
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard, Membership
-from bireme.sync.coordinator.messages import TERM, Life, RankId, Word
+from bireme.sync.coordinator.messages import TERM, Commit, Life, RankId, Word
 from bireme.sync.coordinator.rounds import is_summed
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
@@ -31,16 +31,18 @@ __all__ = ["Candidate", "taken_up"]
 class Candidate:
     """A coordinator that may take up: the one with that `number` among `num_candidates`, from 0 on.
 
-    `recorded` is how many batches its own ledger has, if it is the one that wrote it last.
+    `recorded` is how many batches its own ledger has, if it is the one that wrote it last. `used` is the last
+    term that it had; it has none twice.
     """
 
     number: int
     num_candidates: int
     recorded: int | None = None
+    used: int = -1
 
     def next_term(self, term: int) -> int:
         """The first term after that one that only this candidate can have."""
-        return (term // self.num_candidates + 1) * self.num_candidates + self.number
+        return (max(term, self.used) // self.num_candidates + 1) * self.num_candidates + self.number
 
 
 def taken_up(
@@ -50,22 +52,32 @@ def taken_up(
 
     It waits for all members, until it `is_late`.
     """
-    held = [each.report.held for each in heard.values() if each.report.held and each.report.held.members]
+    # A rank that does not say what it knows is none that counts.
+    heard = {rank: each for rank, each in heard.items() if each.report.known is not None}
+    known = [each.report.known for each in heard.values() if each.report.known is not None]
+    held = [one.held for one in known if one.held is not None]
     if not held:
         return _fresh(settings, candidate, heard)
-    # A member that does not say what it knows is none that counts.
-    heard = {rank: each for rank, each in heard.items() if each.report.held is not None or not each.report.epoch}
-    last = max(held, key=lambda word: (word.epoch, word.number))
-    membership = Membership(settings.num_stages, last.epoch, last.members, heard=dict(heard))
+    last = max(held, key=lambda word: word.place)
+    offered = {one.offered for one in known if one.offered is not None and one.offered.place > last.place}
+    sets = [frozenset(own) for own in last.voters]
+    # They may have been installed without any caller's knowledge.
+    sets += [frozenset(one.own_life for one in word.members) for word in (last, *offered)]
+    there = Membership(
+        settings.num_stages,
+        last.epoch,
+        last.members,
+        tuple(sets),
+        is_strict=candidate.recorded is None,
+        heard=dict(heard),
+    )
     for rank in heard:
-        membership = membership.with_over(Life(rank.replica, rank.life - 1))
-    callers = [one for one in last.members if membership.reports(one.own_life)]
-    sets = [frozenset(own) for own in last.voters] + [frozenset(one.own_life for one in last.members)]
-    there = replace(membership, voters=tuple(sets), is_strict=candidate.recorded is None)
+        there = there.with_over(Life(rank.replica, rank.life - 1))
+    callers = [one for one in last.members if there.reports(one.own_life)]
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
         return None
-    state = _state(settings, there, last)
-    term = candidate.next_term(last.epoch // TERM)
+    term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
+    state = replace(_state(settings, there, last, term * TERM), commits=_commits(last, held, heard.values()))
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
     epoch = term * TERM + 1
@@ -83,26 +95,25 @@ def taken_up(
     for one in last.members:
         if one not in callers and not started.is_over(one.own_life):
             started = started.without(one.own_life)  # it may have samples that nobody here knows of
-    return Step(replace(state, membership=started, pool=pool), (), tuple(lines))
+    return Step(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
 
 
 def _fresh(settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard]) -> Step | None:
     """The beginning, where the other coordinator ended before it: all are there, and in their first life."""
     everyone = {RankId(r, 0, s) for r in range(settings.num_replicas) for s in range(settings.num_stages)}
-    if heard.keys() != everyone or any(each.report.epoch % TERM for each in heard.values()):
+    if heard.keys() != everyone:
         return None
-    state = begun(settings, term=candidate.next_term(0))
+    state = begun(settings, term=candidate.next_term(max(e.report.epoch for e in heard.values()) // TERM))
     return Step(replace(state, membership=replace(state.membership, heard=dict(heard))))
 
 
-def _state(settings: Settings, membership: Membership, last: Word) -> State:
+def _state(settings: Settings, membership: Membership, last: Word, first_attempt: int) -> State:
     """What the last word says, as a state."""
     fresh = begun(settings)
     lines = []
     for line, committed in zip(fresh.lines, last.committed, strict=True):
         grant = next((one for one in last.grants if one.line == line.number), None)
-        attempts = 0 if grant is None else grant.attempt + 1
-        lines.append(replace(line, committed=committed, grant=grant, attempts=attempts))
+        lines.append(replace(line, committed=committed, grant=grant, first_attempt=first_attempt))
     deals = {(one.replica, one.batch): one.samples for one in last.deals}
     dealt = max((one.batch + 1 for one in last.deals), default=0)
     dealt_to = {replica: max(batch for other, batch in deals if other == replica) + 1 for replica, _ in deals}
@@ -112,10 +123,25 @@ def _state(settings: Settings, membership: Membership, last: Word) -> State:
         membership=membership,
         lines=tuple(lines),
         pool=Pool(last.fresh, last.waiting, deals),
-        commits=last.commits,
         dealt=max(dealt, committed, settings.first),
         dealt_to=dealt_to,
     )
+
+
+def _commits(last: Word, held: Collection[Word], heard: Collection[Heard]) -> tuple[Commit, ...]:
+    """The rounds that count and that a caller may lack: as a word tells of them, or as they were granted."""
+    found: dict[tuple[int, int], Commit] = {}
+    for word in sorted(held, key=lambda one: one.place):
+        for grant in word.grants:
+            if grant.round < last.committed[grant.line]:
+                key = (grant.line, grant.round)
+                found[key] = Commit(grant.line, grant.round, grant.attempt, grant.parts)
+        found |= {(one.line, one.round): one for one in word.commits}
+    for line, committed in enumerate(last.committed):
+        places = [each.report.rounds[line].committed for each in heard if line < len(each.report.rounds)]
+        for number in range(min(places, default=committed), committed):
+            found.setdefault((line, number), Commit(line, number, 0, ()))
+    return tuple(found[key] for key in sorted(found))
 
 
 def _with_summed(state: State, callers: list[Life], lines: list[Began | Committed]) -> State:

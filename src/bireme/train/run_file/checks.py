@@ -6,7 +6,17 @@ It may assume that every key is right by itself. It must not look at files, devi
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
-from bireme.train.run_file.tables import Balancing, Links, Lora, Machines, Model, Planning, Tables, Training
+from bireme.train.run_file.tables import (
+    Balancing,
+    Links,
+    Lora,
+    Machines,
+    Memory,
+    Model,
+    Planning,
+    Tables,
+    Training,
+)
 
 __all__ = ["check_together"]
 
@@ -31,6 +41,7 @@ def check_together(tables: Tables) -> None:
             "Leave out one of the two."
         )
     _check_links(tables.links)
+    _check_memory(tables.memory, tables.plan)
     _check_quorum(tables)
 
 
@@ -77,6 +88,8 @@ def _check_quorum(tables: Tables) -> None:
         "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
         "balance.replan": (balance.replan, False),
         "data.private": (data.private, None),
+        "training.gradient": (tables.training.gradient, "whole"),
+        "memory.device": (tables.memory.device, None),
     }
     for key, (value, usual) in refused.items():
         if value != usual:
@@ -120,6 +133,11 @@ def _check_optimizer(training: Training) -> None:
         raise BiremeError(
             f'training.momentum is {training.momentum:g}, but training.optimizer is "{name}", which uses '
             "training.betas instead. Leave training.momentum out."
+        )
+    if training.gradient_of is not None and training.gradient_form is None:
+        raise BiremeError(
+            'training.gradient_of is set, but training.gradient is "whole". Leave it out, or set '
+            "training.gradient, such as principal:8."
         )
 
 
@@ -256,6 +274,31 @@ def _check_links(links: Links) -> None:
             _ = one.codecs
         except BiremeError as error:
             raise BiremeError(f"links.borders, border {one.border}: {error}") from None
+
+
+def _check_memory(memory: Memory, plan: Planning) -> None:
+    usual = Memory()
+    given = [name for name in Memory.model_fields if getattr(memory, name) != getattr(usual, name)]
+    if plan.file is not None:
+        more = [name for name in given if name != "disk"]
+        if more:
+            raise BiremeError(
+                f'plan.file is "{plan.file}", which says what is paged, but memory.{more[0]} asks for a new '
+                "plan. Leave out one of the two."
+            )
+    elif given and not memory.is_on:
+        raise BiremeError(
+            f"memory.{given[0]} is set, but memory.device is not, so nothing is paged. Set memory.device, to "
+            '"auto" or to bytes such as "6GB".'
+        )
+    if memory.disk is None and memory.disk_bytes != usual.disk_bytes:
+        raise BiremeError(
+            f"memory.disk_bytes is {memory.disk_bytes}, but memory.disk names no folder. Set memory.disk too."
+        )
+    if memory.is_on and memory.host_bytes == 0 and memory.most_disk_bytes == 0:
+        raise BiremeError(
+            "memory.host is 0 and there is no memory.disk, so there is nothing to page to. Set one of them."
+        )
 
 
 def _check_machines(cluster: Machines, plan: Planning) -> None:

@@ -55,6 +55,7 @@ KEYS: dict[tuple[str, str], Callable[[str], _Place | None]] = {
     ("data", "evaluation_source"): _of_data,
     ("data", "tokenizer"): _of_tokenizer,
     ("plan", "file"): _plain,
+    ("memory", "disk"): _plain,
     ("cluster", "source"): _plain,
     ("log", "folder"): _plain,
 }

@@ -80,6 +80,7 @@ def _more(table: str) -> Iterator[str]:
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "balance": "[balance.md](balance.md) explains shares.",
         "links": "[codecs.md](codecs.md) explains codecs.",
+        "memory": "[tiers.md](tiers.md) explains paging.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
     }
     if table in further:

@@ -1,0 +1,61 @@
+"""What a device can page to: its share of the host and of the disk, and how fast its chunks travel.
+
+What a cluster does not say is taken from makers' figures, of which four fifths arrive:
+
+* A GPU exchanges with its host over its PCIe bridge. Without one it has the PCIe 3.0 × 16 that every card of
+  the last ten years has at least: 15.75 GB/s each way by the PCI-SIG.
+* A processor device and its host are the same memory, and a copy crosses it three times: it is read, its
+  place is read, and that is written. A channel of DDR4-3200 carries 25.6 GB/s by JEDEC.
+* A disk reads and writes 3.3 GB/s, the slower of the two figures of Samsung's 970 EVO Plus, an NVMe disk on
+  PCIe 3.0 × 4.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from bireme.cluster.cluster import Cluster
+
+__all__ = ["TierShare", "tier_share"]
+
+ATTAINED = 0.8
+PCIE_BYTES_PER_S = 15.75e9 * ATTAINED
+CROSSINGS = 3
+COPY_BYTES_PER_S = 25.6e9 * ATTAINED / CROSSINGS
+DISK_BYTES_PER_S = 3.3e9 * ATTAINED
+
+
+@dataclass(frozen=True, slots=True)
+class TierShare:
+    """What one of the devices in use gets of its server; bytes are None where the cluster does not say."""
+
+    host_bytes: int | None
+    disk_bytes: int | None
+    host_bytes_per_s: float
+    disk_bytes_per_s: float
+
+
+def tier_share(cluster: Cluster, device: int, used: Collection[int]) -> TierShare:
+    """The share of a device where those devices are used, all of which page."""
+    placed = cluster.devices()
+    server = cluster.servers[placed[device].server]
+    sharers = sum(placed[one].server == placed[device].server for one in used)
+    return TierShare(
+        host_bytes=server.host_memory_bytes // sharers if server.host_memory_bytes else None,
+        disk_bytes=server.disk_bytes // sharers if server.disk_bytes else None,
+        host_bytes_per_s=_host_bytes_per_s(cluster, device, used),
+        disk_bytes_per_s=(server.disk_bytes_per_s or DISK_BYTES_PER_S) / sharers,
+    )
+
+
+def _host_bytes_per_s(cluster: Cluster, device: int, used: Collection[int]) -> float:
+    own = cluster.devices()[device]
+    if own.device.host_bytes_per_s:
+        return own.device.host_bytes_per_s
+    if own.device.kind != "cuda":
+        return own.device.bytes_per_s / CROSSINGS or COPY_BYTES_PER_S
+    places = {cluster.devices()[one].place for one in used if cluster.devices()[one].server == own.server}
+    for bridge in cluster.servers[own.server].bridges:
+        if own.place in bridge.devices:
+            slower = min(bridge.link.bytes_per_s, bridge.link.into_bytes_per_s)
+            return slower / len(places.intersection(bridge.devices))
+    return PCIE_BYTES_PER_S

@@ -1,0 +1,155 @@
+"""The tier of a disk: one file of slots, which has no name and so is gone whatever ends the process.
+
+All its room is taken before training, so a disk that is full says so then. It is written and read directly,
+past the system's cache, where the file system can.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bireme.devices import pinned
+from bireme.errors import BiremeError
+from bireme.memory.system_memory import copy_bytes
+
+__all__ = ["DiskTier", "remove_leftovers"]
+
+PREFIX = ".bireme-paging-"
+"""Begins the names that files have for the moment between being made and losing the name."""
+
+NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class DiskTier:
+    """Slots in a file of `folder`."""
+
+    def __init__(self, folder: Path, slot_bytes: int) -> None:
+        self._folder, self._slot_bytes, self._num_slots = folder, slot_bytes, 0
+        self._here = threading.local()
+        remove_leftovers(folder)
+        path = folder / f"{PREFIX}{secrets.token_hex(8)}"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BiremeError(
+                f"Nothing can be paged to {folder}: {error.strerror}. Set memory.disk to a folder on a disk "
+                "that can be written to."
+            ) from error
+        path.unlink(missing_ok=True)
+        self._file = file
+        self._is_direct = self._read_directly()
+
+    def grow(self, num_slots: int) -> None:
+        """As `LowerTier` says."""
+        begin, more = self._num_slots * self._slot_bytes, num_slots * self._slot_bytes
+        try:
+            if more:
+                self._reserve(begin, more)
+        except OSError as error:
+            raise BiremeError(
+                f"{self._folder} has no room for {begin + more} bytes of paged memory: {error.strerror}. "
+                "Free so much, set memory.disk to another disk, or page less with a larger memory.host."
+            ) from error
+        self._num_slots += num_slots
+
+    def write(self, slot: int, data: Tensor) -> None:
+        """As `LowerTier` says."""
+        given = data
+        if not data.is_cpu:
+            given = self._staging()
+            copy_bytes(given, data)
+            torch.accelerator.current_stream(data.device).synchronize()
+        self._move(os.pwritev, "written", given, slot * self._slot_bytes)
+
+    def read(self, slot: int, into: Tensor) -> None:
+        """As `LowerTier` says."""
+        target = into if into.is_cpu else self._staging()
+        self._move(os.preadv, "read", target, slot * self._slot_bytes)
+        if not into.is_cpu:
+            copy_bytes(into, target)
+
+    def close(self) -> None:
+        """Give the file's room back."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _reserve(self, begin: int, more: int) -> None:
+        try:
+            os.posix_fallocate(self._file, begin, more)
+        except OSError as error:
+            if error.errno not in NO_RESERVING:
+                raise
+            os.ftruncate(self._file, begin + more)
+
+    def _read_directly(self) -> bool:
+        """Ask for copies past the system's cache. Returns whether the file system makes them."""
+        if not hasattr(os, "O_DIRECT"):
+            return False
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError:
+            return False
+        return True
+
+    def _move(
+        self, call: Callable[[int, list[memoryview], int], int], what: str, memory: Tensor, begin: int
+    ) -> None:
+        view, done = memoryview(memory.numpy()), 0
+        try:
+            while done < len(view):
+                moved = call(self._file, [view[done:]], begin + done)
+                done += _some(moved)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self._is_direct and not done:
+                self._read_cached()
+                self._move(call, what, memory, begin)
+                return
+            raise BiremeError(
+                f"Paged memory in {self._folder} cannot be {what}: {error.strerror}. Training cannot go on "
+                "from here; resume it from its last checkpoint, with memory.disk on a disk in order."
+            ) from error
+        if not self._is_direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, begin, len(view), os.POSIX_FADV_DONTNEED)
+
+    def _read_cached(self) -> None:
+        """Go on through the system's cache: the file system takes the flag and yet makes no direct copies."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._is_direct = False
+
+    def _staging(self) -> Tensor:
+        """Memory of this thread that both the disk and an accelerator reach."""
+        found: Tensor | None = getattr(self._here, "staging", None)
+        if found is None:
+            found = self._here.staging = pinned(self._slot_bytes)
+        return found
+
+
+def _some(moved: int) -> int:
+    if moved == 0:
+        raise OSError(errno.EIO, "the file is shorter than it was")
+    return moved
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files of processes that were killed before their file had lost its name.
+
+    A run that begins at the same time may lose the name of its file early, which does it no harm.
+    """
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{PREFIX}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()

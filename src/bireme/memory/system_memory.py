@@ -1,0 +1,129 @@
+"""Memory of the operating system by its address: mapped, unmapped, copied.
+
+Python's own `mmap` cannot map memory to a given address, which is what lets a tensor stay where it is while
+the memory beneath it comes and goes.
+"""
+
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "PAGE_BYTES",
+    "copy_bytes",
+    "fill_bytes",
+    "map_file",
+    "map_nothing",
+    "pages",
+    "reserve",
+    "shared_file",
+    "tensor_at",
+]
+
+PAGE_BYTES = mmap.PAGESIZE
+
+FIXED = 0x10
+"""MAP_FIXED, which Python has no name for; it is the same on Linux and macOS."""
+NO_ACCESS = 0
+FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def reserve(num_bytes: int) -> int:
+    """The address of a range that nothing is mapped to yet."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return _mapped(None, num_bytes, NO_ACCESS, flags, -1, 0)
+
+
+def map_nothing(address: int, num_bytes: int) -> None:
+    """Take away what is mapped there; the addresses stay reserved, and who uses them ends by a signal."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0) | FIXED
+    _mapped(address, num_bytes, NO_ACCESS, flags, -1, 0)
+
+
+def map_file(
+    address: int,
+    num_bytes: int,
+    file: int,
+    begin: int,
+    *,
+    is_shared: bool = True,
+    populates: bool = True,
+) -> None:
+    """Map a part of a file there. What is written goes to the file only where it is shared.
+
+    With `populates` all its memory is there at once, rather than page by page at the first use.
+    """
+    flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+    flags |= getattr(mmap, "MAP_POPULATE", 0) if populates and is_shared else 0
+    _mapped(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | FIXED, file, begin)
+
+
+def shared_file(num_bytes: int) -> int:
+    """A file in memory, without a name, of so many bytes. It is gone when it is closed and unmapped."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("bireme", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, num_bytes)
+    return file
+
+
+def tensor_at(address: int, num_bytes: int) -> Tensor:
+    """The bytes of a reserved range as a tensor. The range is given back when no tensor looks at it."""
+    kind = type("Range", (ctypes.Array,), {"_type_": ctypes.c_uint8, "_length_": num_bytes})
+    memory = kind.from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, num_bytes).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pages(num_bytes: int) -> Tensor:
+    """Memory that begins with a page, as disks want it that are written to directly. It takes room where it
+    is written to.
+    """
+    whole = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    address, file = reserve(whole), shared_file(whole)
+    map_file(address, whole, file, 0, populates=False)
+    os.close(file)  # the mapping keeps it
+    return tensor_at(address, whole)[:num_bytes]
+
+
+def copy_bytes(into: Tensor, data: Tensor) -> None:
+    """Copy bytes between tensors of equal length: on the host by the calling thread alone, which lets others
+    go on; else in the current stream. To autograd nothing is written.
+    """
+    if into.is_cpu and data.is_cpu:
+        # Torch would share the work out over threads that others compute with.
+        ctypes.memmove(into.data_ptr(), data.data_ptr(), into.nbytes)
+    else:
+        into.data.copy_(data, non_blocking=True)
+
+
+def fill_bytes(memory: Tensor, value: int) -> None:
+    """Write a value into every byte of host memory. To autograd nothing is written."""
+    ctypes.memset(memory.data_ptr(), value, memory.nbytes)
+
+
+def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: int, begin: int) -> int:
+    found = _libc.mmap(address, num_bytes, access, flags, file, begin)
+    if found is None or found == FAILED:
+        number = ctypes.get_errno()
+        raise MemoryError(f"{num_bytes} bytes cannot be mapped: {os.strerror(number)}")
+    return int(found)

@@ -1,0 +1,97 @@
+"""Paging of draft plans: what a draft would page, and what its tiers then hold and move."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from bireme.plan.forecast import TierForecast
+from bireme.plan.paging import Paging
+from bireme.plan.search.draft import Draft
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.tier_budgets import budgets_of
+from bireme.schedule.instruction import PAGING, Kind
+from bireme.schedule.program import Program
+from bireme.simulate.costs import Costs
+from bireme.timeline.timeline import Timeline
+
+__all__ = ["busiest_wire", "paging_of", "tier_forecasts"]
+
+SHORT_BYTES = 2
+"""Values of so many bytes are weights with a master copy, from which the optimiser makes them."""
+
+
+def paging_of(
+    ground: PlanningProblem,
+    draft: Draft,
+    costs: Costs,
+    *,
+    ahead: int,
+    updates_together: bool,
+    is_summed: bool,
+) -> Paging | None:
+    """What a draft pages whose stages cost that, in its largest micro-batches; None where all of it fits."""
+    kept_share = ground.wishes.sums.kept_share if draft.outline.width > 1 else 0.0
+    sizes = costs.sizes()
+    # What codecs of sums keep is counted with the optimiser, and is not the optimiser's.
+    residuals = [kept_share * one for one in sizes.gradient]
+    sizes = replace(
+        sizes,
+        master=ground.wishes.value_bytes == SHORT_BYTES,
+        optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
+        buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
+    )
+    asked = ground.wishes.memory
+    paging = Paging(
+        budgets_of(ground, draft.grid),
+        sizes,
+        ahead=ahead,
+        updates_together=updates_together,
+        is_summed=is_summed,
+        stashes=asked is None or asked.stashes,
+    )
+    cut = paging.cut(draft.resident_program())
+    return paging.with_chunks(cut) if any(cut) else None
+
+
+def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:
+    """Each tier of the ranks that page."""
+    program = timeline.program
+    waited_s = {moved.rank: moved.waited_s / program.num_batches for moved in timeline.paging}
+    for kept in timeline.memory:
+        for number, tier in enumerate(kept.tiers):
+            yield TierForecast(
+                rank=kept.rank,
+                tier=tier.name,
+                budget_bytes=tier.budget_bytes,
+                peak_bytes=tier.peak_bytes,
+                predicted_bytes_moved=_moved_into(program, kept.rank, number),
+                waited_s=0.0 if number else waited_s[kept.rank],
+            )
+
+
+def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:
+    """For how long a batch keeps the busiest wire between tiers busy, of which rank, and the lower tier."""
+    busiest = (0.0, 0, "")
+    for moved in timeline.paging:
+        disk_s = 0.0
+        for copies in moved.copies:
+            seconds = (sum(copies.end_s) - sum(copies.start_s)) / timeline.program.num_batches
+            if "disk" in (copies.source, copies.destination):
+                disk_s += seconds
+            else:
+                busiest = max(busiest, (seconds, moved.rank, "host"))
+        busiest = max(busiest, (disk_s, moved.rank, "disk"))
+    return busiest
+
+
+def _moved_into(program: Program, rank: int, tier: int) -> float:
+    """The bytes that go into a tier in a batch of the steady state, or of the window where there is none."""
+    tiers, track = program.tiers_of(rank), program.tracks[rank]
+    assert tiers is not None, "the rank pages"
+    steps, num_batches = (track.body, 1) if track.repeats else (track.head, program.num_batches)
+    num_copies = sum(
+        (step.page.tier == tier and step.kind is Kind.FETCH)
+        or (step.page.tier == tier - 1 and step.kind is Kind.EVICT and step.page.is_copied)
+        for step in steps
+        if step.kind in PAGING and step.page is not None
+    )
+    return num_copies * tiers.chunk_bytes / num_batches

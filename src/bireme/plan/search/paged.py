@@ -1,0 +1,97 @@
+"""Plans that page, weighed against plans that fit without: recomputation, more stages, smaller micro-batches.
+
+Where memory limits, two ordinary searches are made: one within the budgets, which knows all that helps but
+paging, and one as if there were room for everything. What the second finds is then made to fit by paging, by
+a walk: parts of a rank that follow each other, sweeps, recomputation of all stages, of none or of those of a
+rank, and smaller micro-batches, each as long as the predicted time falls. Paging only adds time, so what is
+slower with room for everything than a plan that is known to fit is left alone.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import cluster_hash
+from bireme.plan.forecast import Answer, Candidate, MemoryWay, NothingFits
+from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.search.draft import draft_of
+from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
+from bireme.plan.search.problem import PlanningProblem
+from bireme.profile.profile import Profile
+
+__all__ = ["with_paging"]
+
+
+class Search(Protocol):
+    """An ordinary search on a cluster; `is_tight` where hardly any plan fits."""
+
+    def __call__(
+        self, machines: Cluster, wishes: PlanRequest, /, *, is_tight: bool = False
+    ) -> Answer | NothingFits:
+        """What it finds."""
+
+
+MOST_SEEDS, BRIEF_SEEDS = 4, 2
+"""Plans that would be best with room for everything, which are made to fit; fewer for a run that is short."""
+
+ROOM_BYTES = 2**60
+"""What a device has that has room for everything."""
+
+
+def with_paging(
+    profile: Profile, cluster: Cluster, wishes: PlanRequest, search: Search, *, is_brief: bool
+) -> Answer | NothingFits:
+    """The best plan that fits, whether it pages or not, and what the other ways would take."""
+
+    def cost(candidate: Candidate) -> float:
+        forecast = candidate.forecast
+        power = forecast.watts if wishes.goal is Goal.ENERGY else None
+        return forecast.cost_s_per_sample * (power or 1.0)
+
+    roomy = search(_roomy(cluster), replace(wishes, memory=None, memory_fraction=1.0))
+    walk = PagedWalk(PlanningProblem(profile, cluster, wishes), is_brief=is_brief)
+    if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
+        return search(cluster, wishes)
+    plain = search(cluster, wishes, is_tight=True)
+    fits = plain if isinstance(plain, Answer) else None
+    least = math.inf if fits is None else cost(fits.best)
+    paged: list[Candidate] = []
+    for seed in roomy.candidates[: BRIEF_SEEDS if is_brief else MOST_SEEDS]:
+        if cost(seed) * AS_GOOD < least:
+            best = walk.best_from(draft_of(seed.plan, cluster))
+            if best is not None:
+                paged.append(best)
+                least = min(least, cost(best))
+    if fits is None and not paged:
+        raise walk.refusal()
+    candidates = sorted([*paged, *(() if fits is None else fits.candidates)], key=cost)
+    basis = fits or roomy
+    how = f"{basis.origin.how}; {walk.num_tried:,} plans that page simulated"
+    return Answer(
+        tuple(candidates),
+        replace(basis.origin, how=how, cluster=cluster_hash(cluster)),
+        basis.num_tried + walk.num_tried,
+        tuple(_ways(plain, roomy, walk)),
+    )
+
+
+def _roomy(cluster: Cluster) -> Cluster:
+    """The cluster with room for everything."""
+    servers = (
+        replace(server, devices=tuple(replace(device, memory_bytes=ROOM_BYTES) for device in server.devices))
+        for server in cluster.servers
+    )
+    return Cluster(tuple(servers), cluster.switch)
+
+
+def _ways(plain: Answer | NothingFits, roomy: Answer, walk: PagedWalk) -> Iterator[MemoryWay]:
+    """What each way to live with the memory would take, and what it would be with room for everything."""
+    if isinstance(plain, NothingFits):
+        yield MemoryWay("without paging", None, str(plain))
+    else:
+        yield MemoryWay("without paging", plain.best)
+    for words, again in (("paging", False), ("paging and recomputation", True)):
+        yield MemoryWay(words, walk.best_seen(again=again), "Nothing that was tried fits.")
+    yield MemoryWay("room for everything", roomy.best)

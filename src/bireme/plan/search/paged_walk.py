@@ -1,0 +1,294 @@
+"""A walk over drafts that page, from a plan that would be best with room for everything.
+
+Each step changes one thing: how many parts the stage of each rank is cut into, how many micro-batches a sweep
+has, which ranks recompute, how large micro-batches are. A draft that does not fit its tiers is no place to
+stand, but what it would need is remembered.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, product
+
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Candidate, Forecast
+from bireme.plan.paging import Paging
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan_request import Goal
+from bireme.plan.program_plan import even_cuts
+from bireme.plan.search.draft import Draft
+from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.homes import keeps_home
+from bireme.plan.search.problem import PlanningProblem
+from bireme.schedule.budgets import TierTooSmallError
+from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.paging import least_device_bytes
+
+__all__ = ["AS_GOOD", "PagedWalk"]
+
+MOST_WALKED, BRIEFLY_WALKED = 16, 6
+"""Drafts that are simulated from one plan, and where a better plan would save less than it takes to find."""
+
+MOST_PARTS = 64
+"""Of a rank."""
+
+MOST_PASSES = 2048
+"""Forwards of a batch, over all stages; with more, a draft takes too long to simulate."""
+
+MOST_TOGGLED = 8
+"""Ranks whose recomputation is decided one by one."""
+
+AHEAD = (0, 1, 4)
+"""Instructions ahead that are tried for the best."""
+
+
+AS_GOOD = 1.001
+"""A thousandth of a batch is not worth another part or a longer sweep."""
+
+
+class PagedWalk:
+    """Evaluates drafts that page, and remembers what those needed that do not fit."""
+
+    def __init__(self, ground: PlanningProblem, *, is_brief: bool) -> None:
+        self._ground = ground
+        self._most = BRIEFLY_WALKED if is_brief else MOST_WALKED
+        self._judge = PlanEvaluator(ground)
+        self._seen: dict[Draft, Forecast | None] = {}
+        self._least_bytes = math.inf
+        self._least: Draft | None = None
+        self._error: BiremeError | None = None
+
+    @property
+    def num_tried(self) -> int:
+        """How many drafts were simulated, or found not to fit."""
+        return len(self._seen)
+
+    def fits(self, draft: Draft) -> bool:
+        """Whether a draft fits without paging."""
+        stages = self._judge.forecast(draft).stages
+        return all(stage.peak_bytes <= stage.limit_bytes for stage in stages)
+
+    def best_from(self, seed: Draft) -> Candidate | None:
+        """The best plan that is found from one that may not fit."""
+        at = next((one for one in self._first(seed) if self._forecast(one) is not None), None)
+        if at is None:
+            return None
+        least, num_before = self._cost(at), self.num_tried
+        is_better = True
+        while is_better and self.num_tried - num_before < self._most:
+            is_better = False
+            for other in self._beside(at):
+                if self._forecast(other) is not None and self._cost(other) * AS_GOOD < least:
+                    at, least, is_better = other, self._cost(other), True
+                    break
+        return self._settled(at)
+
+    def best_seen(self, *, again: bool) -> Candidate | None:
+        """The best of all that was simulated and pages, of those that recompute or of the others."""
+        found = [
+            draft
+            for draft, promised in self._seen.items()
+            if promised and promised.tiers and bool(draft.recompute) == again
+        ]
+        best = min(found, key=self._cost, default=None)
+        return None if best is None else self._candidate(_paged(self._judge, best), self._seen[best])
+
+    def refusal(self) -> BiremeError:
+        """Why nothing fits, with the device memory that would do."""
+        if self._least is None:
+            return self._error or BiremeError("No plan can page: there is none to begin with.")
+        num_bytes = math.ceil(self._least_bytes)
+        wishes = self._ground.wishes
+        assert wishes.memory is not None, "who pages may"
+        given = min(self._ground.limits[device] for row in self._least.grid for device in row)
+        enough = replace(wishes, memory=replace(wishes.memory, device_bytes=num_bytes))
+        ground = PlanningProblem(self._ground.profile, self._ground.cluster, enough)
+        if max(ground.limits) >= num_bytes:
+            try:
+                _paged(PlanEvaluator(ground), self._least)
+            except TierTooSmallError as error:
+                return error
+        return BiremeError(
+            f"No plan fits, even with paging: the device memory of each process must be at least {num_bytes} "
+            f"bytes ({num_bytes / 1e9:.3g} GB), and is {given:.0f}. Give it so much, or use smaller "
+            "micro-batches."
+        )
+
+    def _first(self, seed: Draft) -> Iterator[Draft]:
+        """Drafts that need less and less on the device."""
+        for one in (seed, *self._smaller(seed)):
+            for parts in self._parts(one):
+                yield parts
+                yield from islice(self._recomputing(parts), 1)
+
+    def _beside(self, draft: Draft) -> Iterator[Draft]:
+        """The neighbours of a draft."""
+        yield from self._sweeps(draft)
+        yield from self._recomputing(draft)
+        parts = list(self._parts(self._whole(draft)))
+        place = next((i for i, one in enumerate(parts) if one.cuts == draft.cuts), 0)
+        for other in (place + 1, place - 1):
+            if 0 <= other < len(parts):
+                again = parts[other].outline.rank_of_stage
+                ranks = self._ranks_again(draft)
+                yield replace(
+                    parts[other],
+                    sweep=draft.sweep,
+                    recompute=tuple(stage for stage, rank in enumerate(again) if rank in ranks),
+                )
+        yield from self._smaller(draft)
+
+    def _parts(self, draft: Draft) -> Iterator[Draft]:
+        """The draft with each rank's stage whole, in two parts, in four, ..."""
+        yield draft
+        outline, bounds = draft.outline, self._ground.bounds
+        if outline.stages_per_rank > 1 or schedule_named(outline.schedule).stages_per_rank > 1:
+            return
+        stages = draft.stages(bounds[-1])
+        units = [[unit for unit in bounds if begin <= unit < end] for begin, end in stages]
+        num_parts = 2
+        while num_parts <= min(MOST_PARTS, *map(len, units)):
+            if outline.num_ranks * num_parts * outline.num_microbatches > MOST_PASSES:
+                return
+            cuts = [
+                cut
+                for own, (_, end) in zip(units, stages, strict=True)
+                for cut in (own[0], *self._cut_in(own, end, num_parts, max(outline.sizes)))
+            ]
+            yield replace(
+                draft,
+                outline=replace(outline, stages_per_rank=num_parts),
+                cuts=tuple(cuts[1:]),
+                recompute=tuple(
+                    stage * num_parts + part for stage in draft.recompute for part in range(num_parts)
+                ),
+            )
+            num_parts *= 2
+
+    def _cut_in(self, units: list[int], end: int, num_parts: int, size: int) -> Iterator[int]:
+        """Where to cut a stage that begins at the first of the units into parts of about equal bytes."""
+        tables = self._ground.whole(size).bytes
+        state = tables.parameter + tables.gradient + tables.optimizer + tables.kept
+        work = [float(state[one, other]) for one, other in zip(units, (*units[1:], end), strict=True)]
+        yield from (units[cut] for cut in even_cuts(work, num_parts))
+
+    def _whole(self, draft: Draft) -> Draft:
+        """The draft with one stage on each rank, where its parts are neighbours."""
+        outline = draft.outline
+        per_rank = outline.stages_per_rank
+        if per_rank == 1 or schedule_named(outline.schedule).stages_per_rank > 1:
+            return draft
+        ranks = self._ranks_again(draft)
+        return replace(
+            draft,
+            outline=replace(outline, stages_per_rank=1),
+            cuts=draft.cuts[per_rank - 1 :: per_rank],
+            recompute=tuple(sorted(ranks)),
+        )
+
+    def _sweeps(self, draft: Draft) -> Iterator[Draft]:
+        """The next longer and the next shorter sweep."""
+        m = draft.outline.num_microbatches
+        if schedule_named(draft.outline.schedule).slices:
+            return
+        possible = [sweep for sweep in range(1, m + 1) if m % sweep == 0]
+        place = possible.index(draft.sweep)
+        for other in (place + 1, place - 1):
+            if 0 <= other < len(possible):
+                yield replace(draft, sweep=possible[other])
+
+    def _recomputing(self, draft: Draft) -> Iterator[Draft]:
+        """All ranks recompute, none does, and each as it does not."""
+        if self._ground.wishes.recompute is not Recompute.WHERE_NEEDED:
+            return
+        rank_of_stage = draft.outline.rank_of_stage
+        now, everyone = self._ranks_again(draft), set(rank_of_stage)
+        toggled = [now ^ {rank} for rank in sorted(everyone)] if len(everyone) <= MOST_TOGGLED else []
+        for ranks in (everyone, set[int](), *toggled):
+            if ranks != now:
+                again = tuple(stage for stage, rank in enumerate(rank_of_stage) if rank in ranks)
+                yield replace(draft, recompute=again)
+
+    def _ranks_again(self, draft: Draft) -> set[int]:
+        ranks = draft.outline.rank_of_stage
+        return {ranks[stage] for stage in draft.recompute}
+
+    def _smaller(self, draft: Draft) -> Iterator[Draft]:
+        """More micro-batches of fewer samples."""
+        outline = draft.outline
+        for size in sorted(self._ground.sizes, reverse=True):
+            times, rest = divmod(min(outline.sizes), size)
+            if times > 1 and not rest and all(one % times == 0 for one in outline.sizes):
+                sizes = tuple(one // times for one in outline.sizes)
+                if set(sizes) <= set(self._ground.sizes):
+                    more = outline.num_microbatches * times
+                    yield replace(draft, outline=replace(outline, sizes=sizes, num_microbatches=more))
+
+    def _forecast(self, draft: Draft) -> Forecast | None:
+        """What a draft promises; None where it does not fit."""
+        if draft in self._seen:
+            return self._seen[draft]
+        self._seen[draft] = None
+        ground = self._ground
+        if not keeps_home(ground, draft.outline, draft.grid, draft.cuts):
+            return None
+        try:
+            paged = _paged(self._judge, draft)
+            found = self._judge.forecast(paged)
+        except TierTooSmallError as error:
+            self._note(draft, error)
+            return None
+        except BiremeError as error:
+            self._error = self._error or error
+            return None
+        if all(stage.peak_bytes <= stage.limit_bytes for stage in found.stages):
+            self._seen[draft] = found
+        return self._seen[draft]
+
+    def _note(self, draft: Draft, error: TierTooSmallError) -> None:
+        """Remember what comes nearest."""
+        if error.tier != "device":
+            self._error = error
+            return
+        paging = self._judge.paging(draft, ahead=1, updates_together=False)
+        assert paging is not None, "what does not fit pages"
+        program = draft.resident_program()
+        needed = least_device_bytes(program, paging.cut(program), is_summed=paging.is_summed)
+        if needed < self._least_bytes:
+            self._least_bytes, self._least = needed, draft
+
+    def _cost(self, draft: Draft) -> float:
+        found = self._seen[draft]
+        if found is None:
+            return math.inf
+        power = found.watts if self._ground.wishes.goal is Goal.ENERGY else None
+        return found.cost_s_per_sample * (power or 1.0)
+
+    def _settled(self, draft: Draft) -> Candidate:
+        """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
+        best, forecast = _paged(self._judge, draft), self._seen[draft]
+        if best.paging is not None:
+            for paging in _variants(best.paging):
+                other = replace(best, paging=paging)
+                found = self._judge.forecast(other)
+                if forecast is None or found.batch_s * AS_GOOD < forecast.batch_s:
+                    best, forecast = other, found
+        return self._candidate(best, forecast)
+
+    def _candidate(self, draft: Draft, forecast: Forecast | None) -> Candidate:
+        assert forecast is not None, "it fits"
+        codecs = self._ground.codecs(draft.outline.rank_of_stage, draft.codecs)
+        return Candidate(draft.plan(self._ground.names, codecs), forecast)
+
+
+def _paged(judge: PlanEvaluator, draft: Draft) -> Draft:
+    """The draft with its paging. Several parts are updated together: the copies of an update take long."""
+    together = draft.outline.stages_per_rank > 1
+    return replace(draft, paging=judge.paging(draft, ahead=1, updates_together=together))
+
+
+def _variants(paging: Paging) -> Iterator[Paging]:
+    for ahead, together in product(AHEAD, (False, True)):
+        other = replace(paging, ahead=ahead, updates_together=together)
+        if other != paging:
+            yield other

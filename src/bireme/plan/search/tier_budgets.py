@@ -1,0 +1,56 @@
+"""What the ranks of a plan may use of each tier, and how fast their chunks travel.
+
+All replicas page alike, so a rank has the least budgets of its devices in any replica.
+"""
+
+import math
+from collections.abc import Sequence
+
+from bireme.cluster.tiers import tier_share
+from bireme.errors import BiremeError
+from bireme.plan.search.draft import Grid
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.tier_limits import TierLimits
+from bireme.schedule.budgets import Budgets
+from bireme.simulate.copies import TierLinks
+
+__all__ = ["budgets_of", "tier_links_of"]
+
+
+def budgets_of(ground: PlanningProblem, grid: Grid) -> tuple[Budgets, ...]:
+    """The budgets of each rank."""
+    asked = ground.wishes.memory or TierLimits()
+    used = [device for row in grid for device in row]
+    return tuple(_least([_budgets(ground, device, used, asked) for device in row]) for row in grid)
+
+
+def tier_links_of(ground: PlanningProblem, grid: Grid, replica: int) -> tuple[TierLinks, ...]:
+    """The wires of each rank of a replica. Devices of a server share its disk."""
+    used = [device for row in grid for device in row]
+    shares = [tier_share(ground.cluster, row[replica], used) for row in grid]
+    return tuple(TierLinks(one.host_bytes_per_s, one.disk_bytes_per_s) for one in shares)
+
+
+def _budgets(ground: PlanningProblem, device: int, used: Sequence[int], asked: TierLimits) -> Budgets:
+    share = tier_share(ground.cluster, device, used)
+    kind = ground.cluster.devices()[device].device.kind
+    device_bytes = int(ground.limits[device])
+    host_bytes = share.host_bytes if asked.host_bytes is None else asked.host_bytes
+    if host_bytes is None and kind == "cpu":
+        host_bytes = int(ground.room[device]) - device_bytes  # it is the same memory
+    disk_bytes = share.disk_bytes if asked.disk_bytes is None else asked.disk_bytes
+    if disk_bytes is None:
+        raise BiremeError(
+            f"How much of its disk {ground.names[device]} may use is not known. Say it, or give its server "
+            "disk_bytes in the cluster file."
+        )
+    return Budgets(device_bytes, host_bytes, disk_bytes)
+
+
+def _least(budgets: Sequence[Budgets]) -> Budgets:
+    host = min(math.inf if one.host_bytes is None else one.host_bytes for one in budgets)
+    return Budgets(
+        min(one.device_bytes for one in budgets),
+        None if host == math.inf else int(host),
+        min(one.disk_bytes for one in budgets),
+    )

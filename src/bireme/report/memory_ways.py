@@ -1,0 +1,54 @@
+"""Paging in the table of a plan: what each tier of a rank does, and what other ways to save memory take."""
+
+from rich.markup import escape
+from rich.table import Table
+
+from bireme.plan.forecast import Answer, Candidate
+from bireme.plan.summary import summarize
+from bireme.report.columns import columns
+from bireme.report.units import bytes_text, seconds_text
+
+__all__ = ["tiers_table", "ways_table"]
+
+
+def tiers_table(best: Candidate) -> Table:
+    """What each tier holds and takes in, and how long the rank waits for chunks."""
+    headings = ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch")
+    table = columns(headings, words=("tier",))
+    assert best.plan.paging is not None, "the plan pages"
+    chunk_bytes = best.plan.paging.chunk_bytes
+    for tier in best.forecast.tiers:
+        is_first = tier.tier == "device"
+        table.add_row(
+            str(tier.rank) if is_first else "",
+            tier.tier,
+            "" if tier.budget_bytes is None else bytes_text(tier.budget_bytes),
+            bytes_text(tier.peak_bytes),
+            bytes_text(tier.predicted_bytes_moved),
+            bytes_text(chunk_bytes[tier.rank]) if is_first else "",
+            seconds_text(tier.waited_s) if is_first else "",
+        )
+    return table
+
+
+def ways_table(answer: Answer) -> Table:
+    """What each way to live with the memory would take."""
+    headings = ("memory", "schedule", "shape", "parts", "sweep", "again", "a batch", "cost")
+    table = columns(headings, words=("memory", "schedule"))
+    for way in answer.memory_ways:
+        if way.candidate is None:
+            table.add_row(escape(way.words), "none", style="dim")
+            continue
+        plan, short = way.candidate.plan, summarize(way.candidate)
+        table.add_row(
+            escape(way.words),
+            plan.schedule,
+            f"{short.depth}×{short.width}, {short.num_microbatches}×{max(short.micro_batch_sizes)}",
+            str(short.num_stages // short.depth),
+            str(plan.sweep),
+            str(short.num_recomputed),
+            seconds_text(short.batch_s),
+            seconds_text(short.cost_s_per_sample),
+            style="bold" if way.candidate is answer.best else None,
+        )
+    return table

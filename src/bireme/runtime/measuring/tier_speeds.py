@@ -1,0 +1,93 @@
+"""How fast chunks travel on this machine: between a device and the host, and to a disk and back."""
+
+import mmap
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from bireme.devices import is_accelerator, synchronize
+from bireme.errors import BiremeError
+
+__all__ = ["check_disk_folder", "free_disk_bytes", "measured_disk_bytes_per_s", "measured_host_bytes_per_s"]
+
+COPY_BYTES = 32 * 2**20
+NUM_COPIES = 5
+BLOCK_BYTES = 4 * 2**20
+FEWEST_BLOCKS, MOST_BLOCKS = 4, 64
+DISK_S = 0.5
+"""For each direction, about."""
+USABLE = 0.9
+"""The share of the free disk space that paging may fill."""
+
+
+def measured_host_bytes_per_s(device: torch.device) -> float:
+    """The slower way between a device and its host, from pinned memory if it is an accelerator."""
+    is_apart = is_accelerator(device)
+    below = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=is_apart)
+    above = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    return min(_copied_bytes_per_s(above, below, device), _copied_bytes_per_s(below, above, device))
+
+
+def _copied_bytes_per_s(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
+    seconds = []
+    for _ in range(NUM_COPIES):
+        begin_s = perf_counter()
+        to.copy_(source)
+        synchronize(device)
+        seconds.append(perf_counter() - begin_s)
+    return COPY_BYTES / min(seconds)  # what else the machine does only makes it slower
+
+
+def check_disk_folder(folder: Path, name: str) -> None:
+    """Refuse what is no folder that can be written to; `name` is the key that names it."""
+    if not folder.is_dir():
+        raise BiremeError(f"{name} is {folder}, which is no folder. Make it, or name another.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BiremeError(f"{name} is {folder}, which cannot be written to. Name another folder.")
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """What paging may fill of the disk that a folder is on."""
+    space = os.statvfs(folder)
+    return int(space.f_bavail * space.f_frsize * USABLE)
+
+
+def measured_disk_bytes_per_s(folder: Path) -> float:
+    """The slower of writing and reading blocks in a folder, past the system's cache where that can be.
+
+    The file has no name and is gone whatever happens.
+    """
+    block = mmap.mmap(-1, BLOCK_BYTES)  # at the begin of a page, as direct files want it
+    block.write(os.urandom(2**16) * (BLOCK_BYTES // 2**16))
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            number = file.fileno()
+            _make_direct(number)
+            begin_s = perf_counter()
+            count = 0
+            while count < FEWEST_BLOCKS or (count < MOST_BLOCKS and perf_counter() - begin_s < DISK_S):
+                os.pwrite(number, block, count * BLOCK_BYTES)
+                count += 1
+            os.fsync(number)
+            written_s = perf_counter() - begin_s
+            with suppress(OSError, AttributeError):
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            begin_s = perf_counter()
+            for place in range(count):
+                os.preadv(number, [block], place * BLOCK_BYTES)
+            read_s = perf_counter() - begin_s
+    except OSError as error:
+        raise BiremeError(f"The disk of {folder} cannot be measured: {error.strerror or error}.") from error
+    return count * BLOCK_BYTES / max(written_s, read_s)
+
+
+def _make_direct(number: int) -> None:
+    """Let a file go past the cache, where its file system can."""
+    import fcntl
+
+    with suppress(OSError, AttributeError):
+        fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_DIRECT)

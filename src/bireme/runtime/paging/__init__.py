@@ -1,0 +1,1 @@
+"""Paging in the engine: a rank's chunks in their tiers, and the copies between them."""

@@ -1,0 +1,76 @@
+"""Whether a rank pages, and whether it can what its program asks for."""
+
+from collections import Counter
+
+import torch
+
+from bireme.errors import BiremeError
+from bireme.model.units import Unit
+from bireme.runtime.layout import Layout
+from bireme.runtime.paging.rank_paging import RankPaging
+from bireme.runtime.paging.settings import PagingSettings
+from bireme.schedule.holding import Holding
+from bireme.schedule.instruction import Item, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.source import ProgramSource
+from bireme.schedule.tiers import Chunk, RankTiers
+from bireme.schedule.uses import chunks_of, uses
+
+__all__ = ["paging_of"]
+
+
+def paging_of(
+    source: ProgramSource, layout: Layout, device: torch.device, settings: PagingSettings, *, compiles: bool
+) -> RankPaging | None:
+    """The paging of this rank; None if its memory is not cut."""
+    rank, program = layout.pipeline_rank, source.settled()
+    tiers = program.tiers_of(rank)
+    if tiers is None:
+        return None
+    if compiles and any(item is Item.STASH for item, _ in tiers.chunks):
+        raise BiremeError(
+            "A stage that torch compiles keeps its activations itself, and the plan pages them. Leave "
+            "compile out, or plan with memory.stashes = false."
+        )
+    keeps = _keeps_gradients(program, rank, tiers)
+    names = Counter(name for units in layout.units.values() for name in _parameters(units))
+    is_summed = layout.width > 1 or layout.tied or any(count > 1 for count in names.values())
+    if is_summed and not keeps:
+        raise BiremeError(
+            f"Gradients of rank {layout.rank} are summed up with others, and {source.name} takes them off "
+            "the device before. Page the program with is_summed = True, so that they stay from REDUCE to UPDATE."
+        )
+    return RankPaging(program, rank, device, settings, keeps_gradients=keeps)
+
+
+def _parameters(units: tuple[Unit, ...]) -> set[str]:
+    return {name for unit in units for name in unit.parameters}
+
+
+def _keeps_gradients(program: Program, rank: int, tiers: RankTiers) -> bool:
+    """Whether every batch's gradients of all stages are on the device from the rank's last REDUCE of it to
+    the UPDATE of each.
+    """
+    holding = Holding(program, tiers)
+    num_stages, reduced = len(program.stages_of(rank)), Counter[int]()
+    waiting: set[Chunk] = set()
+    for step in program.tracks[rank]:
+        for _ in holding.start(step):
+            pass
+        own = {
+            chunk
+            for use in uses(program, step, master=tiers.master)
+            if use.item is Item.GRADIENT
+            for chunk in chunks_of(tiers, use)
+        }
+        if step.kind is Kind.REDUCE:
+            reduced[step.batch] += 1
+            waiting |= own
+        elif step.kind is Kind.UPDATE:
+            waiting -= own
+        if any(
+            0 not in holding.where.get(chunk, ()) for chunk in waiting if reduced[chunk.number] == num_stages
+        ):
+            return False
+        holding.end(step)
+    return True

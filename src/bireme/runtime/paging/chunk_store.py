@@ -1,0 +1,211 @@
+"""A rank's chunks in their tiers: which tiers have a copy of each, in which slots, and after which jobs.
+
+Everything here is called by the rank's own thread. What the mover does of it is in the jobs that it is given.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bireme.devices import is_accelerator, synchronize
+from bireme.errors import BiremeError
+from bireme.memory.address_range import ChunkMemory
+from bireme.memory.disk_tier import DiskTier
+from bireme.memory.host_chunks import HostChunks
+from bireme.memory.lower_tier import HostTier, LowerTier
+from bireme.memory.system_memory import pages
+from bireme.runtime.paging.mover import Job, Wire
+from bireme.runtime.paging.ranges import Ranges
+from bireme.runtime.paging.settings import PagingSettings
+from bireme.runtime.paging.slot_pool import SlotPool
+from bireme.schedule.holding import Holding
+from bireme.schedule.program import Program
+from bireme.schedule.tiers import Chunk, RankTiers
+
+__all__ = ["ChunkStore", "Held"]
+
+
+@dataclass(slots=True)
+class Held:
+    """A chunk: its slot on each tier that has a copy, its last job, and the job that brings it to the
+    device, until somebody has waited for it.
+    """
+
+    where: dict[int, int] = field(default_factory=dict)
+    last: Job | None = None
+    arrival: Job | None = None
+
+
+class ChunkStore:
+    """The chunks of one rank of `program`, which shows all that longer windows keep."""
+
+    def __init__(
+        self, program: Program, rank: int, tiers: RankTiers, device: torch.device, settings: PagingSettings
+    ) -> None:
+        self.tiers = tiers
+        self.device = device
+        self.chunks: dict[Chunk, Held] = {}
+        self.mover = settings.mover(device)
+        self.moved_bytes: dict[Wire, int] = {}
+        """The bytes that jobs have copied, by the tier that they came into and whether from below."""
+        self.lower: list[LowerTier] = [_lower(tier.name, tiers, device, settings) for tier in tiers.tiers[1:]]
+        peaks = _peaks(program, rank, tiers)
+        on_device = tiers.tiers[0].capacity
+        self.memory: ChunkMemory = _chunk_memory(device, on_device or peaks[0], tiers.chunk_bytes, settings)
+        self.pools = [SlotPool("device", on_device or peaks[0])]
+        for tier, lower, peak in zip(tiers.tiers[1:], self.lower, peaks[1:], strict=True):
+            lower.grow(peak)
+            self.pools.append(SlotPool(tier.name, peak))
+        self.ranges = Ranges(self.memory, tiers.chunks)
+        self.opened: set[Chunk] = set()
+        """The chunks that must be on the device for now, between instructions."""
+        self.last_read: Chunk | None = None
+        """The chunk whose content `scratch` has."""
+
+    @cached_property
+    def scratch(self) -> Tensor:
+        """Memory to read a chunk into, apart from all tiers."""
+        return pages(self.tiers.chunk_bytes)
+
+    def held(self, chunk: Chunk) -> Held:
+        """What there is of a chunk, maybe nothing yet."""
+        found = self.chunks.get(chunk)
+        if found is None:
+            found = self.chunks[chunk] = Held()
+        return found
+
+    def post(self, held: Held, job: Job) -> None:
+        """Have a chunk's next job made."""
+        held.last, self.last_read = job, None
+        self.mover.post(job)
+
+    def wait(self, job: Job | None) -> None:
+        """Wait for a job, if there is one."""
+        if job is not None:
+            self.mover.wait(job)
+
+    def take(self, tier: int) -> tuple[int, Job | None]:
+        """A slot of a tier, and the job to wait for before it is written to."""
+        if not self.has_room(tier):
+            raise RuntimeError(f"The {self.pools[tier].name} has no slot for a chunk. The program is wrong.")
+        return self.pools[tier].take()
+
+    def map_new(self, chunk: Chunk, held: Held) -> None:
+        """Give a chunk a slot on the device whose content is to be made."""
+        slot, after = self.take(0)
+        self.wait(after)
+        self.memory.map(self.ranges.place(chunk), slot)
+        held.where[0] = slot
+
+    def drop(self, chunk: Chunk, held: Held, tiers: Iterable[int]) -> None:
+        """Give back a chunk's slots on some tiers, once its last job is done."""
+        for tier in [tier for tier in tiers if tier in held.where]:
+            slot = held.where.pop(tier)
+            if tier == 0:
+                self._unmap(chunk, held)
+            self.pools[tier].give(slot, held.last)
+
+    def _unmap(self, chunk: Chunk, held: Held) -> None:
+        place = self.ranges.place(chunk)
+        if is_accelerator(self.device):  # what uses it has been asked for, and goes on
+            needs = () if held.last is None else (held.last,)
+            self.post(held, Job((0, False), 0, lambda: self.memory.unmap(place), needs))
+        else:
+            self.memory.unmap(place)
+
+    def grow(self, tier: int, num_slots: int = 1) -> None:
+        """Have more slots in a lower tier."""
+        self.lower[tier - 1].grow(num_slots)
+        self.pools[tier].grow(num_slots)
+
+    def has_room(self, tier: int) -> bool:
+        """Whether a tier can take a chunk more; a lower one grows up to its capacity."""
+        if self.pools[tier].num_free:
+            return True
+        capacity = self.tiers.tiers[tier].capacity
+        if tier == 0 or (capacity is not None and self.pools[tier].num_slots >= capacity):
+            return False
+        self.grow(tier)
+        return True
+
+    def carry(self, chunk: Chunk, tier: int) -> None:
+        """Have a chunk on just one tier, which has room; between windows, and at once."""
+        held = self.held(chunk)
+        self.wait(held.last)
+        held.arrival = self.last_read = None
+        others = [one for one in held.where if one != tier]
+        if tier not in held.where:
+            source = min(held.where, default=None)
+            if tier == 0:
+                self.map_new(chunk, held)
+            else:
+                slot, after = self.take(tier)
+                self.wait(after)
+                held.where[tier] = slot
+            if source is not None:
+                self._copy(chunk, held, source, tier)
+        self.drop(chunk, held, others)
+        synchronize(self.device)
+
+    def _copy(self, chunk: Chunk, held: Held, source: int, target: int) -> None:
+        if target == 0:
+            self.lower[source - 1].read(held.where[source], self.ranges.place(chunk))
+        elif source == 0:
+            self.lower[target - 1].write(held.where[target], self.ranges.place(chunk))
+        else:
+            host, disk = self.host, self.lower[-1]
+            if target == 1:
+                disk.read(held.where[source], host.bytes_of(held.where[target]))
+            else:
+                disk.write(held.where[target], host.bytes_of(held.where[source]))
+
+    @property
+    def host(self) -> HostTier:
+        """The host's tier of a rank that has three."""
+        found = self.lower[0]
+        assert isinstance(found, HostTier), "of three tiers the middle one is the host's"
+        return found
+
+    def peak_bytes(self, tier: int) -> int:
+        """The most that chunks have taken of a tier, with what the device's chunks had no room for."""
+        beyond = self.ranges.beyond_bytes if tier == 0 else 0
+        return self.pools[tier].peak * self.tiers.chunk_bytes + beyond
+
+    def bytes_into(self, tier: int) -> int:
+        """The bytes that instructions have copied into a tier."""
+        return sum(count for (into, _), count in self.moved_bytes.items() if into == tier)
+
+    def close(self) -> None:
+        """End the mover. What there is can still be read."""
+        self.mover.close()
+
+
+def _lower(name: str, tiers: RankTiers, device: torch.device, settings: PagingSettings) -> LowerTier:
+    if name != "disk":
+        return HostTier(tiers.chunk_bytes, device)
+    if settings.folder is None:
+        raise BiremeError("The plan pages to a disk, and no folder is named for it. Set memory.disk.")
+    return DiskTier(settings.folder, tiers.chunk_bytes)
+
+
+def _chunk_memory(
+    device: torch.device, num_slots: int, slot_bytes: int, settings: PagingSettings
+) -> ChunkMemory:
+    if is_accelerator(device):
+        from bireme.memory.accelerator_chunks import AcceleratorChunks
+
+        return AcceleratorChunks(num_slots, slot_bytes, device)
+    return HostChunks(num_slots, slot_bytes, poisons=settings.poisons)
+
+
+def _peaks(program: Program, rank: int, tiers: RankTiers) -> list[int]:
+    """The most chunks that each tier holds."""
+    holding = Holding(program, tiers)
+    for step in program.tracks[rank]:
+        for problem in holding.start(step):
+            raise BiremeError(problem)
+        holding.end(step)
+    return holding.peak

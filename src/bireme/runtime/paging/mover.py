@@ -1,0 +1,114 @@
+"""Movers: they make the copies between tiers while the rank's own thread goes on.
+
+A copy is a `Job`. It begins when the jobs that it needs are done, which all were posted before it; so jobs
+of one wire can be made in the order in which they were posted, and nobody waits in a circle.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from bireme.devices import is_accelerator, use
+
+__all__ = ["Job", "Mover", "ThreadMover", "Wire"]
+
+Wire = tuple[int, bool]
+"""The tier above, and whether copies go up; a wire for both ways goes by False."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
+    device's stream was when it was posted.
+    """
+
+    wire: Wire
+    num_bytes: int
+    run: Callable[[], None]
+    needs: tuple["Job", ...] = ()
+    mark: torch.Event | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def do(self, complete: Callable[[], None] = lambda: None) -> None:
+        """Make the copy, unless one that it needs has failed; `complete` waits for what goes on then."""
+        self.error = next((one.error for one in self.needs if one.error is not None), None)
+        try:
+            if self.error is None:
+                self.run()
+                complete()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.needs = ()
+            self.is_done.set()
+
+
+class Mover(Protocol):
+    """Makes jobs."""
+
+    def post(self, job: Job) -> None:
+        """Have a job made. Returns at once."""
+
+    def wait(self, job: Job) -> None:
+        """Return when a job is done. Raises what went wrong."""
+
+    def close(self) -> None:
+        """Make what was posted, and end."""
+
+
+class ThreadMover:
+    """A thread for each wire. On an accelerator each has a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queues: dict[Wire, queue.SimpleQueue[Job | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def post(self, job: Job) -> None:
+        """As `Mover` says."""
+        own = self._queues.get(job.wire)
+        if own is None:
+            own = self._queues[job.wire] = queue.SimpleQueue()
+            name = f"bireme-mover-{len(self._threads)}"
+            thread = threading.Thread(target=self._work, args=(own,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        if is_accelerator(self._device):
+            job.mark = torch.Event(self._device)
+            job.mark.record(torch.accelerator.current_stream(self._device))
+        own.put(job)
+
+    def wait(self, job: Job) -> None:
+        """As `Mover` says."""
+        job.is_done.wait()
+        if job.error is not None:
+            raise job.error
+
+    def close(self) -> None:
+        """As `Mover` says."""
+        for own in self._queues.values():
+            own.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues.clear()
+        self._threads.clear()
+
+    def _work(self, jobs: "queue.SimpleQueue[Job | None]") -> None:
+        use(self._device)
+        stream = torch.Stream(self._device) if is_accelerator(self._device) else None
+        while (job := jobs.get()) is not None:
+            for other in job.needs:
+                other.is_done.wait()
+            if stream is None:
+                job.do()
+            else:
+                with stream:
+                    if job.mark is not None:
+                        stream.wait_event(job.mark)
+                    job.do(stream.synchronize)
+            del job  # or what it holds would live until the next comes

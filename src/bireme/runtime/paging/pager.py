@@ -1,0 +1,123 @@
+"""The pager: what FETCH and EVICT do, and what every other instruction waits for.
+
+It keeps the same account as `schedule/holding.py`, which proves programs, with slots and jobs in it.
+"""
+
+from collections.abc import Callable
+
+from bireme.runtime.paging.chunk_store import ChunkStore, Held
+from bireme.runtime.paging.mover import Job
+from bireme.schedule.holding import chunk_of
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.tiers import Chunk
+from bireme.schedule.uses import Mode, chunks_of, uses
+
+__all__ = ["Pager"]
+
+
+class Pager:
+    """Pages the chunks of a store as the instructions of a program like this one say."""
+
+    def __init__(self, program: Program, store: ChunkStore) -> None:
+        self._program = program
+        self._store = store
+
+    def start(self, step: Instruction) -> None:
+        """Return when all chunks that a step uses are on the device."""
+        tiers = self._store.tiers
+        for use in uses(self._program, step, master=tiers.master):
+            for chunk in chunks_of(tiers, use):
+                self._use(step, chunk, use.mode)
+
+    def end(self, step: Instruction) -> None:
+        """A step has ended, and with it what nobody needs any more."""
+        store = self._store
+        for use in uses(self._program, step, master=store.tiers.master):
+            if use.ends and store.ranges.has(use.item, use.stage):
+                for chunk in chunks_of(store.tiers, use):
+                    held = store.chunks.pop(chunk)
+                    store.drop(chunk, held, tuple(held.where))
+                store.ranges.end(use.item, use.stage, use.number)
+
+    def _use(self, step: Instruction, chunk: Chunk, mode: Mode) -> None:
+        store = self._store
+        held = store.chunks.get(chunk)
+        if held is None:
+            if mode not in (Mode.MAKE, Mode.ADD):
+                raise RuntimeError(
+                    f"{step} needs chunk {chunk.chunk} of its {chunk.item}, which no tier has."
+                )
+            held = store.held(chunk)
+        if held.arrival is not None:
+            store.wait(held.arrival)
+            held.arrival = None
+        if mode is not Mode.READ:
+            store.drop(chunk, held, [tier for tier in held.where if tier])
+        if 0 not in held.where:
+            if held.where or mode is Mode.READ or mode is Mode.CHANGE:
+                raise RuntimeError(f"{step} needs chunk {chunk.chunk} of its {chunk.item} on the device.")
+            store.map_new(chunk, held)
+
+    def move(self, step: Instruction) -> None:
+        """Run a FETCH or an EVICT: post what it copies."""
+        assert step.page is not None, "FETCH and EVICT have a page"
+        chunk, tier = chunk_of(self._program, step), step.page.tier
+        held = self._store.held(chunk)
+        if step.kind is Kind.FETCH:
+            self._fetch(chunk, held, tier)
+        elif step.page.is_copied:
+            self._write_back(chunk, held, tier)
+        else:
+            self._store.drop(chunk, held, (tier,))
+
+    def _fetch(self, chunk: Chunk, held: Held, tier: int) -> None:
+        store = self._store
+        lower, source = store.lower[tier], held.where[tier + 1]
+        slot, after = store.take(tier)
+        place = store.ranges.place(chunk) if tier == 0 else store.host.bytes_of(slot)
+
+        def copy() -> None:
+            if tier == 0:
+                store.memory.map(place, slot)
+            lower.read(source, place)
+
+        job = self._post(held, tier, after, copy, is_fetch=True)
+        held.where[tier] = slot
+        if tier == 0:
+            held.arrival = job
+
+    def _write_back(self, chunk: Chunk, held: Held, tier: int) -> None:
+        store = self._store
+        lower, source = store.lower[tier], held.where.pop(tier)
+        slot, after = store.take(tier + 1)
+        place = store.ranges.place(chunk) if tier == 0 else store.host.bytes_of(source)
+
+        def copy() -> None:
+            lower.write(slot, place)
+            if tier == 0:
+                store.memory.unmap(place)
+
+        job = self._post(held, tier, after, copy, is_fetch=False)
+        held.where[tier + 1] = slot
+        store.pools[tier].give(source, job)
+
+    def _post(
+        self, held: Held, tier: int, after: Job | None, copy: Callable[[], None], *, is_fetch: bool
+    ) -> Job:
+        """Have a copy between a tier and the one below made, once its slot is free and the chunk's last job
+        is done; what it has copied is counted.
+        """
+        store = self._store
+        num_bytes, moved = store.tiers.chunk_bytes, store.moved_bytes
+        counted = tier if is_fetch else tier + 1, is_fetch
+
+        def run() -> None:
+            copy()
+            moved[counted] = moved.get(counted, 0) + num_bytes
+
+        is_disk = store.tiers.tiers[tier + 1].name == "disk"
+        needs = tuple(job for job in (after, held.last) if job is not None)
+        job = Job((tier, is_fetch and not is_disk), num_bytes, run, needs)
+        store.post(held, job)
+        return job

@@ -1,0 +1,168 @@
+"""Paging of one rank: the face of this package to the engine."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bireme.memory.carver import Carver
+from bireme.runtime.paging.between import arrange, opened, read
+from bireme.runtime.paging.chunk_store import ChunkStore
+from bireme.runtime.paging.pager import Pager
+from bireme.runtime.paging.settings import PagingSettings
+from bireme.runtime.paging.stash import PagedStash
+from bireme.runtime.stage_memory import StageMemory, Stash
+from bireme.schedule.instruction import Instruction, Item
+from bireme.schedule.program import Program
+from bireme.schedule.residency import copied_in_bytes
+from bireme.schedule.tiers import RankTiers
+
+__all__ = ["RankPaging", "TierMoves", "together"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierMoves:
+    """A tier of a rank: the most that its chunks took, and the bytes that instructions copied into it, by the
+    programs of the windows that have ended and as counted where they were copied.
+    """
+
+    tier: str
+    budget_bytes: int | None
+    peak_bytes: int
+    predicted_bytes_moved: int
+    bytes_moved: int
+
+
+def together(one: Sequence[TierMoves], other: Sequence[TierMoves]) -> tuple[TierMoves, ...]:
+    """The tiers of two pipelines of a rank, one after the other."""
+    if not (one and other):
+        return tuple(one or other)
+    return tuple(
+        replace(
+            a,
+            peak_bytes=max(a.peak_bytes, b.peak_bytes),
+            predicted_bytes_moved=a.predicted_bytes_moved + b.predicted_bytes_moved,
+            bytes_moved=a.bytes_moved + b.bytes_moved,
+        )
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+class RankPaging:
+    """Chunks, tiers and copies of a rank. `settled` is a window that shows all that longer ones do.
+
+    `keeps_gradients` where a batch's gradients of all stages are on the device when the last of them is.
+    """
+
+    def __init__(
+        self,
+        settled: Program,
+        rank: int,
+        device: torch.device,
+        settings: PagingSettings,
+        *,
+        keeps_gradients: bool,
+    ) -> None:
+        self.keeps_gradients = keeps_gradients
+        tiers = settled.tiers_of(rank)
+        assert tiers is not None, "the rank pages"
+        self._program, self._rank, self._window = settled, rank, settled
+        self._predicted_bytes = [0] * len(tiers.tiers)
+        self._store = ChunkStore(settled, rank, tiers, device, settings)
+        self._pager = Pager(settled, self._store)
+        self._memory: dict[int, PagedStage] = {}
+
+    def stage(self, stage: int) -> "PagedStage":
+        """The memory of a stage."""
+        return self._memory.setdefault(stage, PagedStage(self._store, stage, self._program.num_microbatches))
+
+    def around(
+        self, action: Callable[[Instruction], None], begins: Callable[[], None]
+    ) -> Callable[[Instruction], None]:
+        """The action with what it uses on the device; `begins` is told when the work begins."""
+
+        def run(step: Instruction) -> None:
+            self._pager.start(step)
+            begins()
+            action(step)
+            self._pager.end(step)
+
+        return run
+
+    def move(self, step: Instruction) -> None:
+        """Run a FETCH or an EVICT."""
+        self._pager.move(step)
+
+    def begin(self, window: Program, tiers: RankTiers) -> None:
+        """A window begins, with chunks on these tiers; nothing is under way."""
+        self._window = window
+        arrange(self._store, tiers.begin)
+
+    def note(self, num_batches: int) -> None:
+        """The window has ended, after so many batches."""
+        if num_batches:
+            for number, num_bytes in enumerate(copied_in_bytes(self._window, self._rank, num_batches)):
+                self._predicted_bytes[number] += num_bytes
+
+    def tiers(self) -> tuple[TierMoves, ...]:
+        """What there is to tell of each tier, the device's first."""
+        store = self._store
+        return tuple(
+            TierMoves(
+                tier.name,
+                tier.budget_bytes,
+                store.peak_bytes(number),
+                self._predicted_bytes[number],
+                store.bytes_into(number),
+            )
+            for number, tier in enumerate(store.tiers.tiers)
+        )
+
+    def close(self) -> None:
+        """End what copies."""
+        self._store.close()
+
+
+class PagedStage(StageMemory):
+    """Memory of a stage in ranges of addresses, for the items that are paged."""
+
+    is_paged = True
+
+    def __init__(self, store: ChunkStore, stage: int, num_microbatches: int) -> None:
+        self._store, self._stage = store, stage
+        self._num_microbatches = num_microbatches
+
+    def bank(self, number: int) -> Carver:
+        """As `StageMemory` says."""
+        return self._store.ranges.carver(Item.WEIGHTS, self._stage, number)
+
+    def optimizer(self) -> Carver:
+        """As `StageMemory` says."""
+        return self._store.ranges.carver(Item.OPTIMIZER, self._stage)
+
+    def gradients(self) -> Carver:
+        """As `StageMemory` says."""
+        return self._store.ranges.more(Item.GRADIENT, self._stage)
+
+    def before_gradients(self, reserve: Callable[[], Carver]) -> None:
+        """As `StageMemory` says."""
+        self._store.ranges.reserve_gradients[self._stage] = reserve
+
+    def stash(self, batch: int, microbatch: int) -> Stash:
+        """As `StageMemory` says."""
+        ranges = self._store.ranges
+        if not ranges.has(Item.STASH, self._stage):
+            return super().stash(batch, microbatch)
+        number = batch * self._num_microbatches + microbatch
+        own = ranges.of((Item.STASH, self._stage, number))
+        return PagedStash(own, ranges.holds)
+
+    def opened(self, item: Item, number: int = 0) -> AbstractContextManager[None]:
+        """As `StageMemory` says."""
+        return opened(self._store, item, self._stage, number)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """As `StageMemory` says."""
+        return read(self._store, tensor)

@@ -1,0 +1,65 @@
+"""Where the memory of a stage lies that training changes: with torch, or in ranges that chunks come to.
+
+This is the interface by which weight banks and stages know of paging, and what it is without: nothing is
+asked twice, nothing is copied.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from bireme.memory.carver import PLAIN, Carver
+from bireme.schedule.instruction import Item
+
+__all__ = ["UNPAGED", "StageMemory", "Stash"]
+
+
+class Stash:
+    """Room for what one micro-batch keeps."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy in the room."""
+        return tensor
+
+    def saving(self, _others: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Within this context, what autograd saves goes into the room, but for the memory of the others."""
+        return nullcontext()
+
+
+UNPAGED = Stash()
+"""Micro-batches keep what they keep with torch."""
+
+
+class StageMemory:
+    """Memory that is always there."""
+
+    is_paged = False
+    """Whether reading what there is makes copies of it."""
+
+    def bank(self, _number: int) -> Carver:
+        """For the weights of a bank."""
+        return PLAIN
+
+    def optimizer(self) -> Carver:
+        """For what an optimiser steps and remembers, besides banks."""
+        return PLAIN
+
+    def gradients(self) -> Carver:
+        """For the sums of one batch more."""
+        return PLAIN
+
+    def before_gradients(self, reserve: Callable[[], Carver]) -> None:
+        """`reserve` is to be asked for memory of `gradients` when a batch's first is about to come."""
+
+    def stash(self, _batch: int, _microbatch: int) -> Stash:
+        """For what a micro-batch keeps between its passes."""
+        return UNPAGED
+
+    def opened(self, _item: Item, _number: int = 0) -> AbstractContextManager[None]:
+        """Within this context an item may be read and written between instructions."""
+        return nullcontext()
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """A tensor with its content, whichever tier has it; a copy if it is paged."""
+        return tensor

@@ -1,0 +1,119 @@
+"""Budgets of tiers, and how a rank's memory is cut into chunks within them.
+
+Whether a rank pages at all, how large its chunks are and how many each tier holds follows from the sizes of
+its items and what it keeps at its peak. What is not paged has its place on the device besides.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bireme.errors import BiremeError
+from bireme.schedule.chunks import best_chunk_bytes, is_paged, num_chunks
+from bireme.schedule.instruction import Item
+from bireme.schedule.program import Program
+from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
+from bireme.schedule.tiers import RankTiers, Tier
+
+__all__ = ["Budgets", "Cut", "TierTooSmallError", "cut_memory"]
+
+Cut = tuple[RankTiers | None, ...]
+"""How the memory of each rank is cut; None where all of it stays on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What each rank may use of each tier.
+
+    The host's None is no limit, 0 no host memory at all; the disk's 0 is no disk.
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        given = {"device memory": self.device_bytes, "host memory": self.host_bytes, "disk": self.disk_bytes}
+        for name, budget in given.items():
+            if budget is not None and budget < 0:
+                raise BiremeError(f"The {name} is {budget} bytes; it must be 0 or more.")
+        if self.host_bytes == 0 and self.disk_bytes == 0:
+            raise BiremeError("There is neither host memory nor a disk to page to. Give one of them.")
+
+    def tiers(self) -> tuple[tuple[str, int | None], ...]:
+        """The tiers that there are, the device's first, by name and budget."""
+        tiers: list[tuple[str, int | None]] = [("device", self.device_bytes)]
+        if self.host_bytes != 0:
+            tiers.append(("host", self.host_bytes))
+        if self.disk_bytes:
+            tiers.append(("disk", self.disk_bytes))
+        return tuple(tiers)
+
+
+class TierTooSmallError(BiremeError):
+    """A rank's tier has not the bytes that it needs at least."""
+
+    def __init__(self, rank: int, tier: Tier, needed_bytes: float, advice: str) -> None:
+        what = "disk" if tier.name == "disk" else f"{tier.name} memory"
+        super().__init__(
+            f"Rank {rank} needs at least {needed_bytes:.0f} bytes of {what} "
+            f"({needed_bytes / 1e9:.3g} GB) and is given {tier.budget_bytes}. Give it {advice}."
+        )
+        self.tier = tier.name
+        self.needed_bytes = needed_bytes
+
+
+def cut_memory(
+    program: Program,
+    sizes: Sizes,
+    budgets: Sequence[Budgets],
+    *,
+    chunk_bytes: int | Sequence[int] | None = None,
+    stashes: bool = True,
+) -> Cut:
+    """How each rank's memory is cut into chunks and tiers.
+
+    `chunk_bytes`, of all ranks or of each, is searched where it is not given or 0. Without `stashes`
+    activations stay on the device.
+    """
+    given = (chunk_bytes or 0,) * program.num_ranks if isinstance(chunk_bytes, int | None) else chunk_bytes
+    items = tuple(item for item in Item if stashes or item is not Item.STASH)
+    return tuple(
+        _cut(program, rank, sizes, own, size, items)
+        for rank, (own, size) in enumerate(zip(budgets, given, strict=True))
+    )
+
+
+def _cut(
+    program: Program, rank: int, sizes: Sizes, budgets: Budgets, chunk_bytes: int, items: Sequence[Item]
+) -> RankTiers | None:
+    """How a rank's memory is cut; None where it all fits on its device."""
+    whole = resident(program, rank, sizes)
+    if whole.peak_bytes <= budgets.device_bytes:
+        return None
+    found = {
+        (item, stage): item_bytes(program, sizes, item, stage)
+        for stage in program.stages_of(rank)
+        for item in items
+    }
+    if not chunk_bytes:
+        at_once: Counter[float] = Counter()
+        for (item, stage), num_bytes in found.items():
+            stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)
+            at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: stashes}.get(item, 1)
+        chunk_bytes = best_chunk_bytes(at_once)
+    chunks = {
+        what: num_chunks(num_bytes, chunk_bytes)
+        for what, num_bytes in found.items()
+        if is_paged(num_bytes, chunk_bytes)
+    }
+    kept_bytes = resident(program, rank, unpaged(program, sizes, chunks)).peak_bytes
+    tiers = tuple(
+        Tier(
+            name,
+            budget,
+            None if budget is None else int(budget - (kept_bytes if number == 0 else 0)) // chunk_bytes,
+        )
+        for number, (name, budget) in enumerate(budgets.tiers())
+    )
+    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master, kept_bytes)

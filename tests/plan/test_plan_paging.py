@@ -1,0 +1,191 @@
+"""Plans that page: what they promise fits and is right, and where nothing pages everything is as it was."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.made_up.models import profile_of
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import read_cluster, save_cluster
+from bireme.cluster.cluster_text import cluster_text
+from bireme.cluster.device import Device
+from bireme.cluster.links import Bridge, Card, Link
+from bireme.cluster.server import Server
+from bireme.cluster.tiers import tier_share
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Answer
+from bireme.plan.paging import Paging
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import load_plan, saved_plan, write_plan
+from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.search import find_plan, timeline_of
+from bireme.plan.tier_limits import TierLimits
+from bireme.profile.profile_file import save_profile
+from bireme.schedule.budgets import Budgets
+from bireme.schedule.checker import check
+from bireme.schedule.residency import Sizes
+from tests.support.command import bireme
+
+MB = 10**6
+NUM_UNITS = 4
+PROFILE = profile_of(
+    [0.01] * NUM_UNITS,
+    [0.02] * NUM_UNITS,
+    parameter_bytes=[8 * MB] * NUM_UNITS,
+    kept_bytes=[6 * MB] * NUM_UNITS,
+    boundary_bytes=[MB] * NUM_UNITS,
+    update_s=[0.002] * NUM_UNITS,
+)
+FAST = Link(1e9)
+
+
+@cache
+def found(memory: TierLimits | None, memory_bytes: int = 10**9) -> Answer:
+    answer = find_plan(PROFILE, cluster(memory_bytes), request(memory))
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def request(memory: TierLimits | None) -> PlanRequest:
+    return PlanRequest(4, schedule="1f1b", depth=2, memory=memory)
+
+
+def cluster(memory_bytes: int = 10**9) -> Cluster:
+    device = Device("any", "emulated", memory_bytes, host_bytes_per_s=4e9)
+    card = Card("net", (0, 1), Link(1e9))
+    return Cluster((Server("a", (device, device), cards=(card,), disk_bytes=10**10, disk_bytes_per_s=1e9),))
+
+
+def hand_plan() -> Plan:
+    parts = (64.0,) * 4
+    sizes = Sizes(parts, parts, (128.0,) * 4, parts, (8.0,) * 4, (8.0,) * 4, (8.0,) * 4)
+    paging = Paging((Budgets(700), Budgets(700, 600, 10_000)), sizes, chunk_bytes=(64, 64))
+    return Plan((1, 2, 3), 4, "2bw", stages_per_rank=2, sweep=2, paging=paging)
+
+
+def test_a_plan_that_pages_is_read_as_it_was_written_and_its_programs_are_right(tmp_path: Path) -> None:
+    plan = hand_plan()
+    write_plan(tmp_path / "plan.json", plan)
+    assert load_plan(tmp_path / "plan.json").plan == plan
+    for num_batches in (2, 4, 12):
+        program = plan.program(num_batches)
+        assert check(program).ok, check(program).problems
+        # Windows of any length have the same chunks and capacities, so that arenas need not change.
+        for rank, tiers in enumerate(plan.program(4).tiers):
+            now = program.tiers_of(rank)
+            assert now is not None
+            assert tiers is not None
+            assert replace(now, begin={}) == replace(tiers, begin={})
+    assert len(program.tracks[1]) > len(replace(plan, paging=None).program(12).tracks[1])
+
+
+def test_paging_of_other_stages_or_ranks_is_refused() -> None:
+    plan = hand_plan()
+    assert plan.paging is not None
+    with pytest.raises(BiremeError, match="2 ranks"):
+        replace(plan, paging=replace(plan.paging, budgets=plan.paging.budgets[:1]))
+    with pytest.raises(BiremeError, match="stages"):
+        replace(plan, cuts=(1,), stages_per_rank=1)
+
+
+def test_where_everything_fits_the_plan_file_has_no_word_of_paging(tmp_path: Path) -> None:
+    off, allowed = found(None), found(TierLimits())
+    write_plan(tmp_path / "off.json", off)
+    write_plan(tmp_path / "allowed.json", allowed)
+    assert (tmp_path / "off.json").read_bytes() == (tmp_path / "allowed.json").read_bytes()
+    plain = json.loads((tmp_path / "off.json").read_text())
+    assert not {"paging", "sweep"} & plain["plan"].keys()
+    assert "tiers" not in plain["forecast"]
+
+
+def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_it() -> None:
+    whole, tight = found(None).best, found(TierLimits(80 * MB))
+    best = tight.best
+    assert best.plan.paging is not None
+    assert best.forecast.batch_s >= whole.forecast.batch_s * (1 - 1e-9)
+    assert check(best.plan.program(10)).ok
+    for tier in best.forecast.tiers:
+        if tier.tier == "device":
+            assert tier.budget_bytes == 80 * MB
+        if tier.budget_bytes is not None:
+            assert tier.peak_bytes <= tier.budget_bytes
+        assert tier.predicted_bytes_moved > 0
+    timeline = timeline_of(best.plan, PROFILE, cluster(), request(TierLimits(80 * MB)), num_batches=10)
+    assert timeline.steady_batch_s == pytest.approx(best.forecast.batch_s)
+    ways = {way.words: way.candidate for way in tight.memory_ways}
+    fast = ways["room for everything"]
+    assert fast is not None
+    assert fast.forecast.batch_s == whole.forecast.batch_s
+    times = [one.forecast.cost_s_per_sample for one in tight.candidates]
+    assert times == sorted(times)
+
+
+def test_below_the_least_budget_the_number_that_would_do_is_told_and_does() -> None:
+    with pytest.raises(BiremeError, match="must be at least") as refused:
+        found(TierLimits(20 * MB))
+    number = int(str(refused.value).split("at least ")[1].split()[0])
+    assert found(TierLimits(number)).best.plan.paging is not None
+    with pytest.raises(BiremeError, match=f"at least {number} bytes"):
+        found(TierLimits(number - 1))
+
+
+def test_a_host_too_small_overflows_to_the_disk_or_is_refused_with_a_number() -> None:
+    with pytest.raises(BiremeError, match=r"at least \d+ bytes"):
+        found(TierLimits(70 * MB, 2 * MB))
+    answer = found(TierLimits(70 * MB, 2 * MB, 10**10))
+    tiers = {tier.tier: tier for tier in answer.best.forecast.tiers if tier.rank == 0}
+    assert tiers["disk"].peak_bytes > 0
+    assert tiers["host"].peak_bytes <= 2 * MB
+
+
+def test_saved_plans_with_paging_name_their_tiers() -> None:
+    saved = saved_plan(found(TierLimits(80 * MB)))
+    assert saved.forecast is not None
+    assert {tier.tier for tier in saved.forecast.tiers} == {"device", "host"}
+
+
+def test_devices_share_their_server_and_makers_figures_stand_in_for_what_is_not_said() -> None:
+    card, chip = Device("card", "cuda", 10**9), Device("chip", "cpu", 10**9, bytes_per_s=30e9)
+    servers = (
+        Server(
+            "a", (card,) * 4, (Bridge("pcie", (0, 1), Link(12e9)),), cards=(Card("net", (0, 1, 2, 3), FAST),)
+        ),
+        Server("b", (chip,), cards=(Card("net", (0,), FAST),), host_memory_bytes=8 * MB, disk_bytes=6 * MB),
+    )
+    both = Cluster(servers)
+    assert tier_share(both, 0, (0, 1, 2)).host_bytes_per_s == 6e9  # two on one bridge
+    assert tier_share(both, 0, (0, 2)).host_bytes_per_s == 12e9
+    alone = tier_share(both, 2, (0, 2))
+    assert (alone.host_bytes, alone.disk_bytes) == (None, None)
+    assert alone.host_bytes_per_s == 15.75e9 * 0.8  # PCIe 3.0 x16, of which four fifths arrive
+    assert alone.disk_bytes_per_s == 3.3e9 * 0.8 / 2
+    own = tier_share(both, 4, (4,))
+    assert (own.host_bytes, own.disk_bytes, own.host_bytes_per_s) == (8 * MB, 6 * MB, 10e9)
+
+
+def test_a_cluster_file_keeps_what_devices_can_page_to_and_is_what_it_was_without(tmp_path: Path) -> None:
+    known = cluster()
+    save_cluster(known, tmp_path / "cluster.toml")
+    assert read_cluster(tmp_path / "cluster.toml") == known
+    text = cluster_text(Cluster((Server("a", (Device("any", "emulated", 10**9),)),)))
+    assert "disk" not in text
+    assert "host" not in text
+
+
+def test_the_command_says_what_each_tier_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(PROFILE, tmp_path / "profile.json")
+    save_cluster(cluster(), tmp_path / "cluster.toml")
+    files = ("--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
+    words = ("plan", *files, "-B", "4", "-s", "1f1b", "--depth", "2")
+    document = bireme(capsys, *words, "--device-memory", "80MB", "--json").document
+    keys = {"rank", "tier", "budget_bytes", "peak_bytes", "predicted_bytes_moved", "waited_s"}
+    assert all(row.keys() == keys for row in document["tiers"])
+    assert {row["tier"] for row in document["tiers"]} == {"device", "host"}
+    assert document["memory_ways"][0]["way"] == "without paging"
+    assert "tiers" not in bireme(capsys, *words, "--json").document
+    refused = bireme(capsys, *words, "--disk", "1GB")
+    assert refused.status == 2
+    assert "--device-memory" in refused.err

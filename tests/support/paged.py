@@ -1,0 +1,87 @@
+"""Plans that page, for tests of the engine: the bytes of small models, and budgets between the extremes."""
+
+from dataclasses import replace
+
+import torch
+
+from bireme.errors import BiremeError
+from bireme.plan.paging import Paging
+from bireme.plan.plan import Plan
+from bireme.schedule.paging import Budgets
+from bireme.schedule.residency import Sizes, resident
+from tests.support.small_models import Model
+
+__all__ = ["CHUNK", "least_device_bytes", "paged", "sizes_of"]
+
+CHUNK = 4096
+PLENTY = 1 << 30
+
+
+def sizes_of(model: Model, plan: Plan, *, bank_dtype: torch.dtype | None = None, stash: int) -> Sizes:
+    """What the stages keep under Adam; a micro-batch keeps `stash` bytes, and none of messages counts."""
+    states = {state.name: state for state in model.graph.parameters if state.trainable}
+    elements, bank, step = [], [], []
+    for stage in range(plan.num_stages):
+        names = {
+            name
+            for index in plan.units_of(stage, len(model.units))
+            for name in model.units[index].parameters
+            if name in states
+        }
+        own = [model.weights[name] for name in sorted(names)]
+        elements.append(sum(tensor.numel() for tensor in own))
+        size = own[0].itemsize if own else 8
+        bank.append(size if bank_dtype is None else bank_dtype.itemsize)
+        step.append(max(bank[-1], 4))
+    nothing = (0.0,) * plan.num_stages
+    is_apart = bank_dtype is not None and bank_dtype.itemsize < 4
+    return Sizes(
+        version=tuple(float(n * b) for n, b in zip(elements, bank, strict=True)),
+        gradient=tuple(float(n * s) for n, s in zip(elements, step, strict=True)),
+        optimizer=tuple(float(n * s * (2 + is_apart)) for n, s in zip(elements, step, strict=True)),
+        stash=(float(stash),) * plan.num_stages,
+        inputs=(float(min(stash, CHUNK)),) * plan.num_stages,
+        activation=nothing,
+        gradient_message=nothing,
+        master=is_apart,
+    )
+
+
+def paged(
+    plan: Plan, sizes: Sizes, share: float, *, host: float | None = None, disk: bool = False, **more: object
+) -> Plan:
+    """The plan within a budget for each rank between the least there can be (0) and all that it keeps (1).
+
+    `host` is a share of the same for the host's memory, 0 none at all.
+    """
+    program = plan.source.settled()
+    ranks = range(plan.source.num_ranks)
+    whole = [resident(program, rank, sizes).peak_bytes for rank in ranks]
+    below = Budgets(PLENTY) if host is None else Budgets(PLENTY, int(host * max(whole)), PLENTY * disk)
+
+    def within(devices: list[int]) -> Plan:
+        budgets = tuple(replace(below, device_bytes=device) for device in devices)
+        return replace(
+            plan,
+            paging=Paging(budgets, sizes, chunk_bytes=(CHUNK,) * len(devices), **more),  # type: ignore[arg-type]
+        )
+
+    least = least_device_bytes(within, len(whole))
+    asked = [int(low + share * (high - low)) for low, high in zip(least, whole, strict=True)]
+    return within(asked)
+
+
+def least_device_bytes(within: object, num_ranks: int) -> list[int]:
+    """For each rank the smallest budget of its device that is not refused."""
+    assert callable(within)
+    asked = [CHUNK] * num_ranks
+    for _ in range(4 * num_ranks):
+        try:
+            within(asked).source.settled()
+        except BiremeError as refused:
+            words = str(refused).split()
+            rank, needed = int(words[1]), int(words[words.index("least") + 1])
+            asked[rank] = needed
+        else:
+            return asked
+    raise AssertionError("no budget will do")
