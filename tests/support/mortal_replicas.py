@@ -228,7 +228,7 @@ class Replicas:
         )
 
     def wait_until_present(self) -> None:
-        """Wait until every replica that died is about to be a member, so that the others do not end before."""
+        """Wait until every replica that died is about to be a member: the others shall not end before."""
         end_s = time.monotonic() + patience_s()
         while self._dead and time.monotonic() < end_s:
             self._dead -= self.hub.present

@@ -79,11 +79,10 @@ def losses_of_one_process(run: Path, ledger: list[dict[str, Any]]) -> list[float
 
 
 def test_a_run_goes_on_when_one_rank_is_killed_and_another_one_is_stopped(tmp_path: Path) -> None:
-    """Each comes back with its replica. What was learned is what one process learns of the ledger's samples."""
-    path, run = write_quorum(tmp_path, lease_s=3.0), tmp_path / "runs" / "run"
-    with running(
-        run, "train", str(path), *settings(training__steps=5000), "--json", pace_s=PACE_S
-    ) as train:
+    """Each comes back with its replica. One process learns the same of the ledger's samples."""
+    path, run = write_quorum(tmp_path, lease_s=2.0), tmp_path / "runs" / "run"
+    more = settings(training__steps=5000, cluster__timeout_s=16)
+    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as train:
         train.wait_for_step(4)
         os.kill(train.ranks[-1], signal.SIGKILL)
         train.wait_for_words("Replica 1 is back")
@@ -95,9 +94,11 @@ def test_a_run_goes_on_when_one_rank_is_killed_and_another_one_is_stopped(tmp_pa
 
     assert document["reason"] == "signal"
     assert "killed by signal 9" in ended.err
-    assert [one["members"] for one in document["membership"]] == [[0, 1], [0], [0, 1], [1], [0, 1]]
+    members = [one["members"] for one in document["membership"]]
+    assert members[0] == members[-1] == [0, 1]
+    assert [one for one in members if len(one) == 1] == [[0], [1]]
     sync = document["sync"]
-    assert (sync["mode"], sync["rounds"]) == ("quorum", len(ledger) == document["steps"] and len(ledger))
+    assert (sync["mode"], sync["rounds"], document["steps"]) == ("quorum", len(ledger), len(ledger))
     places = [place for line in ledger for own in line["samples"] for one in own for place in range(*one)]
     assert len(set(places)) == len(places) == sync["samples_committed"]
     assert sync["epochs"] >= 5

@@ -29,6 +29,7 @@ from bireme.train.stops import Reason, Stops
 
 __all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "Replica"]
 
+
 class Replica:
     """What this rank knows of the replicas of its run; `num_replicas` there are at most."""
 
@@ -37,9 +38,7 @@ class Replica:
     ) -> None:
         self.number = seat.life.replica
         rank = RankId(self.number, seat.life.life, world.rank)
-        client = CoordinatorClient(
-            rank, seat.coordinator, lease_s=seat.lease_s, timeout_s=world.timeout_s
-        )
+        client = CoordinatorClient(rank, seat.coordinator, lease_s=seat.lease_s, timeout_s=world.timeout_s)
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
             rank, client, timeout_s=world.timeout_s, device=world.device, on_error=world.watch.failed

@@ -8,40 +8,18 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
-from bireme.errors import BiremeError
 from bireme.runtime.quorum.launch import launch_replicas
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.messages import Samples
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
-from bireme.train.data.stream import StreamSamples
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures
 from bireme.train.prepare import Prepared
 from bireme.train.shares import share_limits
 from bireme.train.worker import Start, train_replica
 
-__all__ = ["check_replicas", "is_quorum", "run_replicas"]
-
-
-def is_quorum(prepared: Prepared) -> bool:
-    """Whether the replicas of a run may die."""
-    return prepared.run.sync.mode == "quorum"
-
-
-def check_replicas(prepared: Prepared) -> None:
-    """Refuse a run whose replicas could not go on without each other. Nothing has started yet."""
-    plan = prepared.plan.plan
-    if plan.width < 2:
-        raise BiremeError(
-            'sync.mode is "quorum", but the plan has one replica, which nobody could go on without. Set '
-            'plan.width to 2 or more, or use sync.mode = "all".'
-        )
-    if isinstance(prepared.data.training, StreamSamples):
-        raise BiremeError(
-            'sync.mode is "quorum", in which samples may be trained in another order than they come, but the '
-            "data are a stream. Download them, or leave out streaming=true."
-        )
+__all__ = ["run_replicas"]
 
 
 def run_replicas(

@@ -82,8 +82,9 @@ class ShareSummary:
 
 @dataclass(frozen=True, slots=True)
 class SyncSummary:
-    """What all ranks sent for sums of gradients, and what they would have sent without a codec. Where replicas
-    may die: the epochs of their membership, rounds and samples that count, and samples that were dealt again.
+    """What all ranks sent for sums of gradients, and what they would have sent without a codec. Where
+    replicas may die: the epochs of their membership, rounds and samples that count, and samples that were
+    dealt again.
     """
 
     raw_bytes: int

@@ -1,4 +1,4 @@
-"""The coordinator's state machine behind a socket, in the process that starts the ranks, and a rank's way there.
+"""The coordinator behind a socket, in the process that starts the ranks, and a rank's way there.
 
 Both ends send lines of JSON that say all that holds, so each keeps the last one only: who is slow skips some.
 A caller begins with a token that only ranks of this run know.

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, 
 import torch
 from torch import Tensor
 
-from bireme.runtime.quorum.agent import Agent, Job
+from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.job import Job
 from bireme.runtime.quorum.results import Result
 from bireme.runtime.quorum.tied import TiedSums
 from bireme.sync.exchange import SentBytes, held_flags
@@ -28,8 +29,9 @@ __all__ = ["QuorumReducer"]
 class QuorumReducer:
     """Gets the sums of one rank's batches. `num_replicas` there are in all, of which this is `replica`.
 
-    `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must. It adds
-    the gradients of `counted` parameters to the norm; those that are `tied` are summed within the replica too.
+    `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must. It
+    adds the gradients of `counted` parameters to the norm; those that are `tied` are summed within the
+    replica too.
     """
 
     sums_gradients = True

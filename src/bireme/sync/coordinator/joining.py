@@ -105,8 +105,8 @@ def with_heals(state: State, now_s: float) -> State:
 
 def with_entries(state: State) -> State:
     """With those who have healed as members. In `quorum` that is where a batch begins that was not dealt when
-    they were found to have the sums of the others but the last one, and once they have that too: whoever holds
-    it alone may die.
+    they were found to have the sums of the others but the last one, and once they have that too: whoever
+    holds it alone may die.
     """
     membership, is_quorum = state.membership, state.settings.mode is SyncMode.QUORUM
     heals, entering = [], []
