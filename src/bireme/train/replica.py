@@ -13,8 +13,8 @@ from bireme.errors import BiremeError
 from bireme.runtime.pipeline import Result
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
-from bireme.runtime.quorum.coordinator_line import CoordinatorClient
 from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
@@ -38,10 +38,10 @@ class Replica:
     ) -> None:
         self.number = seat.life.replica
         rank = RankId(self.number, seat.life.life, world.rank)
-        client = CoordinatorClient(rank, seat.coordinator, lease_s=seat.lease_s, timeout_s=world.timeout_s)
+        talk = Talk(seat.hosts, seat.token, rank, lease_s=seat.lease_s)
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
-            rank, client, timeout_s=world.timeout_s, device=world.device, on_error=world.watch.failed
+            rank, talk, timeout_s=world.timeout_s, device=world.device, on_error=world.watch.failed
         )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)

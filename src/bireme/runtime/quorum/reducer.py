@@ -128,6 +128,8 @@ class QuorumReducer:
         assert result.summed is not None, "what is committed was summed"
         for flat, found in zip(gradients.flats, result.flats, strict=True):
             flat.copy_(found.view(flat.shape), non_blocking=True)
+        num_bytes = sum(flat.nbytes for flat in result.flats)
+        self.sent.note(max(len(job.parts), 1), raw=num_bytes, sent=num_bytes)
         self._use_up(result)
         summed = result.summed
         gradients.held.clear()
