@@ -34,14 +34,19 @@ class Replica:
     """What this rank knows of the replicas of its run; `num_replicas` there are at most."""
 
     def __init__(
-        self, world: World, seat: Seat, num_replicas: int, batch_size: int, *, balances: bool
+        self, world: World, seat: Seat, num_replicas: int, batch_size: int, *, spare: int, balances: bool
     ) -> None:
         self.number = seat.life.replica
         rank = RankId(self.number, seat.life.life, world.rank)
         talk = Talk(seat.hosts, seat.token, rank, lease_s=seat.lease_s)
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
-            rank, talk, timeout_s=world.timeout_s, device=world.device, on_error=world.watch.failed
+            rank,
+            talk,
+            timeout_s=world.timeout_s,
+            device=world.device,
+            on_error=world.watch.failed,
+            spare=spare,
         )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)

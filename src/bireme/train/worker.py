@@ -236,7 +236,10 @@ def _as_member(part: _Part, seat: Seat, saved: SavedPlan) -> tuple[_Part, SavedP
     """The part of a replica that may die, and the plan of this replica alone."""
     plan, replica = saved.plan, seat.life.replica
     balances = mode_of(part.run, plan, part.cluster) == "measured"
-    member = Replica(part.world, seat, plan.width, part.run.training.batch_size, balances=balances)
+    spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
+    member = Replica(
+        part.world, seat, plan.width, part.run.training.batch_size, spare=spare, balances=balances
+    )
     alone = replace(
         plan,
         width=1,

@@ -31,6 +31,7 @@ from bireme.sync.coordinator.messages import (
     Heal,
     RankId,
     RoundAt,
+    Samples,
     Word,
 )
 from bireme.sync.quorum.line import LineBroken, Stamp
@@ -43,6 +44,8 @@ KEPT_BYTES = 1 << 30
 LEAST_KEPT = 4
 HEAL_SHARE = 0.25
 """The share of a link's time that a snapshot for another replica may take."""
+MOST_BEHIND = 8
+"""A replica that has fallen further behind the others begins anew, for to heal it need not compute."""
 LOOK_S = 0.5
 
 
@@ -54,7 +57,9 @@ class _SupersededError(Exception):
 
 
 class Agent:
-    """The agent of one rank. `on_error` is told, from its thread, why it ends before it is closed."""
+    """The agent of one rank. `on_error` is told, from its thread, why it ends before it is closed. The fewest
+    samples that a replica can train are `spare`.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class Agent:
         timeout_s: float,
         device: torch.device | None = None,
         on_error: Callable[[BaseException], object] = lambda _error: None,
+        spare: int = 1,
     ) -> None:
         self.own = own
         self._coordinator = coordinator
@@ -74,6 +80,7 @@ class Agent:
         self._jobs: dict[int, Job] = {}
         self._at = RoundAt()
         self._wants = 0
+        self._spare = Deal(own.replica, 0, (Samples(0, spare),))
         self._healed: int | None = None
         self._result: Result | None = None
         """The sum that was made and is not yet committed."""
@@ -113,16 +120,23 @@ class Agent:
         self._buffers.give_back(result)
 
     def dealt(self, batch: int) -> Deal:
-        """The samples of a batch that this replica trains; waits until they are dealt."""
+        """The samples of a batch that this replica trains; waits until they are dealt.
+
+        If the batch has been committed without it, they are any samples: what it makes of them counts nowhere.
+        """
         with self._changed:
             is_new = batch >= self._wants
             self._wants = max(self._wants, batch + 1)
         if is_new:
             self._say()
-        while True:
-            word = self.wait_for(lambda word: deal_in(word, self.own, batch) is not None)
-            if (deal := deal_in(word, self.own, batch)) is not None:
-                return deal
+
+        def is_known(word: Word) -> bool:
+            return deal_in(word, self.own, batch) is not None or _is_over(word, batch)
+
+        word = self.wait_for(is_known)
+        deal = deal_in(word, self.own, batch) or replace(self._spare, batch=batch)
+        self._spare = deal
+        return deal
 
     def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
         """Wait until that is so of the last word, which it gives."""
@@ -228,6 +242,9 @@ class Agent:
             return False
         commit = next((one for one in word.commits if (one.line, one.round) == (0, batch)), None)
         if commit is not None:
+            num_behind = word.committed[0] - batch
+            if job.prepare is not None and num_behind > MOST_BEHIND:
+                raise DroppedError(f"replica {self.own.replica} is {num_behind} batches behind the others.")
             return self._settle(job, commit, word)
         if job.prepare is not None and job.contribution is None:
             job.prepare(job)
@@ -405,3 +422,8 @@ class Agent:
                 job.error = self._error
                 job.is_done.set()
             self._changed.notify_all()
+
+
+def _is_over(word: Word, batch: int) -> bool:
+    """Whether a batch counts already."""
+    return bool(word.committed) and word.committed[0] > batch
