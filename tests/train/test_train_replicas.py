@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan_file import load_plan
@@ -48,6 +49,7 @@ def ledger_of(run: Path) -> list[dict[str, Any]]:
 
 def losses_of_one_process(run: Path, ledger: list[dict[str, Any]]) -> list[float]:
     """What one process makes of the ledger's samples, batch by batch."""
+    torch.set_num_threads(1)
     folder = RunFolder.of(run)
     asked = folder.load_run()
     model, graph = RunModel.of(asked, 1), load_graph(folder.graph)

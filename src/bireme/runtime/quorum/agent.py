@@ -122,7 +122,7 @@ class Agent:
     def dealt(self, batch: int) -> Deal:
         """The samples of a batch that this replica trains; waits until they are dealt.
 
-        If the batch has been committed without it, they are any samples: what it makes of them counts nowhere.
+        If the batch has been committed without it they are any samples: what it makes of them counts nowhere.
         """
         with self._changed:
             is_new = batch >= self._wants
