@@ -48,7 +48,7 @@ MORE := $$(( $(CORES) + 1 ))
 test: $(COMPILED)
 	$(PYTEST) -n $(MORE)
 
-test-fast: $(COMPILED)
+test-fast: setup
 	BIREME_TESTS=few $(PYTEST) -n $(CORES) -m "not slow"
 
 test-all: $(COMPILED)
@@ -72,6 +72,7 @@ bench: setup
 	$(BIN)/python benchmarks/batch_end.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/agreement.py
 	$(BIN)/python benchmarks/leakage.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
@@ -79,6 +80,7 @@ bench: setup
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/sums.py
 	$(BIN)/python benchmarks/principal.py
+	$(BIN)/python benchmarks/recommender.py
 
 # It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
 gpu:

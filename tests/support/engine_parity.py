@@ -5,6 +5,7 @@ the same model in the same stages. What is compared is everything that an update
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -230,7 +231,8 @@ class _Staged:
         self._runs = runs
         self._border = stage - 1
         self._codecs = setting.all_codecs.between(setting.plan.source.rank_of_stage)
-        self._thresholds = [Thresholds() for _ in range(setting.plan.width)]
+        self._thresholds: dict[int, Thresholds] = defaultdict(Thresholds)
+        """By replica."""
         self._coded = [name for name in self._function.receives if name in learned_values(model.graph)]
 
     def __call__(

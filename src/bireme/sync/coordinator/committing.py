@@ -87,6 +87,7 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
     pool = state.pool
     for one in replicas:
         pool = pool.without_deal(one, batch)
+    late = {replica for replica, own in pool.deals if own == batch}
     for one in {replica for replica, _ in pool.deals}:
         pool = pool.with_returned(one, below=batch + 1)
     lines.append(_line(membership.epoch, batch, grant.attempt, replicas, samples, pool))
@@ -95,7 +96,7 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
         for one in replicas
     }
     counts = {one.replica: one.num_samples for one in grant.parts}
-    dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt)
+    dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt).with_late(late)
     return replace(state, pool=pool, dealing=dealing)
 
 

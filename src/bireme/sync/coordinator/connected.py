@@ -1,23 +1,26 @@
-"""Whether groups have joined all replicas: a union-find over the pairs that were in one group."""
+"""Whether groups have joined all replicas: which can be reached from which over the pairs in one group."""
 
 from collections.abc import Collection, Iterable
 
-__all__ = ["is_connected"]
+__all__ = ["connected_to", "is_connected"]
 
 
 def is_connected(replicas: Collection[int], pairs: Iterable[tuple[int, int]]) -> bool:
     """Whether each replica can be reached from each other one over the pairs; those of others count not."""
-    root = {one: one for one in replicas}
+    first = next(iter(replicas), None)
+    return first is None or len(connected_to(first, replicas, pairs)) == len(set(replicas))
 
-    def found(one: int) -> int:
-        while root[one] != one:
-            root[one] = root[root[one]]
-            one = root[one]
-        return one
 
-    parts = len(root)
-    for one, other in pairs:
-        if one in root and other in root and found(one) != found(other):
-            root[found(one)] = found(other)
-            parts -= 1
-    return parts <= 1
+def connected_to(one: int, replicas: Collection[int], pairs: Iterable[tuple[int, int]]) -> set[int]:
+    """The replicas that can be reached from one over the pairs, itself among them."""
+    beside: dict[int, list[int]] = {replica: [] for replica in replicas}
+    for left, right in pairs:
+        if left in beside and right in beside:
+            beside[left].append(right)
+            beside[right].append(left)
+    found, todo = {one}, [one]
+    while todo:
+        new = [other for other in beside.get(todo.pop(), ()) if other not in found]
+        found.update(new)
+        todo += new
+    return found

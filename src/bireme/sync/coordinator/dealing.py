@@ -4,7 +4,7 @@ While they do, `bireme.balance.policy` says when shares change. When others shar
 with the shares that fit the paces known so far.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -62,6 +62,17 @@ class Dealing:
             takes_effect=takes_effect,
         )
         return replace(self, balance=balance, paces=paces)
+
+    def with_late(self, replicas: Collection[int]) -> "Dealing":
+        """After a round that had to go on without these: each is taken to be twice as slow as was known.
+
+        What was never in a round was never measured, and would be too slow for ever with the share it has.
+        """
+        if not replicas:
+            return self
+        usual = fmean(self.paces.values()) if self.paces else 1.0
+        slower = {one: 2 * self.paces.get(one, usual) for one in replicas}
+        return replace(self, paces=self.paces | slower, replicas=())
 
     def _own_limits(self, replicas: tuple[int, ...]) -> Limits:
         limits = self.limits

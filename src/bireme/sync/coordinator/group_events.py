@@ -22,12 +22,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A rank is ready to average its weights after a batch. As opener it waits for others for `wait_s`."""
+    """A rank is ready to average its weights after a batch. As opener it waits for others for `wait_s`, or
+    for `patient_s` if that is longer and it is connected to half of the members at most.
+    """
 
     stage: int
     replica: int
     batch: int
     wait_s: float
+    patient_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from bireme.sync.coordinator.connected import is_connected
+from bireme.sync.coordinator.connected import connected_to, is_connected
 from bireme.sync.coordinator.messages import GroupMember
 from bireme.sync.coordinator.settings import GroupSettings
 
@@ -47,17 +47,37 @@ class Former:
     latest: dict[int, int] = field(default_factory=dict)
     """The batch after which each replica was last here."""
 
-    def with_arrival(self, one: GroupMember, wait_s: float, now_s: float, *, may_force: bool) -> "Former":
-        """With one more that waits. An opener forces a group if one is wanted, and it `may_force` it."""
+    def with_arrival(
+        self,
+        one: GroupMember,
+        wait_s: float,
+        now_s: float,
+        *,
+        patient_s: float,
+        members: Collection[int],
+        may_force: bool,
+    ) -> "Former":
+        """With one more that waits. An opener forces a group if one is wanted, and it `may_force` it.
+
+        An opener that is not yet connected to more than half of the members waits for `patient_s`, if that is
+        longer: a slow replica meets others while they come by, and a forced group need not wait for it.
+
+        If the groups have connected all members by themselves there is nothing to force. A forced group would
+        close with its opener alone; so the next period begins, and the group is one like any other.
+        """
         present = self.present | {one.replica}
         if self.ready:
             return replace(self, ready=(*self.ready, one), present=present)
+        former = self
+        is_with_most = 2 * len(connected_to(one.replica, members, self.pairs)) > len(members)
+        if may_force and self.wants_forced and is_connected(members, self.pairs):
+            former = replace(self, pairs=frozenset(), wants_forced=False)
         return replace(
-            self,
+            former,
             ready=(one,),
             present=present,
-            deadline_s=now_s + wait_s,
-            is_forced=may_force and self.wants_forced,
+            deadline_s=now_s + (wait_s if is_with_most else max(wait_s, patient_s)),
+            is_forced=may_force and former.wants_forced,
         )
 
     def is_due(self, members: Collection[int], now_s: float) -> bool:

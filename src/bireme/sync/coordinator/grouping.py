@@ -28,7 +28,7 @@ Lines = list[Began | Committed]
 def with_groups(state: State, now_s: float, lines: Lines) -> State:
     """With the groups that the last reports of all members lead to."""
     membership = state.membership
-    if not membership.members or not membership.is_installed:
+    if not membership.is_installed:
         return state
     if state.groups is None:
         groups = begun(state.settings.groups, state.settings.num_stages, membership.replicas)
@@ -57,7 +57,7 @@ def _events(state: State, report: Report, at: GroupAt) -> list[Event]:
     stage, replica = report.rank.stage, report.rank.replica
     found: list[Event] = []
     if at.arrived is not None:
-        found.append(Arrived(stage, replica, at.arrived, at.wait_s))
+        found.append(Arrived(stage, replica, at.arrived, at.wait_s, at.patient_s))
     word = state.group_words.get((stage, replica))
     if at.summed is not None:
         found.append(Summed(stage, replica, at.summed, at.attempt))

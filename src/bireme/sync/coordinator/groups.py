@@ -154,7 +154,14 @@ def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
     # The one that arrives does not drain any more.
     is_whole = state.members <= former.present | {replica}
     may_force = state.owner is None and state.mean_at is None and not state.num_means and is_whole
-    former = former.with_arrival(one, event.wait_s, now_s, may_force=may_force)
+    former = former.with_arrival(
+        one,
+        event.wait_s,
+        now_s,
+        patient_s=event.patient_s,
+        members=state.members,
+        may_force=may_force,
+    )
     state = _with_former(state, event.stage, former)
     return replace(state, owner=event.stage) if former.is_forced else state
 

@@ -78,7 +78,7 @@ def without_lost(state: State, now_s: float) -> State:
 def with_heals(state: State, now_s: float) -> State:
     """With a donor for each replica that is there and no member, as long as both are heard of."""
     membership, settings = state.membership, state.settings
-    if not membership.members or not membership.is_installed:
+    if not membership.is_installed:
         return state
     lives = heard_replicas(membership, now_s - settings.lease_s)
     joining = [life for life in lives if membership.member(life) is None and not _leaves(membership, life)]

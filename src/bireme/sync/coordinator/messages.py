@@ -27,6 +27,7 @@ up after another begins at a later multiple of `TERM`. What carries an older epo
 numbered from 0 without gaps. `committed` is how many of them are committed, so it is the number of the next.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -139,12 +140,15 @@ class RoundAt:
 class GroupAt:
     """Where a rank is in `groups`: it waits to average its weights after the batch `arrived`.
 
-    `wait_s` is how long it would wait for others, if it opens the group. `summed` is the group that it holds
-    the mean of, made in `attempt`; `is_broken` says that it could not reach another member in that attempt.
+    `wait_s` is how long it would wait for others, if it opens the group, and `patient_s` how long if it is
+    connected to half of the members at most: about as long as they take for a batch. `summed` is the group
+    that it holds the mean of, made in `attempt`; `is_broken` says that it could not reach another member in
+    that attempt.
     """
 
     arrived: int | None = None
     wait_s: float = 0.0
+    patient_s: float = 0.0
     summed: int | None = None
     attempt: int = 0
     is_broken: bool = False
@@ -354,13 +358,13 @@ Message = TypeVar("Message", Report, Word)
 
 def encode(message: Report | Word) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
-    return _adapter(type(message)).dump_json(message, exclude_defaults=True)
+    return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 
 
 def decode(kind: type[Message], line: bytes) -> Message:
     """The message in a line that `encode` wrote."""
     try:
-        return cast("Message", _adapter(kind).validate_json(line))
+        return cast("Message", _adapter(cast("Hashable", kind)).validate_json(line))
     except ValidationError as error:
         raise BiremeError(
             f"A line between a rank and the coordinator is no {kind.__name__}: "
@@ -369,5 +373,5 @@ def decode(kind: type[Message], line: bytes) -> Message:
 
 
 @cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast("type[Any]", kind))

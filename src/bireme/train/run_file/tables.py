@@ -188,7 +188,7 @@ class Sync(Table):
         default="none",
         description="What sums of gradients over replicas go through: none, int8 (blocks with a scale), int4 "
         "to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found every so many "
-        "steps) or lowrank:RANK",
+        "steps) or lowrank:RANK (RANK:STEPS begins after so many whole ones, else after 10)",
     )
 
 
