@@ -1,42 +1,39 @@
-"""An agent's way to the coordinator: a client, and a thread that wakes the agent when there is a word."""
+"""An agent's way to the coordinator: a client that begins to talk once there is something to say."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bireme.runtime.coordinator_client import Address, CoordinatorClient, Dropped, NoWord
+from bireme.runtime.coordinator_client import Address, CoordinatorClient
 from bireme.sync.coordinator.messages import RankId, RoundAt, Word
 
 __all__ = ["Talk"]
 
-LOOK_S = 0.5
-"""How often the thread looks whether it is still wanted."""
-
 
 class Talk:
-    """The client of one rank, which calls these hosts; it begins with the first thing that is said."""
+    """The client of one rank, which calls these hosts. Its agent must have said first where it is reached."""
 
     def __init__(self, hosts: Sequence[Address], token: str, rank: RankId, *, lease_s: float) -> None:
         self._hosts, self._token, self._rank, self._lease_s = tuple(hosts), token, rank, lease_s
         self._client: CoordinatorClient | None = None
-        self._word = Word(epoch=0, number=-1)
         self._act: Callable[[], None] = lambda: None
         self._is_closed = False
 
     @property
     def word(self) -> Word:
         """The last word."""
-        return self._word
+        if self._client is None:
+            return Word(epoch=0, number=-1)
+        word = self._client.word
+        return replace(word, is_dropped=True) if self._client.is_dropped else word
 
     def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
         """Report this from now on. Does not wait."""
         if self._client is None:
-            self._client = CoordinatorClient(
-                self._hosts, self._token, self._rank, address, lease_s=self._lease_s
-            )
-            self._client.say(wants=wants, rounds=rounds, healed=healed)
-            self._client.start()
-            threading.Thread(target=self._listen, name="bireme words", daemon=True).start()
+            made = CoordinatorClient(self._hosts, self._token, self._rank, address, lease_s=self._lease_s)
+            made.on_word(self._act)
+            made.say(wants=wants, rounds=rounds, healed=healed)
+            made.start()
+            self._client = made
         elif not self._is_closed:
             self._client.say(wants=wants, rounds=rounds, healed=healed)
 
@@ -48,18 +45,4 @@ class Talk:
         """Say no more; where it is leaving, say so."""
         if self._client is not None and not self._is_closed:
             self._is_closed = True
-            self._client.close(leaves=is_leaving)
-
-    def _listen(self) -> None:
-        client = self._client
-        assert client is not None, "it is there before this begins"
-        while not self._is_closed:
-            try:
-                self._word = client.wait(lambda word: None if word is self._word else word, LOOK_S)
-            except NoWord:
-                continue
-            except Dropped:
-                self._word = replace(self._word, is_dropped=True)
-                self._act()
-                return
-            self._act()
+            self._client.close(is_leaving=is_leaving)
