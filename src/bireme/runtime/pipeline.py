@@ -143,8 +143,8 @@ class Pipeline:
         )
         if agreement is not None and (self._paging is not None or form is not None):
             raise BiremeError(
-                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging and "
-                "principal components, or the agreement."
+                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging "
+                "and principal components, or the agreement."
             )
         batches = Batches()
         assembly = Assembly(
