@@ -80,6 +80,7 @@ bench: setup
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/sums.py
 	$(BIN)/python benchmarks/principal.py
+	$(BIN)/python benchmarks/recommender.py
 
 # It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
 gpu:

@@ -10,19 +10,25 @@ trace of the same batches, and fixed places. Copies in both directions are count
 Then models on machines by their makers' numbers, as `benchmarks/paging/machines.py` says: whether they fit,
 seconds a step, and what limits it. Nothing of that is measured. PatrickStar's figures for 8 × V100 are the
 sizes that it names as running; we know of no samples per second that it has published for that machine.
+
+Then runs on this machine. A GPT whose training state is 3 GiB trains with the state on a disk, in a process
+whose private memory is limited and of which the kernel says what was resident. Its step is beside the
+resident run's and beside what the disk takes for the bytes alone. And a smaller one trains with an emulated
+wire to the host, beside the simulator. The folder for the disk is made in the current one.
 """
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.command import Findings, Section, benchmark, in_process, log
 from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.machines import CASES, row_of
+from benchmarks.paging.measured import BATCHES, Case, on_disk, over_a_wire, without_paging
 from benchmarks.paging.rivals import fixed_places, least_recently_used, patrickstar
 from benchmarks.paging.traces import program_trace, small_trace
 from bireme.bench.document import Verdict, at_least, at_most, exactly
@@ -35,6 +41,15 @@ PROGRAMS = (("1f1b", 1), ("1f1b", 4), ("gpipe", 1), ("2bw", 1), ("2bw-fresh", 1)
 SHARES = (0.3, 0.5, 0.7)
 """Of what the device would have to hold."""
 QUICK_CASES = ("4B", "18B")
+
+STATE_BYTES, MOST_RESIDENT = 3 * 2**30, 800 * 2**20
+"""Of a full run; a smoke run has a tenth of the state."""
+QUICK_RESIDENT = 120 * 2**20
+"""Of a smoke run, beyond what its process holds before it has a tensor of the model."""
+DISK = Case(num_layers=16, width=1024, context=64, samples=2, device_bytes=340_000_000)
+QUICK_DISK = Case(num_layers=16, width=320, context=64, samples=4, device_bytes=34_000_000)
+WIRE = Case(num_layers=8, width=256, context=64, samples=4, device_bytes=30_000_000)
+WIRE_BYTES_PER_S = 50e6
 
 
 def ours(accesses: list[Any], num_steps: int, capacity: int) -> int:
@@ -105,6 +120,71 @@ def machines(is_quick: bool) -> Section:
     return Section("Models on machines, simulated", rows)
 
 
+def on_a_disk(is_quick: bool) -> tuple[Section, list[Verdict]]:
+    case, share = (QUICK_DISK, 0.1) if is_quick else (DISK, 1.0)
+    log(f"{case.source} without paging")
+    resident = in_process(without_paging, case)
+    log(f"{case.source} on a disk")
+    paged = in_process(on_disk, case, resident, None if is_quick else MOST_RESIDENT)
+    device, disk = paged.moved
+    disk_s = (
+        device["bytes_moved"] / paged.read_bytes_per_s + disk["bytes_moved"] / paged.write_bytes_per_s
+    ) / BATCHES
+    # The smoke run has its libraries besides, which would be most of it.
+    held = paged.resident_bytes - (paged.before_bytes if is_quick else 0)
+    most = QUICK_RESIDENT if is_quick else MOST_RESIDENT
+    row = {
+        "model": case.source,
+        "state_gib": STATE_BYTES * share / 2**30,
+        "resident_mib": held / 2**20,
+        "resident_run_s": resident.step_s,
+        "step_s": paged.step_s,
+        "disk_s": disk_s,
+        "simulated_s": paged.predicted_s,
+        "read_mb_per_s": paged.read_bytes_per_s / 1e6,
+        "written_mb_per_s": paged.write_bytes_per_s / 1e6,
+        "moved_gb_per_step": (device["bytes_moved"] + disk["bytes_moved"]) / BATCHES / 1e9,
+    }
+    least_s = max(resident.step_s, disk_s)
+    found = [
+        at_most("state on a disk: MiB resident", held / 2**20, most / 2**20),
+        at_most("state on a disk: step over the larger of compute and copies", paged.step_s / least_s, 1.3),
+        exactly(
+            "state on a disk: losses as in the resident run", float(paged.losses == resident.losses), 1.0
+        ),
+        *moved_as_predicted("state on a disk", paged.moved, case.device_bytes),
+    ]
+    return Section("Training state on a disk", [row]), found
+
+
+def over_the_wire() -> tuple[Section, list[Verdict]]:
+    log(f"{WIRE.source} over an emulated wire")
+    found = in_process(over_a_wire, WIRE, WIRE_BYTES_PER_S)
+    row = {
+        "model": WIRE.source,
+        "wire_mb_per_s": WIRE_BYTES_PER_S / 1e6,
+        "measured_s": found.step_s,
+        "simulated_s": found.predicted_s,
+        "moved_mb_per_step": sum(tier["bytes_moved"] for tier in found.moved) / BATCHES / 1e6,
+    }
+    error = abs(found.predicted_s / found.step_s - 1)
+    verdicts = [
+        at_most("emulated wire: error of the simulated step", error, 0.05),
+        *moved_as_predicted("emulated wire", found.moved, WIRE.device_bytes),
+    ]
+    return Section("An emulated wire between device and host", [row]), verdicts
+
+
+def moved_as_predicted(
+    where: str, moved: Sequence[Mapping[str, Any]], device_bytes: int
+) -> Iterator[Verdict]:
+    for tier in moved:
+        name = f"{where}: bytes into the {tier['tier']} but for the program's"
+        yield exactly(name, float(tier["bytes_moved"] - tier["predicted_bytes_moved"]), 0.0)
+    name = f"{where}: device memory over its budget"
+    yield at_most(name, moved[0]["peak_bytes"] / device_bytes, 1.0)
+
+
 def verdicts(small: Section, large: Section, fits: Section) -> Iterator[Verdict]:
     for row in small.rows:
         where = f"small traces, {row['slots']} slots"
@@ -123,8 +203,13 @@ def measure(asked: Namespace) -> Findings:
     small = small_traces(QUICK_SMALL if asked.quick else SMALL)
     large = programs(asked.quick)
     fits = machines(asked.quick)
-    return Findings([small, large, fits], list(verdicts(small, large, fits)))
+    on_disk_section, on_disk_verdicts = on_a_disk(asked.quick)
+    wire, wire_verdicts = over_the_wire()
+    return Findings(
+        [small, large, fits, on_disk_section, wire],
+        [*verdicts(small, large, fits), *on_disk_verdicts, *wire_verdicts],
+    )
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, measure, quick="fewer traces, two programs and two models")
+    benchmark(__doc__, measure, quick="fewer traces, two programs and two models, a tenth of the state")

@@ -30,9 +30,11 @@ from bireme.runtime.fabric import Fabric
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 
-NUM_TABLES, NUM_ROWS, NUM_MEASURED, WIDTH = 6, 2000, 8, 16
+NUM_TABLES, NUM_ROWS, NUM_MEASURED, WIDTH = 6, 500, 8, 16
 NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 2, 512
 RATE = 0.05
+FIRST_SIZE = 0.3
+"""Of entries of tables: with large ones, products of pairs are noise for long."""
 KEEP, THRESHOLD = "keep:0.25:8", "threshold:0.02:25"
 WAYS = (("none", "none"), (KEEP, "none"), ("none", THRESHOLD), (KEEP, THRESHOLD))
 """The codecs of the border and of the sums."""
@@ -46,6 +48,8 @@ class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(NUM_ROWS, WIDTH) for _ in range(NUM_TABLES))
+        for table in self.tables:
+            nn.init.normal_(table.get_parameter("weight"), std=FIRST_SIZE)
         self.bottom = nn.Sequential(nn.Linear(NUM_MEASURED, 32), nn.ReLU(), nn.Linear(32, WIDTH))
         num_pairs = (NUM_TABLES + 1) * NUM_TABLES // 2
         self.top = nn.Sequential(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bireme.report.axes import round_step
 from bireme.report.palette import AXIS, HUES, INK, PALE_INK
@@ -46,32 +47,43 @@ class _View:
 
 
 def against_bits(title: str, series: Sequence[str], points: Sequence[Point]) -> Picture:
-    """Each point with its name, a line from the least of its seeds to the greatest, and a legend on top."""
+    """Each point with its name, a line from the least of its seeds to the greatest, and a legend on top. A
+    pale line joins the points of the first series that no other beats in both bits and loss. What has more
+    bits than the axis is at its end.
+    """
     least, most = min(one.least for one in points), max(one.greatest for one in points)
     room = 0.08 * max(most - least, 0.01)
     view = _View(min(least, 0.0) - room, most + room)
     shapes = [*_axes(view, title)]
+    for one, other in pairwise(
+        _best([point for point in points if point.series == 0 and point.bits < MOST_BITS])
+    ):
+        shapes.append(
+            Line(view.x(one.bits), view.y(one.excess), view.x(other.bits), view.y(other.excess), PALE_INK)
+        )
     for number, name in enumerate(series):
+        if all(point.series != number for point in points):
+            continue
         begin = LEFT + 230.0 * number
         shapes.append(Rect(begin, TOP - 32, MARK, MARK, HUES[number]))
         shapes.append(Text(begin + 14, TOP - 28, name, SIZE, INK))
-    for place, one in enumerate(sorted(points, key=lambda point: (point.bits, point.excess))):
+    for one in points:
         x, y, hue = view.x(one.bits), view.y(one.excess), HUES[one.series]
         shapes.append(Line(x, view.y(one.greatest), x, view.y(one.least), hue, 2.0))
         shapes.append(Rect(x - MARK / 2, y - MARK / 2, MARK, MARK, hue, title=one.name))
-        # Names of neighbours go to both sides.
-        is_left = place % 2 == 1 and one.bits > 1.8
-        shapes.append(
-            Text(
-                x - 8 if is_left else x + 8,
-                y,
-                one.name,
-                SIZE - 2,
-                INK,
-                Anchor.END if is_left else Anchor.START,
-            )
-        )
+        is_last = one.bits >= MOST_BITS
+        side, anchor = (-MARK, Anchor.END) if is_last else (MARK, Anchor.START)
+        shapes.append(Text(x + side, y - MARK, one.name, SIZE - 2, INK, anchor))
     return Picture(WIDTH, HEIGHT, title, tuple(shapes))
+
+
+def _best(points: Sequence[Point]) -> list[Point]:
+    """From few bits to many, those that no point with as few bits has less loss than."""
+    found: list[Point] = []
+    for one in sorted(points, key=lambda point: (point.bits, point.excess)):
+        if not found or one.excess < found[-1].excess:
+            found.append(one)
+    return found
 
 
 def _axes(view: _View, title: str) -> Iterator[Shape]:

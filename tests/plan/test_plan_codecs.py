@@ -11,7 +11,7 @@ from bireme.cluster.links import Card, Link, Switch
 from bireme.cluster.server import Server
 from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
 from bireme.errors import BiremeError
-from bireme.plan.codec_penalties import PILOT, codec_steps
+from bireme.plan.codec_penalties import EXCESSES, codec_steps
 from bireme.plan.forecast import Answer
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
@@ -87,7 +87,9 @@ def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
     assert codec_steps([fine, few], has_ending=False) == codec_steps([few], has_ending=False)
     assert 1 < codec_steps([fine], has_ending=False) < codec_steps([few], has_ending=True)
     assert codec_steps([few], has_ending=True) < codec_steps([few], has_ending=False)
-    assert all(one.ended <= one.bare for one in PILOT.values())
+    coarse = codec_steps([BorderCodecs("int4", "int4")], has_ending=False)
+    assert codec_steps([BorderCodecs("int8", "int4")], has_ending=False) < coarse
+    assert all(one.ended <= one.bare for one in EXCESSES.values())
 
 
 def test_codecs_that_contradict_each_other_are_refused() -> None:

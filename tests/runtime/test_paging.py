@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -205,6 +206,26 @@ def test_the_file_of_a_disk_has_no_name_and_a_leftover_is_removed(tmp_path: Path
     tier.read(1, found)
     assert torch.equal(found, data)
     tier.close()
+
+
+def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) -> None:
+    ready, told = os.pipe()
+    child = os.fork()
+    if not child:
+        tier = DiskTier(tmp_path, 64 * CHUNK)
+        tier.grow(1)
+        data = torch.zeros(64 * CHUNK, dtype=torch.uint8)
+        while True:
+            tier.write(0, data)
+            os.write(told, b".")
+    try:
+        os.read(ready, 3)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(told)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_that_pages_to_a_disk_needs_a_folder(tmp_path: Path) -> None:

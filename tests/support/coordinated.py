@@ -8,6 +8,7 @@ weights. Sums go from rank to rank at once or not at all, as a socket would.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
@@ -41,12 +42,9 @@ WRITTEN = 0.05
 LEASE_S, GRACE_S, BEAT_S = 1.0, 0.1, 0.2
 
 
-def settings_for(num_replicas: int, num_stages: int, batch_size: int = 12, **more: object) -> Settings:
+def settings_for(num_replicas: int, num_stages: int, batch_size: int = 12) -> Settings:
     limits = Limits((1,) * num_replicas, (batch_size,) * num_replicas)
-    return replace(
-        Settings(SyncMode.QUORUM, num_replicas, num_stages, batch_size, limits, LEASE_S, GRACE_S),
-        **more,  # type: ignore[arg-type]
-    )
+    return Settings(SyncMode.QUORUM, num_replicas, num_stages, batch_size, limits, LEASE_S, GRACE_S)
 
 
 @dataclass
@@ -91,9 +89,13 @@ class World:
         for rank in [one for one in self.ranks if one.replica == replica]:
             self.ranks.pop(rank).is_dead = True
         if is_told:
-            self.after(0.05, lambda: [host.hear(Ended(life)) for host in self.hosts if host.is_up])
+            self.after(0.05, partial(self._tell_end, life))
         if again_s is not None:
             self.after(again_s, lambda: self.start(replica) if self.lives[replica] == life.life else None)
+
+    def _tell_end(self, life: Life) -> None:
+        for host in self.hosts:
+            host.hear(Ended(life))
 
     def after(self, delay_s: float, act: Callable[[], object]) -> None:
         self._count += 1
@@ -300,13 +302,11 @@ class SimulatedRank:
             self._say()
 
     def _check_deals(self, word: Word) -> None:
-        """Nobody is dealt other samples for a batch than before, in one term."""
+        """No life of a replica is dealt other samples for a batch than before."""
         for deal in word.deals:
-            key = (word.epoch // TERM, deal.replica, deal.batch)
             if deal.replica == self.rank.replica:
-                life = self.rank.life
-                known = self.world.deals.setdefault((*key[1:], life), deal.samples)  # type: ignore[arg-type]
-                assert known == deal.samples, deal
+                key = (deal.replica, self.rank.life, deal.batch)
+                assert self.world.deals.setdefault(key, deal.samples) == deal.samples, deal
 
     def _follow(self, word: Word) -> bool:
         before = (self.at, self.healed, self.wants)
@@ -321,13 +321,12 @@ class SimulatedRank:
         number = self.at.committed
         for deal in word.deals:
             if (deal.replica, deal.batch) == (self.rank.replica, number) and self.at.ready != number:
-                self._later(
-                    ("compute", number), self._speed, lambda d=deal: self._computed(d.batch, d.samples)
-                )  # type: ignore[misc]
+                compute = partial(self._computed, deal.batch, deal.samples)
+                self._later(("compute", number), self._speed, compute)
         for grant in word.grants:
             if grant.round == number and self.at.ready == number and self._is_in(grant):
                 key = ("sum", grant.round, grant.attempt)
-                self._later(key, 0.003, lambda g=grant: self._sum(g))  # type: ignore[misc]
+                self._later(key, 0.003, partial(self._sum, grant))
         return before != (self.at, self.healed, self.wants)
 
     @property
@@ -368,7 +367,7 @@ class SimulatedRank:
         """Add up what the members kept, if all can be reached."""
         if self.at.committed != grant.round:
             return
-        found, lost = [], []
+        found, lost = list[tuple[int, tuple[Samples, ...]]](), list[int]()
         for part in grant.parts:
             peer = self._peer(part.replica)
             if peer is None or grant.round not in peer.kept.contributions:

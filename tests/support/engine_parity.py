@@ -5,6 +5,7 @@ the same model in the same stages. What is compared is everything that an update
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from tests.support.coded_oracle import CodedOracle
@@ -118,6 +120,7 @@ def pipeline_of(
     on_instruction: OnInstruction | None = None,
     device: torch.device | str = "cpu",
     sharing: Sharing | None = None,
+    agreement: Agreement | None = None,
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -140,6 +143,7 @@ def pipeline_of(
         gradient=setting.gradient,
         gradient_of=setting.gradient_of,
         paging=setting.paging,
+        agreement=agreement,
     )
 
 
@@ -227,7 +231,8 @@ class _Staged:
         self._runs = runs
         self._border = stage - 1
         self._codecs = setting.all_codecs.between(setting.plan.source.rank_of_stage)
-        self._thresholds = [Thresholds() for _ in range(setting.plan.width)]
+        self._thresholds: dict[int, Thresholds] = defaultdict(Thresholds)
+        """By replica."""
         self._coded = [name for name in self._function.receives if name in learned_values(model.graph)]
 
     def __call__(

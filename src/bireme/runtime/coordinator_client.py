@@ -28,6 +28,8 @@ BEATS = 5
 PATIENCE, LONG_PATIENCE = 0.5, 2.0
 """Leases without a word after which to call the next host; the long one where none has come from this one."""
 
+NOTHING = Word(epoch=0, number=-1)
+
 
 class Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
     """The others go on without this replica: its ranks end, and it begins anew."""
@@ -58,6 +60,7 @@ class CoordinatorClient:
         self._has_word = False
         self._is_dropped = self._is_closing = self._is_due = self._was_silent = False
         self._changed = threading.Condition()
+        self._act: Callable[[], None] = lambda: None
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="bireme client", daemon=True)
 
@@ -66,9 +69,18 @@ class CoordinatorClient:
         self._thread.start()
 
     @property
-    def word(self) -> Word | None:
-        """The last word; None before the first one."""
-        return self._known.last
+    def word(self) -> Word:
+        """The last word; before the first one it says that nobody is a member."""
+        return self._known.last or NOTHING
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called after each word, from the client's thread."""
+        self._act = act
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the others go on without this replica."""
+        return self._is_dropped
 
     @property
     def report(self) -> Report:
@@ -99,8 +111,7 @@ class CoordinatorClient:
             while True:
                 if self._is_dropped:
                     raise Dropped(f"Replica {self._report.rank.replica} was dropped by the others.")
-                word = self.word
-                found = None if word is None else find(word)
+                found = find(self.word)
                 if found is not None:
                     return found
                 left_s = ends_s - time.monotonic()
@@ -108,9 +119,9 @@ class CoordinatorClient:
                     raise NoWord(f"The coordinator has not said in {limit_s:g} s what this rank waits for.")
                 self._changed.wait(left_s)
 
-    def close(self, *, leaves: bool = True) -> None:
-        """End the talk. One that `leaves` says that it will not be back."""
-        if leaves:
+    def close(self, *, is_leaving: bool = True) -> None:
+        """End the talk. One that is leaving says that it will not be back."""
+        if is_leaving:
             self.say(is_leaving=True)
         self._is_closing = True
         self._wake()
@@ -186,11 +197,10 @@ class CoordinatorClient:
     def _send(self, made: socket.socket) -> None:
         with self._changed:
             self._is_due = False
-            word = self.word
             self._report = replace(
                 self._report,
                 number=self._report.number + 1,
-                epoch=0 if word is None else word.epoch,
+                epoch=self.word.epoch,
                 known=None if self._has_word else self._known,
             )
             line = encode(self._report) + b"\n"
@@ -199,13 +209,14 @@ class CoordinatorClient:
     def _take(self, word: Word) -> None:
         with self._changed:
             last = self.word
-            if word.is_dropped and (last is None or word.place >= last.place):
+            if word.is_dropped and word.place >= last.place:
                 self._is_dropped = True
             known = self._known.with_word(word)
             if known is not None:
-                is_new = last is None or last.epoch != word.epoch
                 self._known, self._has_word = known, True
-                self._is_due = self._is_due or is_new  # the coordinator waits for this rank to confirm it
-            elif last is not None and word.place == last.place:
+                # The coordinator waits for this rank to confirm an epoch.
+                self._is_due = self._is_due or last.epoch != word.epoch
+            elif word.place == last.place:
                 self._has_word = True  # the connection is a new one, the coordinator is not
             self._changed.notify_all()
+        self._act()

@@ -125,7 +125,7 @@ class GradientPool:
 
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
-        """A copy of sums, in arenas of its own, with torch."""
+        """A copy of sums, in arenas of its own, with torch. Streams, which no sum changes, are the same."""
         copy = self._opened(_plain)
         copy.streams = None if sums.streams is None else sums.streams.summed()
         for target, source in zip(copy.arenas, sums.arenas, strict=True):

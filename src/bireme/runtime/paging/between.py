@@ -22,7 +22,8 @@ def arrange(store: ChunkStore, begin: Mapping[Chunk, int]) -> None:
     """
     lowest = len(store.pools) - 1
     for chunk in store.chunks.keys() - begin.keys():
-        store.grow(lowest)
+        if lowest not in store.chunks[chunk].where:
+            store.grow(lowest)
         store.carry(chunk, lowest)
     for chunk in begin:
         store.held(chunk)

@@ -38,7 +38,7 @@ def paging_of(
     if is_summed and not keeps:
         raise BiremeError(
             f"Gradients of rank {layout.rank} are summed up with others, and {source.name} takes them off "
-            "the device before. Page the program with is_summed = True, so that they stay from REDUCE to UPDATE."
+            "the device before. Page the program with is_summed = True, so that they stay until the UPDATE."
         )
     return RankPaging(program, rank, device, settings, keeps_gradients=keeps)
 

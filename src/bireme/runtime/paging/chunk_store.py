@@ -97,6 +97,7 @@ class ChunkStore:
         """Give a chunk a slot on the device whose content is to be made."""
         slot, after = self.take(0)
         self.wait(after)
+        self.wait(held.last)
         self.memory.map(self.ranges.place(chunk), slot)
         held.where[0] = slot
 
@@ -105,16 +106,8 @@ class ChunkStore:
         for tier in [tier for tier in tiers if tier in held.where]:
             slot = held.where.pop(tier)
             if tier == 0:
-                self._unmap(chunk, held)
+                self.memory.unmap(self.ranges.place(chunk))
             self.pools[tier].give(slot, held.last)
-
-    def _unmap(self, chunk: Chunk, held: Held) -> None:
-        place = self.ranges.place(chunk)
-        if is_accelerator(self.device):  # what uses it has been asked for, and goes on
-            needs = () if held.last is None else (held.last,)
-            self.post(held, Job((0, False), 0, lambda: self.memory.unmap(place), needs))
-        else:
-            self.memory.unmap(place)
 
     def grow(self, tier: int, num_slots: int = 1) -> None:
         """Have more slots in a lower tier."""

@@ -20,7 +20,7 @@ Wire = tuple[int, bool]
 """The tier above, and whether copies go up; a wire for both ways goes by False."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
     """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
     device's stream was when it was posted.

@@ -23,6 +23,7 @@ def with_rounds(state: State, now_s: float, lines: Lines) -> State:
 
 
 def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
+    """With what follows in one line. Where a replica is about to enter, no round is granted before it has."""
     line, membership = state.lines[number], state.membership
     grant = line.grant
     if grant is not None:
@@ -32,6 +33,9 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
         if not any(is_broken(grant, one) for one in parts):
             return state
         line = line.broken(now_s)
+    is_quorum = state.settings.mode is SyncMode.QUORUM
+    if is_quorum and any(one.first is not None and one.first <= line.committed for one in state.heals):
+        return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
     ready = {
         one.replica: _num_samples(state, line, one)
         for one in membership.members

@@ -115,7 +115,6 @@ def word_for(state: State, rank: RankId) -> Word:
     if report is not None:
         known[: len(report.rounds)] = [one.committed for one in report.rounds]
     commits = [one for one in state.commits if one.round >= known[one.line]]
-    is_installed = bool(membership.members) and membership.is_installed
     return Word(
         epoch=membership.epoch,
         number=state.number,
@@ -123,10 +122,10 @@ def word_for(state: State, rank: RankId) -> Word:
         kept=tuple(committed_rounds(state, donor=rank.replica)),
         members=membership.members,
         voters=tuple(tuple(sorted(own)) for own in membership.voters),
-        is_installed=is_installed,
+        is_installed=membership.is_installed,
         after=state.after,
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
-        commits=tuple(commits[:MOST_COMMITS]) if is_installed else (),
+        commits=tuple(commits[:MOST_COMMITS]) if membership.is_installed else (),
         deals=state.pool.listed(),
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
@@ -144,11 +143,11 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
         state = without_lost(state, now_s)
         state = replace(state, membership=state.membership.installed())
         state = with_heals(state, now_s)
-        if state.membership.members and state.membership.is_installed:
+        if state.membership.is_installed:
             state = with_entries(state)
-        if state.membership.members and state.membership.is_installed:
+        if state.membership.is_installed:
             state = with_deals(state)
-        if state.membership.members and state.membership.is_installed:
+        if state.membership.is_installed:
             state = with_rounds(state, now_s, lines)
             if state.settings.mode is SyncMode.GROUPS:
                 state = with_groups(state, now_s, lines)
@@ -169,5 +168,5 @@ def _picture(state: State) -> tuple[object, ...]:
         state.heals,
         state.group_words,
         state.membership.dropped,
-        bool(state.membership.members) and state.membership.is_installed,
+        state.membership.is_installed,
     )

@@ -28,7 +28,7 @@ Lines = list[Began | Committed]
 def with_groups(state: State, now_s: float, lines: Lines) -> State:
     """With the groups that the last reports of all members lead to."""
     membership = state.membership
-    if not membership.members or not membership.is_installed:
+    if not membership.is_installed:
         return state
     if state.groups is None:
         groups = begun(state.settings.groups, state.settings.num_stages, membership.replicas)

@@ -78,7 +78,7 @@ def without_lost(state: State, now_s: float) -> State:
 def with_heals(state: State, now_s: float) -> State:
     """With a donor for each replica that is there and no member, as long as both are heard of."""
     membership, settings = state.membership, state.settings
-    if not membership.members or not membership.is_installed:
+    if not membership.is_installed:
         return state
     lives = heard_replicas(membership, now_s - settings.lease_s)
     joining = [life for life in lives if membership.member(life) is None and not _leaves(membership, life)]
@@ -105,7 +105,8 @@ def with_heals(state: State, now_s: float) -> State:
 
 def with_entries(state: State) -> State:
     """With those who have healed as members. In `quorum` that is where a batch begins that was not dealt when
-    they were found to have the sums of the others but the last one.
+    they were found to have the sums of the others but the last one, and once they have that too: whoever
+    holds it alone may die.
     """
     membership, is_quorum = state.membership, state.settings.mode is SyncMode.QUORUM
     heals, entering = [], []
@@ -116,10 +117,10 @@ def with_entries(state: State) -> State:
         found = heal
         if is_healed and heal.first is None and all(_is_close(state, one) for one in reports):
             found = replace(heal, first=state.dealt if is_quorum else heal.batch)
-        if found.first is None or (is_quorum and state.lines[0].committed < found.first):
+        if found.first is None or (is_quorum and not _has_all(state, found.first, reports)):
             heals.append(found)
         else:
-            entering.append(_as_member(membership, reports[0].rank.own_life))
+            entering.append(replace(_as_member(membership, reports[0].rank.own_life), first=found.first))
     if tuple(heals) == state.heals:
         return state
     state = replace(state, heals=tuple(heals))
@@ -150,6 +151,14 @@ def _is_lost(state: State, heal: Heal) -> bool:
     life = _life_of(state.membership, heal.replica)
     reports = [] if life is None else state.membership.reports(life)
     return any(heal.donor in at.lost for one in reports for at in one.rounds)
+
+
+def _has_all(state: State, first: int, reports: list[Report]) -> bool:
+    """Whether all rounds below `first` are committed, and a replica has the sums of all there are."""
+    committed = state.lines[0].committed
+    return (
+        committed >= first and bool(reports) and all(one.rounds[0].committed >= committed for one in reports)
+    )
 
 
 def _is_close(state: State, report: Report) -> bool:

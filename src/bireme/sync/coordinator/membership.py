@@ -38,6 +38,8 @@ class Membership:
     members: tuple[Member, ...] = ()
     voters: tuple[frozenset[Life], ...] = ()
     is_strict: bool = False
+    is_installed: bool = False
+    """Whether enough of the voters have confirmed the epoch, so that things may count in it."""
     heard: dict[RankId, Heard] = field(default_factory=dict)
     over: dict[int, int] = field(default_factory=dict)
     """Of each replica the lives below this have ended."""
@@ -102,17 +104,14 @@ class Membership:
         reports = self.reports(life)
         return bool(reports) and all(one.epoch == self.epoch for one in reports)
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether enough of the voters have confirmed the epoch, so that things may count in it."""
-        return self._are_enough({one for own in self.voters for one in own if self.confirms(one)})
-
     def installed(self) -> "Membership":
         """With its members as the voters, once it is installed."""
         present = frozenset(one.own_life for one in self.members)
-        if not present or self.voters == (present,) or not self.is_installed:
+        if self.is_installed or not present:
             return self
-        return replace(self, voters=(present,), is_strict=False)
+        if not self._are_enough({one for own in self.voters for one in own if self.confirms(one)}):
+            return self
+        return replace(self, voters=(present,), is_strict=False, is_installed=True)
 
     def can_be(self, members: Iterable[Member]) -> bool:
         """Whether an epoch of these members could ever be installed."""
@@ -120,9 +119,8 @@ class Membership:
 
     def begun(self, members: Collection[Member]) -> "Membership":
         """The next epoch."""
-        return replace(
-            self, epoch=self.epoch + 1, members=tuple(sorted(members, key=lambda one: one.replica))
-        )
+        ordered = tuple(sorted(members, key=lambda one: one.replica))
+        return replace(self, epoch=self.epoch + 1, members=ordered, is_installed=False)
 
     def _are_enough(self, there: Collection[Life]) -> bool:
         for own in self.voters:

@@ -27,6 +27,7 @@ up after another begins at a later multiple of `TERM`. What carries an older epo
 numbered from 0 without gaps. `committed` is how many of them are committed, so it is the number of the next.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -183,11 +184,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica that lives: `addresses` are those of its ranks, stage by stage."""
+    """A replica that lives: `addresses` are those of its ranks, stage by stage. It trains the batches from
+    `first` on.
+    """
 
     replica: int
     life: int
     addresses: tuple[str, ...]
+    first: int = 0
 
     @property
     def own_life(self) -> Life:
@@ -354,13 +358,13 @@ Message = TypeVar("Message", Report, Word)
 
 def encode(message: Report | Word) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
-    return _adapter(type(message)).dump_json(message, exclude_defaults=True)
+    return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 
 
 def decode(kind: type[Message], line: bytes) -> Message:
     """The message in a line that `encode` wrote."""
     try:
-        return cast("Message", _adapter(kind).validate_json(line))
+        return cast("Message", _adapter(cast("Hashable", kind)).validate_json(line))
     except ValidationError as error:
         raise BiremeError(
             f"A line between a rank and the coordinator is no {kind.__name__}: "
@@ -369,5 +373,5 @@ def decode(kind: type[Message], line: bytes) -> Message:
 
 
 @cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast("type[Any]", kind))

@@ -172,11 +172,23 @@ class Machines(Table):
 class Sync(Table):
     """`[sync]`."""
 
+    mode: Literal["all", "quorum"] = Field(
+        default="all",
+        description="How replicas agree: all of them in every batch, or those that live (quorum): a replica "
+        "whose rank dies is started again, and the others go on",
+    )
+    lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
+        default=10.0, description="With quorum, seconds after which a silent replica is taken for dead"
+    )
+    grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = Field(
+        default=5.0,
+        description="With quorum, seconds that a batch waits for other replicas once more than half are ready",
+    )
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
         description="What sums of gradients over replicas go through: none, int8 (blocks with a scale), int4 "
         "to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found every so many "
-        "steps) or lowrank:RANK",
+        "steps) or lowrank:RANK (RANK:STEPS begins after so many whole ones, else after 10)",
     )
 
 

@@ -1,0 +1,58 @@
+"""`bireme train` with state on a disk: the losses of a resident run, and the bytes of its tiers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bireme.plan.paging import Paging
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import write_plan
+from bireme.schedule.paging import Budgets
+from bireme.schedule.residency import Sizes
+from tests.support.alone import alone
+from tests.support.command import bireme
+from tests.support.training import CUTS, losses, settings, write_run
+
+pytestmark = pytest.mark.slow
+
+DEVICE, DISK = 400_000, 1 << 30
+NOTHING, EACH, TWICE = (0.0,) * 4, (40_000.0,) * 4, (80_000.0,) * 4
+"""Bytes of no stage, and bytes that no stage's weights have more of."""
+
+
+def test_a_run_with_its_state_on_a_disk_is_the_resident_one_and_says_what_it_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path, "1f1b", 4)
+    plan = Plan(CUTS[4], 2, "1f1b", stages_per_rank=4)
+    sizes = Sizes(EACH, EACH, TWICE, NOTHING, NOTHING, NOTHING, NOTHING)
+    paging = Paging((Budgets(DEVICE, 0, DISK),), sizes, chunk_bytes=(4096,), is_summed=True, stashes=False)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    found: dict[str, dict[int, float]] = {}
+    tiers = []
+    for name, one in (("resident", plan), ("paged", replace(plan, paging=paging))):
+        write_plan(tmp_path / f"{name}.json", one)
+        more = settings(
+            plan__file=tmp_path / f"{name}.json",
+            cluster__workers=1,
+            log__name=name,
+            training__steps=8,
+            training__evaluate_every=4,
+            **({"memory__disk": scratch} if one.paging else {}),
+        )
+        with alone():
+            result = bireme(capsys, "train", str(run), *more, "--json")
+        assert result.status == 0, result.err
+        tiers.append(result.document.get("tiers"))
+        found[name] = losses(tmp_path / "runs" / name) | {-1: result.document["eval_loss"]}
+    assert found["paged"] == found["resident"]
+    assert not list(scratch.iterdir())
+    nothing, (device, disk) = tiers
+    assert nothing is None
+    assert (device["rank"], device["tier"], device["budget_bytes"]) == (0, "device", DEVICE)
+    assert (disk["rank"], disk["tier"], disk["budget_bytes"]) == (0, "disk", DISK)
+    for tier in (device, disk):
+        assert 0 < tier["peak_bytes"] <= tier["budget_bytes"]
+        assert 0 < tier["bytes_moved"] == tier["predicted_bytes_moved"]
