@@ -18,7 +18,8 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.agreements import Everyone, Groups, OuterRounds
-from bireme.simulate.together import Agreement, Exchange, Speed, Together, Work
+from bireme.simulate.replicas import Exchange, Speed, Work
+from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AgreementForecast", "agreements"]
