@@ -48,7 +48,7 @@ MORE := $$(( $(CORES) + 1 ))
 test: $(COMPILED)
 	$(PYTEST) -n $(MORE)
 
-test-fast: $(COMPILED)
+test-fast: setup
 	BIREME_TESTS=few $(PYTEST) -n $(CORES) -m "not slow"
 
 test-all: $(COMPILED)
