@@ -15,6 +15,9 @@ from bireme.schedule.residency import Sizes
 
 __all__ = ["Paging"]
 
+MOST_CHUNKS = 256
+"""Of a rank, where their size is searched: a plan tries many programs, and more chunks make them longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Paging:
@@ -57,6 +60,7 @@ class Paging:
             self.budgets,
             chunk_bytes=self.chunk_bytes or 0,
             stashes=self.stashes,
+            most_chunks=MOST_CHUNKS,
         )
 
     def paged(self, program: Program, cut: Cut) -> Program:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
-from bireme.schedule.chunks import best_chunk_bytes, is_paged, num_chunks
+from bireme.schedule.chunks import MOST_CHUNKS, best_chunk_bytes, is_paged, num_chunks
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program
 from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
@@ -70,22 +70,30 @@ def cut_memory(
     *,
     chunk_bytes: int | Sequence[int] | None = None,
     stashes: bool = True,
+    most_chunks: int = MOST_CHUNKS,
 ) -> Cut:
     """How each rank's memory is cut into chunks and tiers.
 
-    `chunk_bytes`, of all ranks or of each, is searched where it is not given or 0. Without `stashes`
+    `chunk_bytes`, of all ranks or of each, is searched where it is not given or 0, for `most_chunks` of a
+    rank. Without `stashes`
     activations stay on the device.
     """
     given = (chunk_bytes or 0,) * program.num_ranks if isinstance(chunk_bytes, int | None) else chunk_bytes
     items = tuple(item for item in Item if stashes or item is not Item.STASH)
     return tuple(
-        _cut(program, rank, sizes, own, size, items)
+        _cut(program, rank, sizes, own, size, items, most_chunks)
         for rank, (own, size) in enumerate(zip(budgets, given, strict=True))
     )
 
 
 def _cut(
-    program: Program, rank: int, sizes: Sizes, budgets: Budgets, chunk_bytes: int, items: Sequence[Item]
+    program: Program,
+    rank: int,
+    sizes: Sizes,
+    budgets: Budgets,
+    chunk_bytes: int,
+    items: Sequence[Item],
+    most: int,
 ) -> RankTiers | None:
     """How a rank's memory is cut; None where it all fits on its device."""
     whole = resident(program, rank, sizes)
@@ -101,7 +109,7 @@ def _cut(
         for (item, stage), num_bytes in found.items():
             stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)
             at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: stashes}.get(item, 1)
-        chunk_bytes = best_chunk_bytes(at_once)
+        chunk_bytes = best_chunk_bytes(at_once, most)
     chunks = {
         what: num_chunks(num_bytes, chunk_bytes)
         for what, num_bytes in found.items()

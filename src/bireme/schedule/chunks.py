@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from bireme.errors import BiremeError
 
-__all__ = ["best_chunk_bytes", "is_paged", "num_chunks"]
+__all__ = ["MOST_CHUNKS", "best_chunk_bytes", "is_paged", "num_chunks"]
 
 ALIGNED = 64
 """Chunks are a multiple of so many bytes, which suits every type of number."""
@@ -37,15 +37,15 @@ def is_paged(num_bytes: float, chunk_bytes: int) -> bool:
     return 0 < num_chunks(num_bytes, chunk_bytes) * chunk_bytes <= 2 * num_bytes
 
 
-def best_chunk_bytes(items: Mapping[float, int]) -> int:
-    """The chunk size for items of so many bytes, each with how many there are at once."""
+def best_chunk_bytes(items: Mapping[float, int], most: int = MOST_CHUNKS) -> int:
+    """The chunk size for items of so many bytes, each with how many there are at once, in `most` chunks."""
     sizes = {num_bytes: count for num_bytes, count in items.items() if num_bytes > 0 and count > 0}
     if not sizes:
         raise BiremeError(
             "Nothing can be paged: weights, gradients, optimiser and activations have no bytes."
         )
     tried = sorted({_aligned(num_bytes / parts) for num_bytes in sizes for parts in range(1, TRIED + 1)})
-    few = [size for size in tried if _num_of_all(sizes, size) <= MOST_CHUNKS] or tried[-1:]
+    few = [size for size in tried if _num_of_all(sizes, size) <= most] or tried[-1:]
     whole = sum(num_bytes * count for num_bytes, count in sizes.items())
     waste = {size: _waste(sizes, size) for size in few}
     allowed = min(waste.values()) + MORE_WASTE * whole

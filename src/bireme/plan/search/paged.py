@@ -60,7 +60,7 @@ def with_paging(
     paged: list[Candidate] = []
     for seed in roomy.candidates[: BRIEF_SEEDS if is_brief else MOST_SEEDS]:
         if cost(seed) * AS_GOOD < least:
-            best = walk.best_from(draft_of(seed.plan, cluster))
+            best = walk.best_from(draft_of(seed.plan, cluster), cost(seed))
             if best is not None:
                 paged.append(best)
                 least = min(least, cost(best))

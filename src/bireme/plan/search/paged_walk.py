@@ -68,14 +68,14 @@ class PagedWalk:
         stages = self._judge.forecast(draft).stages
         return all(stage.peak_bytes <= stage.limit_bytes for stage in stages)
 
-    def best_from(self, seed: Draft) -> Candidate | None:
-        """The best plan that is found from one that may not fit."""
+    def best_from(self, seed: Draft, least_cost: float) -> Candidate | None:
+        """The best plan that is found from one that may not fit, and costs that with room for everything."""
         at = next((one for one in self._first(seed) if self._forecast(one) is not None), None)
         if at is None:
             return None
         least, num_before = self._cost(at), self.num_tried
         is_better = True
-        while is_better and self.num_tried - num_before < self._most:
+        while is_better and least > least_cost * AS_GOOD and self.num_tried - num_before < self._most:
             is_better = False
             for other in self._beside(at):
                 if self._forecast(other) is not None and self._cost(other) * AS_GOOD < least:
@@ -267,7 +267,7 @@ class PagedWalk:
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
         best, forecast = _paged(self._judge, draft), self._seen[draft]
-        if best.paging is not None:
+        if best.paging is not None and _waits(forecast):
             for paging in _variants(best.paging):
                 other = replace(best, paging=paging)
                 found = self._judge.forecast(other)
@@ -285,6 +285,13 @@ def _paged(judge: PlanEvaluator, draft: Draft) -> Draft:
     """The draft with its paging. Several parts are updated together: the copies of an update take long."""
     together = draft.outline.stages_per_rank > 1
     return replace(draft, paging=judge.paging(draft, ahead=1, updates_together=together))
+
+
+def _waits(forecast: Forecast | None) -> bool:
+    """Whether any rank waits for its chunks for long."""
+    return forecast is None or any(
+        tier.waited_s > (AS_GOOD - 1) * forecast.batch_s for tier in forecast.tiers
+    )
 
 
 def _variants(paging: Paging) -> Iterator[Paging]:
