@@ -35,20 +35,24 @@ train: setup
 $(COMPILED): $(READY)
 	@echo "compiling the loops of bireme place, once"
 	@for words in "--method dp" "--method local-search" "--any" "--objective latency --method anneal"; do \
-		$(BIN)/bireme place examples/placement/branches.json $$words --time-limit 1 --json > /dev/null 2>&1 || true; done
+		$(BIN)/bireme place examples/placement/branches.json $$words --time-limit 1 --json > /dev/null 2>&1 & \
+	done; wait
 	@touch $@
 
-# A worker more than there are cores, for tests wait too; who has nothing left takes tests from the others.
-PYTEST := $(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
+# Who has nothing left takes tests from the others. All tests have a worker more than there are cores, for some
+# of them wait; those of the fast core do not, and each worker takes seconds to begin.
+PYTEST := $(BIN)/python -m pytest --dist worksteal
+CORES := $$(getconf _NPROCESSORS_ONLN)
+MORE := $$(( $(CORES) + 1 ))
 
 test: $(COMPILED)
-	$(PYTEST)
+	$(PYTEST) -n $(MORE)
 
-test-fast: $(COMPILED)
-	BIREME_TESTS=few $(PYTEST) -m "not slow"
+test-fast: setup
+	BIREME_TESTS=few $(PYTEST) -n $(CORES) -m "not slow"
 
 test-all: $(COMPILED)
-	BIREME_TESTS=all $(PYTEST)
+	BIREME_TESTS=all $(PYTEST) -n $(MORE)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -68,6 +72,7 @@ bench: setup
 	$(BIN)/python benchmarks/batch_end.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/agreement.py
 	$(BIN)/python benchmarks/leakage.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py
@@ -75,6 +80,7 @@ bench: setup
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/sums.py
 	$(BIN)/python benchmarks/principal.py
+	$(BIN)/python benchmarks/recommender.py
 
 # It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
 gpu:

@@ -3,6 +3,7 @@
     python benchmarks/convergence.py [show] [--quick] [--json]  what the runs come to, in Markdown
     python benchmarks/convergence.py run [--until SECONDS]      go on with the study first; stop at any time
     python benchmarks/convergence.py codecs [--until SECONDS]   the same with codecs on borders
+    python benchmarks/convergence.py replicas [--until SECONDS] the same with replicas that average weights
     python benchmarks/convergence.py draw                       also its curves, to docs/pictures
 
 One line of JSON for each finished run goes into docs/convergence.jsonl, so a study that was stopped goes on
@@ -24,12 +25,15 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.delay_study.bits_picture import Point, against_bits
 from benchmarks.delay_study.clock import NetworkSpeed, Time, batch_time
 from benchmarks.delay_study.coded import mean_bits
 from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.picture import curves
+from benchmarks.delay_study.replica_cells import replica_cells, replica_lines
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting, run
 from benchmarks.delay_study.table import Excess, Row, rows
+from benchmarks.delay_study.task import SIZES
 from bireme.bench.document import Verdict, at_most, print_verdicts
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, MEASURED, steps_for_one, unseen_share
 from bireme.report.svg import svg
@@ -39,17 +43,27 @@ MOST_EXCESS = {"fresh+warm-up": 0.01, "2bw-fresh": 0.03}
 """Above the loss of the synchronous run, which docs/convergence.md promises of a rule."""
 MOST_OFF = 0.01
 SMOKE_STEPS = 10
+BITS_TITLE = (
+    "Loss over that of the synchronous run without codecs; larger model, AdamW, 2bw-fresh with its start"
+)
+SEEN_EXCESS = 0.001
+"""The losses without and through a codec that lie nearer to each other are one point."""
+BITS_SERIES = ("without the codec", "through the codec")
+BITS_PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "codecs.svg"
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "convergence.svg"
 RESULTS = Path(__file__).parent.parent / "docs" / "convergence.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A cell to be searched, from which learning rate on and with how many seeds."""
+    """A cell to be searched, from which learning rate on and with how many seeds. One that is not searched
+    has this learning rate alone.
+    """
 
     cell: Cell
     first_rung: int
     num_seeds: int = 1
+    is_searched: bool = True
 
 
 def sweeps() -> Iterator[Sweep]:
@@ -145,19 +159,52 @@ def shapes() -> Iterator[Sweep]:
             yield Sweep(Cell("fresh+warm-up", optimizer, num_stages=d, num_microbatches=2 * d), rung)
 
 
+CODED = (
+    ("int6", 0.0),
+    ("keep:0.5:4", 0.06),
+    ("keep:0.125:8", 0.05),
+    ("keep:0.25:8", 0.06),
+    ("int8/int4", 0.0),
+    ("keep:0.25:4", 0.2),
+)
+"""Codecs and the last share of a run with int8, so that a value has 6.5, 3 or 2 bits over the run."""
+
+NUM_REPEATED = 3
+"""So many of them, one for each number of bits, get three seeds and a search."""
+
+
 def codec_sweeps() -> Iterator[Sweep]:
-    """Codecs on borders, what tells most first: the larger model under 2bw-fresh with its start."""
-    rules = ("fresh+warm-up", "synchronous")
-    words = ("int8", "keep:0.25:8", "keep:0.125:8", "keep:0.5:4", "int5", "int8/int4", "int4")
-    for size in ("larger", "small"):
-        for rule in rules:
-            yield Sweep(Cell(rule, size=size), 1, 3)
-            for word in words:
-                endings = (0.1, 0.0) if word.startswith("keep") else (0.0,)
-                for ending in endings:
-                    yield Sweep(Cell(rule, size=size, codec=word, ending=ending), 1, 3)
-    for word in words[:3]:
-        yield Sweep(Cell("fresh+warm-up", "muon", codec=word), 4, 3)
+    """Codecs on borders, what tells most first: the larger model under 2bw-fresh with its start.
+
+    All codecs come at the best rate of no codec before any of them is searched.
+    """
+    larger = [Cell("fresh+warm-up", size="larger", codec=word, ending=end) for word, end in CODED]
+    for cell in larger:
+        yield Sweep(cell, 1, is_searched=False)
+    for cell in larger[:NUM_REPEATED]:
+        yield Sweep(cell, 1, 3, is_searched=False)
+    for cell in larger[:NUM_REPEATED]:
+        yield Sweep(cell, 1, 3)
+    others = [
+        Cell("synchronous", codec="keep:0.25:8", ending=0.06),
+        Cell("synchronous", codec="keep:0.25:8"),
+        Cell("fresh+warm-up", "muon", codec="keep:0.25:8", ending=0.06),
+    ]
+    for cell in others:
+        yield Sweep(cell, 4 if cell.optimizer == "muon" else 1, is_searched=False)
+    for word, ending in (*CODED, ("int8", 0.0), ("int5", 0.0), ("int4", 0.0)):
+        for rule in ("synchronous", "fresh+warm-up"):
+            yield Sweep(Cell(rule, codec=word, ending=ending), 1, 3)
+    for word, ending in CODED[:NUM_REPEATED]:
+        yield Sweep(Cell("fresh+warm-up", "muon", codec=word, ending=ending), 4, 3)
+
+
+def replica_sweeps() -> Iterator[Sweep]:
+    """Replicas that average weights."""
+    return (Sweep(cell, rung, 3) for cell, rung in replica_cells())
+
+
+STUDIES = {"run": sweeps, "codecs": codec_sweeps, "replicas": replica_sweeps}
 
 
 def read() -> Known:
@@ -170,7 +217,13 @@ def read() -> Known:
 
 def waiting(known: Known, study: Callable[[], Iterator[Sweep]]) -> Setting | None:
     for sweep in study():
-        found = next_setting(sweep.cell, known, first_rung=sweep.first_rung, num_seeds=sweep.num_seeds)
+        found = next_setting(
+            sweep.cell,
+            known,
+            first_rung=sweep.first_rung,
+            num_seeds=sweep.num_seeds,
+            is_searched=sweep.is_searched,
+        )
         if found is not None:
             return found
     return None
@@ -200,8 +253,11 @@ def show(found: Sequence[Row]) -> None:
     print("| rule | optimiser | d | m | model | banks | L | steps | rate | loss | excess | seeds | penalty |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for row in found:
-        if row.cell.codec == "none":
+        if row.cell.codec == "none" and row.cell.agreement == "all":
             print(row_text(row))
+    print()
+    for line in replica_lines(found):
+        print(line)
     print()
     for line in codec_lines(found):
         print(line)
@@ -244,10 +300,14 @@ def codec_lines(found: Sequence[Row]) -> Iterator[str]:
             through = "" if row.through is None else f"{100 * row.through:+.1f} %"
             steps = "" if row.penalty is None else f"{row.penalty:.2f}"
             yield (
-                f"| {cell.codec} | {cell.ending:g} | {mean_bits(cell.codec, cell.ending):.1f} | {cell.rule} "
+                f"| {cell.codec} | {cell.ending:g} | {bits_of(cell):.2f} | {cell.rule} "
                 f"| {cell.optimizer} | {cell.size} | {cell.steps} | {row.loss:.3f} | {over_text(row.excess)} "
                 f"| {through} | {seeds} | {steps} |"
             )
+
+
+def bits_of(cell: Cell) -> float:
+    return mean_bits(cell.codec, cell.ending, SIZES[cell.size].config.width)
 
 
 def row_text(row: Row) -> str:
@@ -333,6 +393,26 @@ def draw(known: Known) -> None:
     )
     runs = [(name, run) for name, cell in named if (run := known.best(cell)) is not None]
     PICTURE.write_text(svg(curves("Loss on held-out text, AdamW, 4 stages", runs)))
+    points = [*codec_points(rows(known))]
+    if points:
+        BITS_PICTURE.write_text(svg(against_bits(BITS_TITLE, BITS_SERIES, points)))
+
+
+def codec_points(found: Sequence[Row]) -> Iterator[Point]:
+    """The codecs of the larger model with AdamW under 2bw-fresh with its start: without the codec at the
+    end, and through the codec that the run ended with.
+    """
+    for row in found:
+        cell, excess = row.cell, row.excess
+        if (cell.size, cell.rule, cell.optimizer) != ("larger", "fresh+warm-up", "adamw") or excess is None:
+            continue
+        if cell.codec == "none" and cell.num_microbatches == 8:
+            yield Point("none, 32 bits", 0, 10.0, excess.median, excess.least, excess.greatest)
+        elif cell.codec != "none":
+            name = f"{cell.codec}, int8 at the end" if cell.ending else cell.codec
+            yield Point(name, 0, bits_of(cell), excess.median, excess.least, excess.greatest)
+            if row.through is not None and abs(row.through - excess.median) > SEEN_EXCESS:
+                yield Point(name, 1, bits_of(cell), row.through, row.through, row.through)
 
 
 def verdicts(found: Sequence[Row]) -> Iterator[Verdict]:
@@ -375,14 +455,14 @@ class Found:
 
 
 def options(parser: ArgumentParser) -> None:
-    words = ("show", "run", "codecs", "draw")
+    words = ("show", *STUDIES, "draw")
     parser.add_argument("verb", nargs="?", choices=words, help="show is the default")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no run begins")
 
 
 def measure(asked: Namespace) -> Found:
-    if asked.verb in ("run", "codecs"):
-        go_on(asked.until, codec_sweeps if asked.verb == "codecs" else sweeps)
+    if asked.verb in STUDIES:
+        go_on(asked.until, STUDIES[asked.verb])
     if asked.verb == "draw":
         draw(read())
     if asked.quick:

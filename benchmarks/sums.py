@@ -6,7 +6,8 @@ Two processes train a small GPT on the sources of Python's standard library, 16 
 talk through a network namespace whose loopback device is shaped to the rate of the link, so seconds are those
 of real bytes; this needs Linux, root, and the programs unshare, ip and tc. The peers are torch's own
 DistributedDataParallel, as it is and with its PowerSGD hook at the rank of ours (warm start and error
-feedback, as is its default; the hook begins at its second step, and ours at the first).
+feedback, as is its default). Both begin after equally many steps with whole gradients, which count neither
+for seconds nor for bytes.
 
 Bytes are those that the network device has sent, headers and all, of both replicas together; `times_fewer`
 compares what the engine's sums sent with what they would have sent as they are. `loss` is on text that was
@@ -35,7 +36,7 @@ RANK = 4
 LOWRANK, POWER_SGD = f"lowrank:{RANK}", f"{TORCH_POWER_SGD}:{RANK}"
 THRESHOLD = "threshold:0.01:50"
 CODECS = ("none", "int8", "int4", "int2", THRESHOLD, LOWRANK, TORCH_DENSE, POWER_SGD)
-QUICK_STEPS = 12
+QUICK_STEPS = 20
 
 
 def measure(asked: Namespace) -> Findings:

@@ -30,9 +30,11 @@ from bireme.runtime.fabric import Fabric
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 
-NUM_TABLES, NUM_ROWS, NUM_MEASURED, WIDTH = 6, 2000, 8, 16
+NUM_TABLES, NUM_ROWS, NUM_MEASURED, WIDTH = 6, 500, 8, 16
 NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 2, 512
 RATE = 0.05
+FIRST_SIZE = 0.3
+"""Of entries of tables: with large ones, products of pairs are noise for long."""
 KEEP, THRESHOLD = "keep:0.25:8", "threshold:0.02:25"
 WAYS = (("none", "none"), (KEEP, "none"), ("none", THRESHOLD), (KEEP, THRESHOLD))
 """The codecs of the border and of the sums."""
@@ -46,6 +48,8 @@ class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(NUM_ROWS, WIDTH) for _ in range(NUM_TABLES))
+        for table in self.tables:
+            nn.init.normal_(table.get_parameter("weight"), std=FIRST_SIZE)
         self.bottom = nn.Sequential(nn.Linear(NUM_MEASURED, 32), nn.ReLU(), nn.Linear(32, WIDTH))
         num_pairs = (NUM_TABLES + 1) * NUM_TABLES // 2
         self.top = nn.Sequential(
@@ -80,6 +84,16 @@ class Clicks:
 
     def batch(self, number: int, num_samples: int = BATCH) -> dict[str, Tensor]:
         """A batch, the same for the same number. Some numbers come often, most hardly ever."""
+        clicked, inputs, _ = self._drawn(number, num_samples)
+        return {**inputs, "clicked": clicked}
+
+    def best_auc(self, num_samples: int = 20_000) -> float:
+        """That of the chances themselves, which no model can surpass but by luck."""
+        clicked, _, chance = self._drawn(-1, num_samples)
+        return area_under(chance, clicked)
+
+    def _drawn(self, number: int, num_samples: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Clicks, what is known of them, and how likely each was."""
         draw = torch.Generator().manual_seed(1_000_003 + number)
         share = torch.rand(num_samples, NUM_TABLES, generator=draw)
         numbers = (NUM_ROWS * share**3).long().clamp(max=NUM_ROWS - 1)
@@ -88,7 +102,7 @@ class Clicks:
         agree = (tastes.sum(1).square().sum(1) - tastes.square().sum((1, 2))) / (2 * NUM_TABLES)
         chance = torch.sigmoid(2 * agree + measured @ self._weights - 0.5)
         clicked = (torch.rand(num_samples, generator=draw) < chance).float()
-        return {"measured": measured, "numbers": numbers, "clicked": clicked}
+        return clicked, {"measured": measured, "numbers": numbers}, chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +123,12 @@ def recommender() -> Graph:
     return capture(Recommender(), Clicks().batch(0, BATCH // NUM_REPLICAS // NUM_MICROBATCHES))
 
 
-def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: int) -> Trained:
+def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: int, seed: int = 0) -> Trained:
     """Train as one of four ranks; each says what it has sent, and rank 0 how good the model is."""
     with SEEDING:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = Recommender()
-    clicks = Clicks()
+    clicks = Clicks(seed)
     units = units_of(graph)
     with_tables = [unit.index for unit in units if any(name.startswith("tables") for name in unit.parameters)]
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -172,11 +186,16 @@ def _batches(clicks: Clicks, steps: int) -> Iterator[dict[str, Tensor]]:
 @torch.no_grad()
 def auc_of(model: Recommender, samples: dict[str, Tensor]) -> float:
     """The chance that a clicked sample has a higher score than one that was not."""
-    scores = model.scores(model.vectors(samples["measured"], samples["numbers"]))
-    ranks = scores.argsort().argsort().double() + 1
-    clicked = samples["clicked"] > 0
-    num_clicked, num_others = int(clicked.sum()), int((~clicked).sum())
-    above = float(ranks[clicked].sum()) - num_clicked * (num_clicked + 1) / 2
+    return area_under(
+        model.scores(model.vectors(samples["measured"], samples["numbers"])), samples["clicked"]
+    )
+
+
+def area_under(scores: Tensor, clicked: Tensor) -> float:
+    """The chance that a clicked sample has a higher score than one that was not."""
+    ranks, is_clicked = scores.argsort().argsort().double() + 1, clicked > 0
+    num_clicked, num_others = int(is_clicked.sum()), int((~is_clicked).sum())
+    above = float(ranks[is_clicked].sum()) - num_clicked * (num_clicked + 1) / 2
     return above / (num_clicked * num_others)
 
 

@@ -8,8 +8,12 @@ processors.
 The fast core runs compiled loops as plain Python: its graphs are small, and compiling takes longer.
 Property tests look for new cases on a developer's machine, and try the same ones every time in CI; how long
 they take is not judged. `tests/support/extent.py` says how many cases they try.
+
+What a worker has imported and collected stays to its end, so Python's collector of cycles need not look
+through it: it rests while tests are collected, and leaves out afterwards what is there by then.
 """
 
+import gc
 import os
 import re
 import shutil
@@ -50,6 +54,7 @@ FOLDER = pytest.StashKey[str]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist inherit what is set here by the process that starts them."""
+    gc.disable()
     if not hasattr(config, "workerinput"):
         config.stash[FOLDER] = tempfile.mkdtemp(prefix="bireme-tests-")
         os.environ["BIREME_TESTS_FOLDER"] = config.stash[FOLDER]
@@ -59,6 +64,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     if config.option.markexpr == FAST:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of cycles look at what tests make, and at nothing else."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

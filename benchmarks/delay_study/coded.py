@@ -1,6 +1,7 @@
 """A GPT with codecs at the cuts between its stages, in one process."""
 
 from functools import partial
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,10 +9,13 @@ from torch import Tensor, nn
 from benchmarks.delay_study.simulation import stage_of_half
 from bireme.codec import BorderCodecs, through
 from bireme.codec.border import AS_IT_IS
-from bireme.codec.description import bits_a_value
+from bireme.codec.description import BLOCK, encoded_bytes
 from bireme.model.gpt import GPT
 
 __all__ = ["CodedCuts", "codecs_named", "mean_bits"]
+
+VALUE_BYTES = 4
+"""Models of the study compute in float32."""
 
 
 class CodedCuts:
@@ -46,11 +50,15 @@ def codecs_named(word: str) -> BorderCodecs:
     return BorderCodecs(forward, backward or forward)
 
 
-def mean_bits(word: str, ending: float, value_bytes: int = 4) -> float:
-    """Bits a value, in the mean of both ways and over a run whose last part has int8."""
+def mean_bits(word: str, ending: float, width: int) -> float:
+    """Bits a value in rows of that width, scales and masks counted, in the mean of both ways and over a run
+    whose last part has int8.
+    """
+    shape = (BLOCK, width)
 
     def of(codecs: BorderCodecs) -> float:
-        there = bits_a_value(codecs.choice(forward=True), value_bytes)
-        return (there + bits_a_value(codecs.choice(forward=False), value_bytes, is_back=True)) / 2
+        there = encoded_bytes(codecs.choice(forward=True), shape, VALUE_BYTES)
+        back = encoded_bytes(codecs.choice(forward=False), shape, VALUE_BYTES, is_back=True)
+        return 8 * (there + back) / (2 * prod(shape))
 
     return (1 - ending) * of(codecs_named(word)) + ending * of(codecs_named("int8"))

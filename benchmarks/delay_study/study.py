@@ -6,19 +6,23 @@ worse ones. Other seeds run at the rate that was best for the first one, and at 
 near; the better of these counts.
 """
 
+import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from benchmarks.delay_study.coded import CodedCuts, codecs_named
+from benchmarks.delay_study.meetings import agreed_named
+from benchmarks.delay_study.replicas import Replicas
 from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
-from benchmarks.delay_study.task import SIZES, text
+from benchmarks.delay_study.task import SIZES, Text, text
 from bireme.codec.border import AS_IT_IS
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
@@ -64,6 +68,10 @@ class Cell:
     """Of all borders, in the words of `links.codec`; another one for gradients after a slash."""
     ending: float = 0.0
     """The share of the steps, at the end, with int8 instead."""
+    replicas: int = 1
+    """Each trains an equal part of every batch."""
+    agreement: str = "all"
+    """How replicas agree, in the words of `meetings`; all of them sum gradients as one process does."""
 
     def reference(self) -> "Cell":
         """The synchronous runs that these are compared with."""
@@ -149,8 +157,15 @@ def rate_of(optimizer: str, rung: int) -> float:
     return float(BASE_RATE[optimizer] * 2.0**rung)
 
 
-def next_setting(cell: Cell, known: Known, *, first_rung: int, num_seeds: int) -> Setting | None:
-    """What is to be run next of a cell, or None if all is there. The search begins around `first_rung`."""
+def next_setting(
+    cell: Cell, known: Known, *, first_rung: int, num_seeds: int, is_searched: bool = True
+) -> Setting | None:
+    """What is to be run next of a cell, or None if all is there. The search begins around `first_rung`, or
+    stays there where the cell is not searched.
+    """
+    if not is_searched:
+        wanted = (Setting(cell, first_rung, seed) for seed in range(num_seeds))
+        return next((one for one in wanted if one not in known.runs), None)
     found = known.rungs(cell)
     for rung in (first_rung, first_rung - 1, first_rung + 1):
         if rung not in found:
@@ -176,8 +191,68 @@ def run(setting: Setting) -> Run:
     cell, size, source = setting.cell, SIZES[setting.cell.size], text()
     torch.manual_seed(setting.seed)
     model = GPT(size.config)
+    trained = _trained(setting, model, source)
     cuts = CodedCuts(model, cell.num_stages)
-    simulation = Simulation(
+    curve: list[float] = []
+    codecs, last = codecs_named(cell.codec), codecs_named("int8" if cell.ending else cell.codec)
+    for number in range(cell.steps):
+        cuts.codecs = codecs if number < round((1 - cell.ending) * cell.steps) else last
+        loss = trained.train(number)
+        if not loss < DIVERGED:
+            return _kept(setting, DIVERGED, curve, begin)
+        if (number + 1) % CURVE_EVERY == 0:
+            cuts.codecs = AS_IT_IS
+            curve.append(trained.evaluated(source.along_the_way()))
+    cuts.codecs = AS_IT_IS
+    loss = min(trained.evaluated(source.at_the_end()), DIVERGED)
+    if last.is_none:
+        return _kept(setting, loss, curve, begin)
+    cuts.codecs = last
+    return _kept(setting, loss, curve, begin, trained.evaluated(source.at_the_end()))
+
+
+class _Alone:
+    """One process, or replicas that sum gradients: it is the same."""
+
+    def __init__(self, simulation: Simulation, batch_of: Callable[[int], Tensor]) -> None:
+        self.simulation = simulation
+        self.batch_of = batch_of
+
+    def train(self, number: int) -> float:
+        """Run a batch; its loss."""
+        return self.simulation.train(self.batch_of(number))
+
+    def evaluated(self, input_ids: Tensor) -> float:
+        """The loss of the newest weights."""
+        return self.simulation.loss_on_newest(input_ids)
+
+
+def _trained(setting: Setting, model: GPT, source: Text) -> "_Alone | Replicas":
+    """The model in training, with copies of it where replicas agree on weights."""
+    cell, size, seed = setting.cell, SIZES[setting.cell.size], setting.seed
+    if cell.agreement == "all":
+        return _Alone(_simulation(setting, model), lambda number: source.batch(size, seed, number))
+
+    def part_of(replica: int, batch: int) -> Tensor:
+        return source.batch(size, seed, batch).chunk(cell.replicas)[replica]
+
+    copies = [model, *(copy.deepcopy(model) for _ in range(cell.replicas - 1))]
+    together = Replicas(
+        [_simulation(setting, one) for one in copies],
+        agreed_named(cell.agreement),
+        part_of,
+        num_batches=cell.steps,
+        seed=seed,
+    )
+    for one in together.simulations:
+        # The rate follows the samples of all replicas, as it does where they sum gradients.
+        one.lr_factor = lambda _: _factor(together.num_updates // cell.replicas, cell.steps)
+    return together
+
+
+def _simulation(setting: Setting, model: GPT) -> Simulation:
+    cell = setting.cell
+    return Simulation(
         model,
         rule_named(cell.rule),
         Pipelining(
@@ -191,22 +266,6 @@ def run(setting: Setting) -> Run:
         clip_norm=CLIP_NORM,
         lr_factor=lambda batch: _factor(batch, cell.steps),
     )
-    curve: list[float] = []
-    codecs, last = codecs_named(cell.codec), codecs_named("int8" if cell.ending else cell.codec)
-    for number in range(cell.steps):
-        cuts.codecs = codecs if number < round((1 - cell.ending) * cell.steps) else last
-        loss = simulation.train(source.batch(size, setting.seed, number))
-        if not loss < DIVERGED:
-            return _kept(setting, DIVERGED, curve, begin)
-        if (number + 1) % CURVE_EVERY == 0:
-            cuts.codecs = AS_IT_IS
-            curve.append(simulation.loss_on_newest(source.along_the_way()))
-    cuts.codecs = AS_IT_IS
-    loss = min(simulation.loss_on_newest(source.at_the_end()), DIVERGED)
-    if last.is_none:
-        return _kept(setting, loss, curve, begin)
-    cuts.codecs = last
-    return _kept(setting, loss, curve, begin, simulation.loss_on_newest(source.at_the_end()))
 
 
 def _factory(optimizer: str, rate: float) -> OptimizerFactory:

@@ -176,10 +176,10 @@ class _ShapedTransport:
         self._out = out
         self._num_bytes = num_bytes
 
-    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
         """Begin to send."""
         self._lanes.ready(self._out[to], tuple(key), self._num_bytes(key))
-        return self.inner.send(key, to, payload)
+        return self.inner.send(key, to, payload, num_bytes)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Begin to receive."""

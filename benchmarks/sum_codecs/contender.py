@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.delay_study.task import SIZES, text
+from bireme.codec.sum_words import WHOLE_STEPS
 from bireme.model.capture import capture
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise
@@ -33,8 +34,8 @@ REPLICAS = 2
 SIZE = SIZES["small"]
 RATE = 4e-3
 WARM_UP, CLIP_NORM = 0.1, 1.0
-FIRST = 5
-"""Steps that count neither for seconds nor for bytes."""
+FIRST = WHOLE_STEPS + 2
+"""Steps that count neither for seconds nor for bytes: in the first, low rank sends whole gradients."""
 
 TORCH_DENSE, TORCH_POWER_SGD = "torch", "torch-powersgd"
 """Contenders that are not a codec of ours; the second is followed by a colon and its rank."""
@@ -96,7 +97,7 @@ def _with_torch(world: World, codec: str, seed: int, steps: int) -> Outcome:
     replica = DistributedDataParallel(model)
     if codec != TORCH_DENSE:
         state = PowerSGDState(
-            None, matrix_approximation_rank=int(codec.rpartition(":")[2]), start_powerSGD_iter=2
+            None, matrix_approximation_rank=int(codec.rpartition(":")[2]), start_powerSGD_iter=WHOLE_STEPS
         )
         replica.register_comm_hook(state, powerSGD_hook)
     made = _optimizer()([*model.named_parameters()])

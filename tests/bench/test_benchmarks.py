@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 BENCHMARKS = sorted(FOLDER.glob("*.py"))
-CHEAP = ("partition", "search")
+CHEAP = ("search", "partition")
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, path: Path, *words: str) -> int:

@@ -1,8 +1,6 @@
 """`bireme cluster probe`: real processes measured over gloo, and what is refused before any is started."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,9 @@ from bireme.bench.probe import Setting, probe_here
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from tests.support.command import bireme
+from tests.support.copies import Copy
 from tests.support.patience import patience_s
+from tests.support.ranks import torchrun
 
 TINY = "gpt:layers=1,width=16,heads=2,vocab=32,context=8"
 Capture = pytest.CaptureFixture[str]
@@ -43,18 +43,14 @@ def test_processes_of_this_machine_are_probed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
     output = tmp_path / "cluster.toml"
-    words = [*"-m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(), sys.executable]
-    code = "import sys; from bireme.cli.main import main; sys.argv[0] = 'bireme'; main()"
-    asked = ["cluster", "probe", "--model", TINY, "--seconds", "0.3", "--output", str(output), "--json"]
-    done = subprocess.run(
-        [sys.executable, *words, "-c", code, *asked, "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=patience_s(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    words = ["cluster", "probe", "--model", TINY, "--seconds", "0.3", "--output", str(output), "--json"]
+    process = Copy([*torchrun(2), "-m", "bireme", *words, "--device", "cpu"], tmp_path)
+    try:
+        out, errors = process.communicate(timeout=patience_s())
+    finally:
+        process.close()
+    assert process.returncode == 0, errors
+    document = json.loads(out)
     assert document["num_devices"] == 2
     assert len(document["pairs"]) == 2
     assert read_cluster(output).num_devices == 2

@@ -102,10 +102,14 @@ def test_what_gives_the_same_bits_everywhere_is_what_was_meant() -> None:
     assert torch.allclose(found @ found.T, exact @ exact.T, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", ["none", "int8", "int4", "int2", "threshold:0.01:50", "lowrank:4"])
+@pytest.mark.parametrize(
+    "text", ["none", "int8", "int4", "int2", "threshold:0.01:50", "lowrank:4", "lowrank:4:0"]
+)
 def test_words_are_read_as_they_are_written(text: str) -> None:
     assert str(parse_sum_codec(text)) == text
-    assert parse_sum_codec(text).has_feedback == (text in ("int2", "threshold:0.01:50", "lowrank:4"))
+    assert parse_sum_codec(text).has_feedback == (
+        text in ("int2", "threshold:0.01:50", "lowrank:4", "lowrank:4:0")
+    )
 
 
 def test_short_words_stand_for_whole_ones() -> None:

@@ -13,6 +13,7 @@ from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.graph import Graph
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
+from tests.support.extent import draws
 
 pytestmark = pytest.mark.slow
 
@@ -226,13 +227,14 @@ def test_what_cannot_be_captured_is_said_in_one_sentence(
 
 
 def test_a_model_of_billions_is_captured_without_a_weight() -> None:
+    num_layers = draws(32, 10)
     with torch.device("meta"):
-        model = GPT(GPTConfig(layers=32, width=4096, heads=32, vocab=32000, context=2048))
+        model = GPT(GPTConfig(layers=num_layers, width=4096, heads=32, vocab=32000, context=2048))
         ids = torch.zeros(1, 2048, dtype=torch.long)
     graph = capture(model, {"input_ids": ids, "labels": ids})
     units = units_of(graph)
-    assert graph.parameter_bytes > 6e9 * 4
-    assert len(units) == 1 + 2 * 32 + 1
+    assert graph.parameter_bytes > num_layers * 2e8 * 4 >= 1e9 * 4
+    assert len(units) == 1 + 2 * num_layers + 1
     assert len({unit.structure for unit in units}) == 4
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 

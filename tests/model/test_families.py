@@ -8,6 +8,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -22,6 +23,7 @@ from bireme.model.stage import stage_function
 from bireme.model.torch_private import as_in_capture
 from bireme.model.units import Unit, units_of
 from tests.support.extent import TRY_ALL
+from tests.support.graphs import captured_once
 
 pytestmark = [
     pytest.mark.slow,
@@ -160,9 +162,15 @@ def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
 
+def graph_of(family: Family, *, training: bool = True) -> Graph:
+    """Captured once for all workers."""
+    make = partial(capture, family.build(), family.inputs(), training=training)
+    return captured_once(repr((family.config, family.settings, family.dtype, training)), make)
+
+
 @pytest.fixture(scope="module")
 def captured(family: Family) -> Graph:
-    return capture(family.build(), family.inputs())
+    return graph_of(family)
 
 
 def test_it_is_cut_into_its_natural_pieces(family: Family, captured: Graph) -> None:
@@ -209,12 +217,11 @@ def test_the_stages_are_the_model_as_it_runs_by_itself(family: Family, captured:
 
 def test_evaluation_is_a_graph_of_its_own(family: Family) -> None:
     model, inputs = family.build().eval(), family.inputs()
-    graph = capture(model, inputs, training=False)
+    graph = graph_of(family, training=False)
     with torch.no_grad(), as_in_capture():
         expected = whole(model, inputs)
         found = in_stages(graph, units_of(graph), 3, copy.deepcopy(model), inputs)
     assert torch.equal(found, expected)
-    assert not model.training
 
 
 def test_another_batch_size_needs_no_other_graph(family: Family, captured: Graph) -> None:
@@ -239,7 +246,7 @@ def test_equal_layers_are_equal_units() -> None:
 
 def test_a_tied_weight_is_one_parameter_in_two_places() -> None:
     family = FAMILIES["gpt2"]
-    graph = capture(family.build(), family.inputs())
+    graph = graph_of(family)
     units = units_of(graph)
     tied = [parameter for parameter in graph.parameters if parameter.aliases]
     assert [parameter.aliases for parameter in tied] == [("lm_head.weight",)]
@@ -250,7 +257,7 @@ def test_a_tied_weight_is_one_parameter_in_two_places() -> None:
 
 
 def test_what_an_encoder_hands_to_a_decoder_passes_through_what_does_not_use_it() -> None:
-    units = units_of(capture(FAMILIES["t5"].build(), FAMILIES["t5"].inputs()))
+    units = units_of(graph_of(FAMILIES["t5"]))
     feed_forward = [unit for unit in units if unit.name.startswith("decoder") and "Dense" in unit.name]
     passing = set(feed_forward[0].receives) & set(feed_forward[0].sends)
     assert len(passing) == 2

@@ -3,7 +3,10 @@
 import pytest
 
 from bireme.plan.search import search
+from tests.support.graphs import remember_captures
 from tests.support.remembered import find_plan_once
+
+remember_captures()
 
 
 @pytest.fixture

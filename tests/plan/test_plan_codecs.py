@@ -11,14 +11,15 @@ from bireme.cluster.links import Card, Link, Switch
 from bireme.cluster.server import Server
 from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
 from bireme.errors import BiremeError
-from bireme.plan.codec_penalties import PILOT, codec_steps
+from bireme.plan.codec_penalties import EXCESSES, codec_steps
 from bireme.plan.forecast import Answer
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.search.search import forecast_of
 from bireme.report.plan_document import plan_document
 from tests.support.hand_plans import tiny_profile
+from tests.support.remembered import find_plan_once
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ def two_servers(bytes_per_s: float) -> Cluster:
 
 
 def found(cluster: Cluster, wishes: PlanRequest = WISHES) -> Answer:
-    answer = find_plan(tiny_profile(), cluster, wishes)
+    answer = find_plan_once(tiny_profile(), cluster, wishes)
     assert isinstance(answer, Answer)
     return answer
 
@@ -68,13 +69,27 @@ def test_a_plan_keeps_its_codecs_in_its_file_and_promises_the_same_again(tmp_pat
     assert forecast_of(again.plan, tiny_profile(), cluster, replace(WISHES, codec="none")) == best.forecast
 
 
+def test_single_borders_have_codecs_of_their_own_in_predictions() -> None:
+    cluster, bare = two_servers(1e6), replace(WISHES, codec="none")
+    codecs = BorderCodecs("int8", "int4")
+    single = found(cluster, replace(bare, borders=((0, codecs),))).best
+    plain = found(cluster, bare).best
+    assert single.plan.codecs == (codecs,)
+    assert not plain.plan.codecs
+    assert single.forecast.batch_s < plain.forecast.batch_s / 1.5
+    assert single.forecast.codec_penalty == codec_steps([codecs], has_ending=False)
+    assert found(cluster, replace(WISHES, borders=((0, codecs),))).best.plan.codecs == (codecs,)
+
+
 def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
     fine, few = BorderCodecs("int8", "int8"), BorderCodecs("keep:0.25:8", "keep:0.25:8")
     assert codec_steps([], has_ending=False) == codec_steps([BorderCodecs()], has_ending=False) == 1.0
     assert codec_steps([fine, few], has_ending=False) == codec_steps([few], has_ending=False)
     assert 1 < codec_steps([fine], has_ending=False) < codec_steps([few], has_ending=True)
     assert codec_steps([few], has_ending=True) < codec_steps([few], has_ending=False)
-    assert all(one.ended <= one.bare for one in PILOT.values())
+    coarse = codec_steps([BorderCodecs("int4", "int4")], has_ending=False)
+    assert codec_steps([BorderCodecs("int8", "int4")], has_ending=False) < coarse
+    assert all(one.ended <= one.bare for one in EXCESSES.values())
 
 
 def test_codecs_that_contradict_each_other_are_refused() -> None:

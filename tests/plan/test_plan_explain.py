@@ -13,6 +13,8 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Switch
 from bireme.cluster.server import Server, device_names
 from bireme.errors import BiremeError
+from bireme.plan.agreement_penalties import PILOT
+from bireme.plan.agreements import agreements
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help, explain
 from bireme.plan.forecast import Answer
@@ -64,6 +66,35 @@ def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: f
     (found,) = explain(tiny_profile(), cluster, wishes, answer, search)
     assert found.words == "2 × the bandwidth of one/bus"
     assert least < found.gain < most
+
+
+def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() -> None:
+    """Times four, and the modes in the order of `all`, groups, outer; with one replica there is no choice."""
+
+    def rates(bytes_per_s: float, spread: float) -> list[float]:
+        profile = tiny_profile()
+        units = tuple(
+            replace(unit, costs=tuple(replace(cost, spread=spread) for cost in unit.costs))
+            for unit in profile.units
+        )
+        wishes = PlanRequest(8, depth=1, width=2, schedule="1f1b")
+        answer = find_plan(profile, two(bytes_per_s), wishes)
+        assert isinstance(answer, Answer)
+        found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s))
+        assert [(one.mode, one.every) for one in found] == [("all", 1), *((p.mode, p.every) for p in PILOT)]
+        assert found[0].samples_per_s == answer.best.forecast.samples_per_s
+        assert found[0].gain == 1.0
+        return [one.samples_per_s / found[0].samples_per_s for one in found]
+
+    assert rates(1e15, 0.0) == pytest.approx([1.0] * 4, rel=0.02)
+    spread = rates(1e15, 1.0)
+    assert spread[2] > 1.05
+    slow = rates(1e3, 0.0)
+    assert slow[3] > 1.5 * slow[0]
+    assert slow[1] == pytest.approx(1.0, rel=0.05)
+    alone = find_plan(tiny_profile(), two(1e9), PlanRequest(8, depth=2, width=1, schedule="1f1b"))
+    assert isinstance(alone, Answer)
+    assert agreements(alone.best, tiny_profile(), two(1e9)) == ()
 
 
 def test_a_larger_batch_helps_a_schedule_that_drains() -> None:

@@ -10,6 +10,7 @@ from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
 from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import forecast_of
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
@@ -48,6 +49,14 @@ def test_what_a_codec_keeps_is_counted() -> None:
     dense, kept = forecast("none").stages[0], forecast("threshold:0.01:50").stages[0]
     assert kept.peak_bytes - dense.peak_bytes == pytest.approx(2 * gradients)
     assert forecast("int8").stages[0].peak_bytes == dense.peak_bytes
+
+
+def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:
+    wishes = PlanRequest(batch_size=8, sums=cost("threshold:0.01:50"))
+    ground = PlanningProblem(tiny_profile(), cluster(), wishes)
+    one, two = (ground.merged(1, width).bytes for width in (1, 2))
+    assert (two.optimizer - one.optimizer).tolist() == (2 * one.gradient).tolist()
+    assert (two.gradient == one.gradient).all()
 
 
 def test_a_wrong_codec_is_refused_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from bireme.profile.repetition import period
 from bireme.profile.swapping import Bandwidth, SwapPlan, plan_swaps
 from bireme.profile.trace import StorageTrace
 from bireme.report.packing import packed
+from tests.support.extent import several
 
 pytestmark = pytest.mark.slow
 
@@ -451,6 +452,7 @@ def test_the_paper_s_table_follows_from_bytes(num_samples: int, width: int, perc
         assert made / 2**20 == pytest.approx(SIZES_MIB[num_samples], abs=0.0051)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("num_samples", "width", "percent"), TABLE[:5])
 def test_the_paper_s_table_is_what_the_trace_finds(num_samples: int, width: int, percent: float) -> None:
     """torch keeps eight numbers per sample where theirs keeps twelve, and labels as one number of 8 bytes."""
@@ -526,7 +528,7 @@ def test_more_bandwidth_never_lets_less_be_swapped(behaviour: Behaviour) -> None
 
 def test_the_lowered_peak_is_that_of_the_iteration_without_what_is_away(behaviour: Behaviour) -> None:
     bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
-    for plan in plans(behaviour):
+    for plan in several([*plans(behaviour)], 8):
         left = behaviour.live_bytes()
         for place, (start_s, end_s) in enumerate(pairwise(bounds_s)):
             for swap in plan.swaps:

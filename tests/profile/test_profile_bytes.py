@@ -5,7 +5,7 @@ means: by the address of its memory.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 
 import pytest
@@ -27,6 +27,8 @@ from bireme.profile.stages import stage_cost
 from bireme.profile.trace import StorageTrace
 from bireme.profile.workbench import Workbench
 from tests.model.test_families import FAMILIES
+from tests.model.test_families import graph_of as family_graph_of
+from tests.support.graphs import captured_once
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +73,7 @@ class FrozenBegin(nn.Module):
 
 def gpt_graph(text: str = "gpt:layers=2,width=16,heads=2,vocab=23,context=8,dropout=0.1") -> Graph:
     source = load_source(text, batch=3)
-    return capture(source.model, source.example_inputs)
+    return captured_once(f"three of {text}", partial(capture, source.model, source.example_inputs))
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
@@ -212,7 +214,7 @@ def test_the_stages_of_transformers_models_keep_and_take_what_is_foretold(name: 
     """Of every other length the stages at the begin, in the middle and at the end."""
     pytest.importorskip("transformers")
     family = FAMILIES[name]
-    graph = capture(family.build(), family.inputs())
+    graph = family_graph_of(family)
     num_units = len(units_of(graph))
     stages = {
         (begin, begin + length)

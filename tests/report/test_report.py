@@ -366,3 +366,23 @@ def test_a_trace_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
         write_trace(broken, tmp_path / "trace.json")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     assert (tmp_path / "trace.json").read_text() == "before"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "2bw-fresh"])
+def test_averages_with_replicas_are_flags_a_line_of_their_own_and_a_thread(name: str, tmp_path: Path) -> None:
+    program = generate(name, num_stages=2, num_microbatches=4, num_batches=3, average_lag=0)
+    timeline = timeline_of(program)
+    shapes = laid_out(timeline).shapes
+    texts = {shape.text for shape in shapes if isinstance(shape, Text)}
+    assert {"weight average", "average of weights starts, ends", "average of weights with replicas"} <= texts
+    assert not {"gradient sync", "gradient sync with replicas"} & texts
+    titles = [shape.title or "" for shape in shapes if isinstance(shape, Flag)]
+    for what in ("average starts", "average ends"):
+        assert sum(title.startswith(what) for title in titles) == 2 * 3
+    events = events_of(timeline, tmp_path / "trace.json")
+    syncs = [event for event in events if event.get("cat") == "sync" and event["ph"] == "X"]
+    assert {event["name"] for event in syncs} == {"weight average"}
+    assert len(syncs) == 2 * 3
+    plain = generate(name, num_stages=2, num_microbatches=4, num_batches=3)
+    others = {s.text for s in laid_out(timeline_of(plain)).shapes if isinstance(s, Text)}
+    assert not any("average" in text for text in others)

@@ -99,6 +99,7 @@ def whole(snapshots: Sequence[Snapshot]) -> Snapshot:
     return replace(snapshots[0], tensors={n: t for one in snapshots for n, t in one.tensors.items()})
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh", "zb-h1"])
 def test_changing_shares_train_as_one_process_does(schedule: str) -> None:
     """To the last bit where sums are made in the order of the micro-batches, which follow the shares."""
@@ -145,6 +146,7 @@ def test_shares_change_for_batches_that_no_rank_has_read(schedule: str) -> None:
                 assert ran[0].results[after["first"]].shares == tuple(after["shares"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
 def test_going_on_from_a_snapshot_is_never_having_stopped_while_shares_change(schedule: str) -> None:
     """Also from one that was taken when a change was decided and had not come yet."""
@@ -178,6 +180,7 @@ def test_shares_of_another_run_are_not_taken_over() -> None:
     assert again[0].results[0].shares == (20, 20)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_replica_in_whose_share_nothing_counts_weighs_nothing(schedule: str) -> None:
     """Weights are those of the targets that count, whatever the shares are when they change."""

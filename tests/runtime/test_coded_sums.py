@@ -30,7 +30,7 @@ from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
 
-CODECS = ("int8", "int4", "int2", "threshold:0.05:3", "lowrank:2")
+CODECS = ("int8", "int4", "int2", "threshold:0.05:3", "lowrank:2:1")
 UNTIED = "layers=3,tied=false"
 WIDTH = 20
 
@@ -47,12 +47,13 @@ def tolerance_of(codec: str) -> float:
     return 1e-7 if codec.startswith("lowrank") else 0.0
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("schedule", "codec"),
     [
         *(("1f1b", codec) for codec in CODECS),
         ("2bw", "threshold:0.05:3"),
-        ("2bw", "lowrank:2"),
+        ("2bw", "lowrank:2:1"),
         ("2bw-fresh", "int4"),
         ("2bw-fresh", "threshold:0.05:3"),
     ],
@@ -64,7 +65,7 @@ def test_replicas_sum_through_a_codec_what_one_process_does(schedule: str, codec
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(codec))
 
 
-@pytest.mark.parametrize("codec", ["threshold:0.05:3", "lowrank:2"])
+@pytest.mark.parametrize("codec", ["threshold:0.05:3", "lowrank:2:1"])
 def test_a_skipped_batch_leaves_residuals_thresholds_and_bases_as_they_were(codec: str) -> None:
     data = real_batches(16, 6, WIDTH)
     data[0]["x"][3] = math.inf
@@ -77,7 +78,7 @@ def test_a_skipped_batch_leaves_residuals_thresholds_and_bases_as_they_were(code
 
 @pytest.mark.parametrize(
     ("schedule", "codec"),
-    [("2bw", "threshold:0.05:3"), ("2bw-fresh", "lowrank:2"), ("1f1b", "int2")],
+    [("2bw", "threshold:0.05:3"), ("2bw-fresh", "lowrank:2:1"), ("1f1b", "int2")],
 )
 def test_going_on_amid_a_life_span_is_never_having_stopped(schedule: str, codec: str) -> None:
     model, data = gpt(UNTIED), token_batches(16, 8)
@@ -93,7 +94,7 @@ def test_another_codec_and_other_replicas_go_on_from_the_same_checkpoint() -> No
     model, data = gpt(UNTIED), token_batches(16, 6)
     whole = train(model, Setting(plan_for("1f1b", 2, width=2), sum_codec="threshold:0.05:3"), data)
     saved = together(whole)
-    for width, codec in ((2, "lowrank:2"), (4, "threshold:0.05:3"), (2, "none"), (1, "int8")):
+    for width, codec in ((2, "lowrank:2:1"), (4, "threshold:0.05:3"), (2, "none"), (1, "int8")):
         setting = Setting(plan_for("1f1b", 2, width=width), sum_codec=codec)
         rest = train(model, setting, data[TAKEN_BEHIND:], saved)
         assert rest[0].losses[0] == pytest.approx(whole[0].losses[TAKEN_BEHIND], rel=1e-9)

@@ -71,6 +71,7 @@ ROWS = list(covering())
 UNTIED = "layers=3,tied=false"
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("recompute", ["off", "all"])
 @pytest.mark.parametrize("schedule", ALL)
 def test_every_schedule_computes_what_one_process_does_to_the_last_bit(schedule: str, recompute: str) -> None:

@@ -47,6 +47,8 @@ EACH = {
     "each border its own": LinkCodecs.steady(
         (BorderCodecs("int3", "none"), BorderCodecs("keep:0.3:8", "keep:0.3"))
     ),
+    "keep over the tensor": everywhere("keep:0.25:8:2"),
+    "a user's own": everywhere("tests.support.own_codecs:Zipped"),
     "another one later": LinkCodecs(
         (
             CodecPhase(0, (BorderCodecs("int8", "int8"),) * 3),
@@ -56,6 +58,7 @@ EACH = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("codecs", EACH.values(), ids=EACH)
 def test_with_any_codec_training_equals_one_process_to_the_last_bit(codecs: LinkCodecs) -> None:
     model, data = gpt(UNTIED), token_batches(8, 4)
@@ -63,6 +66,7 @@ def test_with_any_codec_training_equals_one_process_to_the_last_bit(codecs: Link
     assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [
@@ -87,9 +91,11 @@ def test_masks_hold_from_the_forward_to_the_backward_under_every_kind_of_program
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(schedule))
 
 
-def test_going_on_from_a_snapshot_with_codecs_is_never_having_stopped() -> None:
+@pytest.mark.parametrize("codecs", ["another one later", "keep over the tensor"])
+def test_going_on_from_a_snapshot_with_codecs_is_never_having_stopped(codecs: str) -> None:
+    """The third batch has the threshold of the second: the run stops in the middle of its life."""
     model, data = gpt(UNTIED), token_batches(8, 5)
-    setting = Setting(plan_for("2bw"), codecs=EACH["another one later"])
+    setting = Setting(plan_for("2bw"), codecs=EACH[codecs])
     whole = train_on_threads(model, setting, data)
     joined = ThreadFabric(3, timeout_s=60.0)
     stopped = run_threads(3, lambda rank: _train(pipeline_of(model, setting, joined.of(rank)), data, None, 3))

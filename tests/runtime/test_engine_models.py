@@ -410,5 +410,6 @@ def t5() -> Model:
     return captured(
         transformers.T5ForConditionalGeneration(config).double(),
         {"input_ids": ids, "labels": ids.clone()},
+        name="small T5",
         count=lambda given: float((given["labels"] != -100).sum()),
     )

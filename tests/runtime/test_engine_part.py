@@ -30,6 +30,7 @@ def model_of(part: str) -> Model:
     return gpt(SIZES, part=PARTS[part])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("schedule", "recompute", "width"), [("1f1b", (), 2), ("2bw-fresh", (1,), 1), ("zb-h1", (), 1)]

@@ -104,6 +104,7 @@ def test_so_it_is_with_bfloat16_banks_and_every_optimiser(schedule: str, optimiz
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
 def test_a_part_goes_on_from_what_was_trained_alone(schedule: str) -> None:
     model = gpt("layers=3,tied=false,dropout=0.2", part=Part(freeze=("tokens.*", "layers.1.*", "*.bias")))

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bireme.codec.description import parse_codec
 from bireme.errors import BiremeError
 from bireme.runtime import peer_sockets
+from bireme.runtime.coding import Coding
 from bireme.runtime.fabric import neighbours_of
 from bireme.runtime.header import header_of
 from bireme.runtime.peers import PeerLost
@@ -502,3 +504,33 @@ def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch
     assert len(turns) < 50
     for transport in transports:
         transport.close()
+
+
+@pytest.mark.parametrize("entries", [2048, 2**21])
+def test_a_message_that_is_shorter_than_its_bound_arrives_whole_and_the_next_one_after_it(
+    both: list[SocketTransport], entries: int
+) -> None:
+    """Over the small socket, whether it was expected before it came or not, and over the large one."""
+    spec = TensorSpec("x", (entries,), torch.float32, parse_codec("keep:0.25:8:4"))
+    wire = WireFormat([spec])
+    rooms = [wire.arrival(key(number), HOST) for number in range(3)]
+    first = both[1].receive(key(0), 0, rooms[0].message)
+    sender, receiver = Coding(), Coding()
+    under_way = []
+    for number in range(3):
+        parcel = wire.parcel(HOST)
+        parcel.address(key(number))
+        parcel.pack({"x": torch.randn(entries, generator=torch.Generator().manual_seed(number))}, sender)
+        assert parcel.num_bytes < len(parcel.message)
+        under_way.append(both[0].send(key(number), 1, parcel.message, parcel.num_bytes))
+        if number == 0:
+            first.wait()
+    for number in (1, 2):
+        both[1].receive(key(number), 0, rooms[number].message).wait()
+    for one in under_way:
+        one.wait()
+    for number, room in enumerate(rooms):
+        x = torch.randn(entries, generator=torch.Generator().manual_seed(number))
+        found = room.unpack(HOST, receiver)["x"]
+        assert (found - x).abs()[found != 0].max() < 0.1
+        assert (found != 0).sum() >= entries // 8

@@ -22,6 +22,16 @@ TIMEOUT_S = 5.0
 LOST = PeerLost(1, "connection closed")
 
 
+class Waiting:
+    """Who waits for another rank, until the watch frees it."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def abort(self) -> None:
+        self.freed.set()
+
+
 @contextmanager
 def watching(store: Store, num_ranks: int, *, size: int | None = None) -> Iterator[list[Watch]]:
     """The watches of the first so many of all ranks."""
@@ -61,13 +71,23 @@ def test_a_rank_that_no_longer_beats_is_named() -> None:
 
 
 def test_a_rank_that_no_longer_beats_is_named_by_itself_if_nobody_waits_for_it() -> None:
-    freed = threading.Event()
+    freed = Waiting()
     with watching(HashStore(), 2) as (first, second):
-        first.on_failure(freed.set)
+        first.abort_on_failure(freed)
         first.wait_for_everyone(TIMEOUT_S)
         second.stop()
-        assert freed.wait(10 * TIMEOUT_S)
+        assert freed.freed.wait(10 * TIMEOUT_S)
         assert "no heartbeat" in str(first.explain(LOST))
+
+
+def test_who_begins_to_wait_after_the_failure_was_heard_is_freed_at_once() -> None:
+    early, late = Waiting(), Waiting()
+    with watching(HashStore(), 2) as (first, second):
+        first.abort_on_failure(early)
+        second.failed(ArithmeticError("the sum is wrong"))
+        assert early.freed.wait(10 * TIMEOUT_S)
+        first.abort_on_failure(late)
+        assert late.freed.is_set()
 
 
 def test_where_all_live_it_says_what_they_do() -> None:
@@ -160,24 +180,24 @@ def failing(watch: Watch, num_failures: float) -> threading.Event:
 
 def test_a_request_to_the_store_that_is_lost_is_made_again() -> None:
     """The first failed request ended the watch's thread, and the others took its rank for dead."""
-    told = threading.Event()
+    told = Waiting()
     with watching(HashStore(), 2) as (first, second):
         first.wait_for_everyone(TIMEOUT_S)
         passed = failing(second, 3)
-        second.on_failure(told.set)
+        second.abort_on_failure(told)
         assert passed.wait(10 * TIMEOUT_S)
-        assert not told.is_set()
+        assert not told.freed.is_set()
         first.failed(ArithmeticError("the sum is wrong"))
-        assert told.wait(10 * TIMEOUT_S)
+        assert told.freed.wait(10 * TIMEOUT_S)
         assert "the sum is wrong" in str(second.explain(LOST))
 
 
 def test_a_store_out_of_reach_for_the_timeout_is_named_as_the_cause() -> None:
-    told = threading.Event()
+    told = Waiting()
     with watching(HashStore(), 1) as (watch,):
-        watch.on_failure(told.set)
+        watch.abort_on_failure(told)
         failing(watch, math.inf)
-        assert told.wait(10 * TIMEOUT_S)
+        assert told.freed.wait(10 * TIMEOUT_S)
         assert "it has not reached the store for" in str(watch.explain(LOST))
 
 

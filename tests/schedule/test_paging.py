@@ -174,6 +174,7 @@ def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
 # --- loops and sweeps --------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"])
 @pytest.mark.parametrize("master", [True, False])
 def test_the_steady_state_of_a_long_window_is_a_loop(name: str, master: bool) -> None:

@@ -55,7 +55,7 @@ class CodedOracle:
         if some is None:
             return None
         own = {replica: torch.zeros_like(some) if one is None else one for replica, one in given.items()}
-        if not self._codec.codes(some.shape):
+        if not self._codec.codes(some.shape) or batch < self._codec.whole_steps:
             return sum(list(own.values())[1:], next(iter(own.values())))
         if self._codec.has_feedback:
             own = {key: one + self._residuals.get((key, name), 0.0) for key, one in own.items()}

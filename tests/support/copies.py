@@ -20,11 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bireme.runtime.processes import preload, serve_from_here, start_process
+from tests.support.graphs import remember_captures
 
 __all__ = ["TORCHRUN", "Copy", "run_python"]
 
 TORCHRUN = "torch.distributed.run"
-IMPORTED = ("bireme.cli.train", "bireme.train.launching", "torch._dynamo", TORCHRUN)
+IMPORTED = ("bireme.cli.train", "bireme.train.launching", "torch._dynamo", "tests.support.copies", TORCHRUN)
 """By the server, and so by nobody else."""
 
 
@@ -109,6 +110,7 @@ def _live(talk: Connection, task: Task) -> None:
         os.dup2(file, number)
         os.close(file)
     os.environ.update(task.variables)
+    remember_captures()
     os.chdir(task.folder)
     # Who runs tests in the background of a shell has them ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)

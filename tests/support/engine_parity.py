@@ -5,6 +5,7 @@ the same model in the same stages. What is compared is everything that an update
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec import LinkCodecs, through
+from bireme.codec.above import Thresholds
 from bireme.model.learned import learned_values
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
@@ -28,6 +30,7 @@ from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from tests.support.coded_oracle import CodedOracle
@@ -80,6 +83,8 @@ class Setting:
     codecs: LinkCodecs | None = None
     """The plan's own if they are left out."""
     sum_codec: str = "none"
+    gradient: str = "whole"
+    gradient_of: tuple[str, ...] | None = None
     paging: PagingSettings | None = None
 
     @property
@@ -115,6 +120,7 @@ def pipeline_of(
     on_instruction: OnInstruction | None = None,
     device: torch.device | str = "cpu",
     sharing: Sharing | None = None,
+    agreement: Agreement | None = None,
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -134,7 +140,10 @@ def pipeline_of(
         reads_apart=setting.reads_apart,
         sum_codec=setting.sum_codec,
         codecs=setting.codecs,
+        gradient=setting.gradient,
+        gradient_of=setting.gradient_of,
         paging=setting.paging,
+        agreement=agreement,
     )
 
 
@@ -208,6 +217,7 @@ class _Now:
 
     batch: int
     seed: int
+    replica: int
 
 
 class _Staged:
@@ -221,6 +231,8 @@ class _Staged:
         self._runs = runs
         self._border = stage - 1
         self._codecs = setting.all_codecs.between(setting.plan.source.rank_of_stage)
+        self._thresholds: dict[int, Thresholds] = defaultdict(Thresholds)
+        """By replica."""
         self._coded = [name for name in self._function.receives if name in learned_values(model.graph)]
 
     def __call__(
@@ -228,7 +240,11 @@ class _Staged:
     ) -> dict[str, Tensor]:
         now = self._runs[-1]
         codecs = self._codecs.of(self._border, now.batch)
-        received = {name: through(codecs, inputs[name]) for name in self._coded}
+        thresholds = self._thresholds[now.replica]
+        received = {
+            name: through(codecs, inputs[name], thresholds=thresholds, name=name, batch=now.batch)
+            for name in self._coded
+        }
         return self._function(parameters, buffers, {**inputs, **received}, seed=now.seed)
 
 
@@ -248,7 +264,8 @@ def oracle(
 
     @contextmanager
     def around(batch: int, index: int) -> Iterator[None]:
-        runs.append(_Now(batch, micro_batch_seed(SEED, batch, index)))
+        replica = index // plan.source.num_microbatches
+        runs.append(_Now(batch, micro_batch_seed(SEED, batch, index), replica))
         yield
 
     seen: dict[tuple[int, int], int] = {}

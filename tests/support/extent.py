@@ -21,7 +21,7 @@ Case = TypeVar("Case")
 
 TRY_ALL = os.environ.get("BIREME_TESTS") == "all"
 IS_FEW = os.environ.get("BIREME_TESTS") == "few"
-PART = 3.0 if IS_FEW else 1.5
+PART = 4.0 if IS_FEW else 2.0
 """The fast core tries one in so many of the cases that a test names as enough, and the default run more."""
 
 FEWEST = 15

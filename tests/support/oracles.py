@@ -255,7 +255,10 @@ class _Training:
     def step(self, gradients: Gradients, lr_factor: float, factor: float) -> None:
         for name, parameter in self.parameters.items():
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype) * factor
+            # Fused steps of torch read a gradient in the order of its memory.
+            parameter.grad = (
+                None if gradient is None else (gradient.to(parameter.dtype) * factor).contiguous()
+            )
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * lr_factor

@@ -164,9 +164,13 @@ class _ThreadTransport:
         self._members = members
         self._rank = rank
 
-    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
-        """Send; with rendezvous, hold the rank up until it is received."""
-        parcel = _Parcel(payload.clone(), time.monotonic() + self._hub.delay(key))
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
+        """Send what the message says it has, and zeros after it; with rendezvous, hold the rank up until it
+        is received.
+        """
+        sent = payload.clone()
+        sent[payload.numel() if num_bytes is None else num_bytes :] = 0
+        parcel = _Parcel(sent, time.monotonic() + self._hub.delay(key))
         with self._hub.changed:
             line = self._lines[self._rank, to, key.forward, key.to_stage, payload.numel()]
             line.parcels.append(parcel)

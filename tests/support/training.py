@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -16,7 +17,17 @@ from tests.support.copies import Copy
 from tests.support.paced_samples import GATE, PACE
 from tests.support.patience import patience_s
 
-__all__ = ["Gate", "Running", "losses", "metrics", "running", "settings", "steps_of_checkpoints", "write_run"]
+__all__ = [
+    "Gate",
+    "Running",
+    "losses",
+    "metrics",
+    "running",
+    "settings",
+    "steps_of_checkpoints",
+    "stopped",
+    "write_run",
+]
 
 ROOT = Path(__file__).parents[2]
 GPT = "gpt:layers=2,width=16,heads=2,vocab=257,context=32"
@@ -105,6 +116,16 @@ def losses(run: Path) -> dict[int, float]:
 def steps_of_checkpoints(run: Path) -> list[int]:
     """Those that are there, rising."""
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def stopped(whole: Path, to: Path, step: int) -> Path:
+    """A copy of a run as it was when it had its checkpoint of that step, but for the log."""
+    shutil.copytree(whole, to)
+    for newer in steps_of_checkpoints(to):
+        if newer > step:
+            shutil.rmtree(to / "checkpoints" / f"step-{newer:08d}")
+    shutil.rmtree(to / "model", ignore_errors=True)
+    return to
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,16 @@
 """`[links]`: which codec each batch has, what a run says of its bytes, and what is refused."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from bireme.codec.border import BorderCodecs, LinkCodecs
 from bireme.errors import BiremeError
+from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan
-from bireme.train.link_codecs import check_borders, link_codecs
+from bireme.plan.plan_file import SavedPlan
+from bireme.train.link_codecs import check_borders, link_codecs, with_own_codecs
 from bireme.train.run_file import load_run_file
 from tests.support.command import bireme
 from tests.support.training import settings, write_run
@@ -74,6 +77,22 @@ def test_a_border_that_the_plan_does_not_have_is_refused() -> None:
     run = load_run_file(None, ['links.borders=[{border = "2-3", forward = "int8"}]'])
     with pytest.raises(BiremeError, match="the plan has 3 stages"):
         check_borders(run, PLAN)
+
+
+def test_a_codec_of_ones_own_is_checked_before_a_run_starts() -> None:
+    own = "tests.support.own_codecs"
+    run = load_run_file(None, [f"links.codec={own}:Zipped"])
+    check_borders(run, PLAN)
+    assert str(link_codecs(run, PLAN).of(0, 0).choice(forward=True)) == f"{own}:Zipped"
+    with pytest.raises(BiremeError, match="hides a NaN"):
+        check_borders(load_run_file(None, [f"links.codec={own}:Hiding"]), PLAN)
+
+
+def test_what_a_plan_file_promises_is_left_out_where_the_run_has_other_codecs() -> None:
+    saved = SavedPlan(PLAN, forecast=cast(Forecast, object()))
+    assert with_own_codecs(saved, load_run_file(None, [])) is saved
+    for word in ("none", KEEP):
+        assert with_own_codecs(saved, load_run_file(None, [f"links.codec={word}"])).forecast is None
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import bireme
-from tests.support.training import TEXT, losses, metrics, settings, write_run
+from tests.support.training import TEXT, losses, metrics, settings, stopped, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -56,24 +56,25 @@ REPLICAS = {"cuts": [], "num_microbatches": 2, "schedule": "1f1b", "width": 2}
 def test_a_run_with_private_data_resumes_with_the_same_data_and_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, steps in (("whole", 8), ("parts", 4)):
-        asked = words(tmp_path, REPLICAS, log__name=name, training__steps=steps)
-        found = bireme(capsys, "train", *asked, "--json")
-        assert found.status == 0, found.err
-        document = json.loads(found.out)
-        assert document["private_samples"] == {"there": 50}
-        assert document["placement"]["private_left_out"] == {"there": 0}
-        assert document["placement"]["public_repeated"] == 0
-    parts, whole = tmp_path / "runs" / "parts", tmp_path / "runs" / "whole"
+    asked = words(tmp_path, REPLICAS, log__name="whole", training__steps=8)
+    found = bireme(capsys, "train", *asked, "--json")
+    assert found.status == 0, found.err
+    document = json.loads(found.out)
+    assert document["private_samples"] == {"there": 50}
+    assert document["placement"]["private_left_out"] == {"there": 0}
+    assert document["placement"]["public_repeated"] == 0
+    whole = tmp_path / "runs" / "whole"
+    parts = stopped(whole, tmp_path / "runs" / "parts", 4)
     (told,) = metrics(whole, "private")
     assert "50 of 50 private samples of there" in told["text"]
 
     (tmp_path / "own.txt").write_text(TEXT[1:1601])
-    found = bireme(capsys, "resume", str(parts), *settings(training__steps=8))
+    found = bireme(capsys, "resume", str(parts))
     assert found.status == 2
     assert "50 private samples of there, and now it has as many others" in found.err
     (tmp_path / "own.txt").write_text(TEXT[:1600])
-    assert bireme(capsys, "resume", str(parts), *settings(training__steps=8)).status == 0
+    assert bireme(capsys, "resume", str(parts)).status == 0
+    assert [line["step"] for line in metrics(parts, "train")] == [*range(1, 9), *range(5, 9)]
     assert losses(parts) == losses(whole)
 
 

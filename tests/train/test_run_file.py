@@ -33,6 +33,7 @@ BESIDE = {
     "memory.disk": ["memory.device=6GB"],
     "model.loss": ["model.source=hf:folder"],
     "model.lora.alpha": ["model.lora.rank=8"],
+    "training.gradient_of": ["training.gradient=principal:8"],
     "training.momentum": ["training.optimizer=sgd"],
     "training.rest_learning_rate": ["training.optimizer=muon"],
 }
@@ -128,6 +129,7 @@ def test_the_file_to_begin_with_is_the_demonstration_and_so_are_all_its_defaults
     assert loaded(uncommented(text, among=defaults), tmp_path) == RunFile()
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_one_key_of_the_file_to_begin_with_can_be_uncommented(name: str, tmp_path: Path) -> None:
     text = uncommented(commented_toml(), among={name})

@@ -169,7 +169,7 @@ def _evaluated(model: Any, run: RunFile) -> float:
 WRONG = [
     (["training.step=5"], "training.steps"),
     (["plan.file=", "plan.microbatches=3"], "does not divide"),
-    (["plan.file=", "plan.depth=7", "cluster.workers=7"], "7"),
+    (["plan.file=", "plan.depth=7", "cluster.workers=7"], "plan.depth is 7, but the model has 6 units"),
     (["data.source=nowhere"], "nowhere"),
     (["model.source=gpt:layers=2,width=16,heads=2,vocab=200,context=32"], "257 tokens but the model 200"),
     (["plan.file=nowhere.json"], "nowhere.json"),

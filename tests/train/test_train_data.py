@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.alone import alone
 from tests.support.command import bireme
-from tests.support.training import losses, metrics, settings, write_run
+from tests.support.training import losses, metrics, settings, stopped, write_run
 
 
 @pytest.mark.slow
@@ -32,12 +33,14 @@ def test_a_mixture_with_a_stream_goes_on_as_if_it_had_never_stopped(
         "training__evaluate_every": 3,
         "training__evaluation_batches": 2,
     }
-    run_file = str(write_run(tmp_path, "1f1b"))
-    for name, steps in (("whole", 6), ("parts", 4)):
-        found = bireme(capsys, "train", run_file, *settings(**words, log__name=name, training__steps=steps))
+    run_file = str(write_run(tmp_path, "1f1b", 1))
+    whole, parts = tmp_path / "runs" / "run", tmp_path / "runs" / "parts"
+    with alone():
+        found = bireme(capsys, "train", run_file, *settings(**words, training__steps=6))
         assert found.status == 0, found.err
-    parts, whole = tmp_path / "runs" / "parts", tmp_path / "runs" / "whole"
-    assert bireme(capsys, "resume", str(parts), *settings(training__steps=6)).status == 0
+        found = bireme(capsys, "resume", str(stopped(whole, parts, 4)))
+        assert found.status == 0, found.err
+    assert [line["step"] for line in metrics(parts, "train")] == [*range(1, 7), 5, 6]
     assert losses(parts) == losses(whole)
     for line in metrics(whole, "evaluation"):
         assert len(line["sources"]) == 2

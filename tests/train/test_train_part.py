@@ -23,6 +23,7 @@ from bireme.train.launching import start
 from bireme.train.model import RunModel
 from bireme.train.prepare import prepare, write_prepared
 from tests.support.command import bireme
+from tests.support.once import made_once
 from tests.support.tiny_llama import save_llama
 from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.training import losses, settings, write_run
@@ -30,11 +31,7 @@ from tests.support.training import losses, settings, write_run
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two ranks that has trained an adapter, beside `llama` with its base."""
-    pytest.importorskip("peft")
-    folder = tmp_path_factory.mktemp("part")
+def _train_an_adapter(folder: Path) -> None:
     base, tokenizer = save_llama(folder / "llama"), save_tokenizer(folder / "tokenizer")
     path = write_run(folder, "2bw-fresh", model=f"hf:{base}")
     lora = settings(model__lora__rank=4, model__lora__dropout=0.1, log__sample_tokens=3)
@@ -45,7 +42,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.path.mkdir(parents=True)
     write_prepared(prepared, made)
     assert start(prepared, made, None, is_shown=False).summary.document()["sample"]
-    return made.path
+
+
+@pytest.fixture(scope="module")
+def run() -> Path:
+    """The folder of a run of two ranks that has trained an adapter, beside `llama` with its base."""
+    pytest.importorskip("peft")
+    return made_once("adapter", _train_an_adapter) / "runs" / "run"
 
 
 @torch.no_grad()

@@ -23,7 +23,17 @@ from bireme.train.run_file import load_run_file
 from bireme.train.worker import Start
 from tests.support.alone import alone
 from tests.support.command import bireme
-from tests.support.training import Gate, losses, metrics, running, settings, steps_of_checkpoints, write_run
+from tests.support.once import made_once
+from tests.support.training import (
+    Gate,
+    losses,
+    metrics,
+    running,
+    settings,
+    steps_of_checkpoints,
+    stopped,
+    write_run,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -31,30 +41,17 @@ GATED = "tests.support.paced_samples:gated"
 STEPS = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resumed")
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    """A run of all steps; who wants one that was stopped takes newer checkpoints away from a copy."""
-    run = folder / "whole" / "runs" / "run"
-    path = write_run(folder / "whole", "1f1b")
+def _train_all_steps(folder: Path) -> None:
     more = settings(training__steps=STEPS, checkpoint__keep=0)
-    with running(run, "train", str(path), *more, "--json") as train:
+    words = ["train", str(write_run(folder, "1f1b")), *more, "--json"]
+    with running(folder / "runs" / "run", *words) as train:
         assert train.ended().document["steps"] == STEPS
-    return run
 
 
-def stopped(whole: Path, to: Path, step: int) -> Path:
-    """A copy of a run as it was when it had its checkpoint of that step, but for the log."""
-    shutil.copytree(whole, to)
-    for newer in steps_of_checkpoints(to):
-        if newer > step:
-            shutil.rmtree(to / "checkpoints" / f"step-{newer:08d}")
-    shutil.rmtree(to / "model", ignore_errors=True)
-    return to
+@pytest.fixture(scope="module")
+def whole() -> Path:
+    """A run of all steps; who wants one that was stopped takes newer checkpoints away from a copy."""
+    return made_once("to-be-resumed", _train_all_steps) / "runs" / "run"
 
 
 def test_a_run_goes_on_to_the_last_bit_as_if_it_had_never_stopped(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import bireme
+from tests.support.once import made_once
 from tests.support.training import Gate, losses, metrics, running, settings, steps_of_checkpoints, write_run
 
 pytestmark = pytest.mark.slow
@@ -25,14 +26,16 @@ LAST = 40
 """So late that a machine which is busy with other things still stops a run before it."""
 
 
-@pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """What a run learns that nobody stops."""
-    folder = tmp_path_factory.mktemp("whole")
+def _train_without_a_stop(folder: Path) -> None:
     path, run = write_run(folder, SCHEDULE, data=PACED), folder / "runs" / "run"
     with running(run, "train", str(path), *settings(training__steps=LAST), "--json") as train:
         assert train.ended().document["steps"] == LAST
-    return losses(run)
+
+
+@pytest.fixture(scope="module")
+def never_stopped() -> dict[int, float]:
+    """What a run learns that nobody stops."""
+    return losses(made_once("never-stopped", _train_without_a_stop) / "runs" / "run")
 
 
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "everyone"), (signal.SIGUSR1, "rank 1")])

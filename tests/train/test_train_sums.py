@@ -32,9 +32,17 @@ def test_a_run_says_what_its_sums_sent_and_resumes_with_another_codec(
     assert 0 < 5 * sync["sent_bytes"] < sync["raw_bytes"]
 
     run = tmp_path / "runs" / "run"
-    more = settings(sync__codec="int8", training__steps=6, training__schedule_steps=4)
+    more = settings(
+        sync__codec="int8",
+        training__steps=6,
+        training__schedule_steps=4,
+        training__gradient="principal:2",
+    )
     second = bireme(capsys, "resume", str(run), "--json", *more)
     assert second.status == 0, second.err
     assert "sync.codec = threshold:0.02:5 before and go through int8 now" in second.err
     assert "is dropped" in second.err
+    assert "training.gradient = whole before, and with principal:2 now" in second.err
+    kept = second.document["gradient"]
+    assert 0 < kept["kept_bytes"] < kept["whole_bytes"]
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]

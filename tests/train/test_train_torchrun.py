@@ -19,6 +19,7 @@ from bireme.plan.plan import Plan
 from bireme.runtime.stores import HashStore, Store
 from bireme.train.machine_devices import Member, cluster_of, nodes_of, places_in, ranks_on
 from bireme.train.rendezvous import Environment, _answer, _call_all
+from tests.support.once import made_once
 from tests.support.torchrun_runs import paced_run, torchrun_train
 from tests.support.training import losses, metrics, settings, steps_of_checkpoints
 
@@ -26,10 +27,7 @@ RANKS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_RANK": "0"}
 CPU = Device("a processor", "cpu", 2**30)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run of twelve steps, with one process more than its plan needs."""
-    folder = tmp_path_factory.mktemp("whole")
+def _train_undisturbed(folder: Path) -> None:
     run = folder / "runs" / "run"
     with torchrun_train(run, str(paced_run(folder)), "--json", ranks=3) as started:
         told = started.ended()
@@ -39,7 +37,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(document["stages"]) == 2
     assert told.err.count("step 12/12  loss") == 1
     assert told.err.count("The plan uses 2 of 3 processes; rank 2 has no work.") == 1
-    return run
+
+
+@pytest.fixture(scope="module")
+def whole() -> Path:
+    """The folder of an undisturbed run of twelve steps, with one process more than its plan needs."""
+    return made_once("under-torchrun", _train_undisturbed) / "runs" / "run"
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SHAPE",
     "AheadBy",
+    "Average",
     "Batches",
     "From",
     "Json",
@@ -60,6 +61,14 @@ AheadBy = Annotated[
 Sweep = Annotated[
     int,
     typer.Option(help="Micro-batches that a rank takes through a stage before it turns to the next stage."),
+]
+Average = Annotated[
+    int | None,
+    typer.Option(
+        metavar="LAG",
+        help="Let replicas average weights after each update. The mean may come LAG updates late: 0 for "
+        "groups, 1 or more for outer steps.",
+    ),
 ]
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="Keep only inputs and run forwards again before backwards.")
@@ -116,6 +125,7 @@ def build_program(
     lookahead: int,
     sweep: int,
     recompute: bool,
+    average: int | None = None,
 ) -> "Program":
     """The program that the options ask for, by schedule name or from a file."""
     from bireme.schedule.catalogue import generate
@@ -138,6 +148,7 @@ def build_program(
         lookahead=lookahead,
         sweep=sweep,
         recompute=range(stages) if recompute else (),
+        average_lag=average,
     )
 
 

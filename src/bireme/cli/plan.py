@@ -236,7 +236,7 @@ def plan(
     schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
     from bireme.plan.partition.loads import Recompute
-    from bireme.plan.plan_request import Goal, PlanRequest
+    from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 
     request = PlanRequest(
         batch_size=batch_size,
@@ -253,7 +253,7 @@ def plan(
         devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
         recompute=Recompute(recompute.replace("-", " ")),
         lookahead=lookahead,
-        codec=codec.lower(),
+        codec=AUTO if codec.lower() == AUTO else codec,
         value_bytes=2 if dtype == "bfloat16" else 4,
         memory=tier_limits_of(device_memory, host_memory, disk),
     )

@@ -12,6 +12,7 @@ from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
+    from bireme.plan.agreements import AgreementForecast
     from bireme.plan.explain import Help
     from bireme.plan.forecast import Answer
     from bireme.plan.plan_request import PlanRequest
@@ -48,6 +49,7 @@ class PlanRun:
         answer, planning_s = self._answer()
         texts = self._exports(answer, exports)
         helps = self._helps(answer) if explained else None
+        agreed = self._agreements(answer) if explained else ()
         self._write(answer, output, exports, texts)
         from bireme.report.plan_document import plan_notes
 
@@ -57,7 +59,7 @@ class PlanRun:
 
             document = plan_document(answer, self.profile, planning_s)
             document |= {"sync": sync_document(self.request), "notes": notes, "exports": texts}
-            print_json(document | ({} if helps is None else explanation_document(answer, helps)))
+            print_json(document | ({} if helps is None else explanation_document(answer, helps, agreed)))
             return
         from rich.console import Console
 
@@ -66,7 +68,7 @@ class PlanRun:
         console = Console()
         print_plan(answer, self.profile, planning_s, console)
         if helps is not None:
-            print_explanation(answer, helps, console)
+            print_explanation(answer, helps, agreed, console)
         for note in notes:
             console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
         for export in exports:
@@ -100,6 +102,11 @@ class PlanRun:
 
         with progress_bar("planning again") as progress:
             return explain(self.profile, self.cluster, self.request, answer, find_plan, tell=progress)
+
+    def _agreements(self, answer: "Answer") -> "tuple[AgreementForecast, ...]":
+        from bireme.plan.agreements import agreements
+
+        return agreements(answer.best, self.profile, self.cluster)
 
     def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
         """Make all texts before writing any file, so that a refused export leaves no files."""

@@ -8,6 +8,7 @@ import typer
 from bireme.cli.options import (
     SHAPE,
     AheadBy,
+    Average,
     Batches,
     From,
     Json,
@@ -43,6 +44,7 @@ def schedule(
     lookahead: AheadBy = 0,
     sweep: Sweep = 1,
     recompute: Recompute = False,
+    average: Average = None,
     source: From = None,
     check: Annotated[
         bool, typer.Option("--check", help="Prove the schedule right, or say what is wrong.")
@@ -58,11 +60,12 @@ def schedule(
     [dim]bireme schedule 2bw --stages 4 --microbatches 4 --batches 3 --check[/dim]
     """
     if name is None and source is None:
-        refuse(context, "Without a schedule the names are only listed", *SHAPE, "check", "csv", "comms")
+        names_only = "Without a schedule the names are only listed"
+        refuse(context, names_only, *SHAPE, "average", "check", "csv", "comms")
         _list(as_json=as_json)
         return
     if source is not None:
-        refuse(context, "The file defines the schedule", *SHAPE)
+        refuse(context, "The file defines the schedule", *SHAPE, "average")
     if csv is None:
         refuse(context, "--comms needs --csv", "comms")
     try:
@@ -77,6 +80,7 @@ def schedule(
             lookahead=lookahead,
             sweep=sweep,
             recompute=recompute,
+            average=average,
         )
     except BiremeError as error:
         if check and as_json and source is not None:

@@ -35,6 +35,9 @@ VERBS = {
         TRAIN,
         "Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.",
     ),
+    "ledger": Verb(
+        TRAIN, "Check the ledger of a run: every sample in one committed round of each finished epoch."
+    ),
     "export": Verb(
         TRAIN,
         "Export the latest model of a run: a transformers folder, or safetensors with the model's names.",

@@ -7,7 +7,8 @@
     used = codec.encode(x, message)
     y = codec.decode(message[:used], x.shape, x.dtype)
 
-They need neither the engine nor each other. `Codec` is the protocol for one's own. Importing this imports no
+They need neither the engine nor each other. `Codec` is the protocol for one's own, which a run uses by the
+module that it is in (docs/codecs.md). Importing this imports no
 torch: `description` says in plain numbers which codecs there are, for planners and run files.
 """
 
@@ -18,6 +19,7 @@ from bireme.codec.border import NO_CODECS, BorderCodecs, CodecPhase, LinkCodecs
 from bireme.codec.description import NONE, CodecChoice, parse_codec
 
 if TYPE_CHECKING:
+    from bireme.codec.above import KeepAbove
     from bireme.codec.blocks import Blocks
     from bireme.codec.cast import Cast
     from bireme.codec.codec import Codec, Masking
@@ -35,6 +37,7 @@ __all__ = [
     "CodecChoice",
     "CodecPhase",
     "Keep",
+    "KeepAbove",
     "Kept",
     "LinkCodecs",
     "Masking",
@@ -48,6 +51,7 @@ PLACES = {
     "Cast": "bireme.codec.cast",
     "Codec": "bireme.codec.codec",
     "Keep": "bireme.codec.keep",
+    "KeepAbove": "bireme.codec.above",
     "Kept": "bireme.codec.keep",
     "Masking": "bireme.codec.codec",
     "codec_of": "bireme.codec.of_choice",

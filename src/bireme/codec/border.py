@@ -24,11 +24,11 @@ class BorderCodecs:
 
     def __post_init__(self) -> None:
         there, back = parse_codec(self.forward), parse_codec(self.backward)
-        if there.share != back.share:
+        if (there.share, there.life) != (back.share, back.life):
             raise BiremeError(
                 f"A border has the codec {self.forward} forward and {self.backward} backward. The gradient "
                 "of what keep sends goes back for the same entries: give both directions keep with the same "
-                "share, or none of the two."
+                "share and the same batches, or none of the two."
             )
 
     def choice(self, *, forward: bool) -> CodecChoice:

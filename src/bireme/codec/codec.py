@@ -20,7 +20,7 @@ class Codec(Protocol):
     """
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The most bytes that a tensor of that shape and type takes."""
+        """The most bytes that a tensor of that shape and type takes; its messages may be shorter."""
         ...
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:

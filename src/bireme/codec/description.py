@@ -6,6 +6,8 @@
     int7 … int1     fewer bits, after a Hadamard rotation of each 32 values
     keep:0.25       the largest quarter of each row, and one bit an entry that says which
     keep:0.25:8     the same, in 8 bits a value and a scale a row
+    keep:0.25:8:50  the largest quarter of the whole tensor, by a threshold that lives 50 batches
+    my_codecs:mine  one's own: what that module holds under that name
 
 A row is the last axis of a tensor: the numbers of one token.
 """
@@ -19,6 +21,7 @@ from bireme.errors import BiremeError, closest
 __all__ = [
     "ALIGNMENT_BYTES",
     "BLOCK",
+    "DENSITY_SLACK",
     "FEWEST_ENTRIES",
     "KEPT_BITS",
     "NONE",
@@ -30,6 +33,7 @@ __all__ = [
     "kept_bytes",
     "kept_of_row",
     "mask_bytes",
+    "most_above",
     "parse_codec",
 ]
 
@@ -42,13 +46,19 @@ FEWEST_ENTRIES = 256
 KEPT_BITS = (4, 8)
 """Bits that the values of `keep` may have; else they stay in the type of the tensor."""
 
+DENSITY_SLACK = 2
+"""How many times more or fewer entries than asked for an old threshold may send over a border."""
+
 ALIGNMENT_BYTES = 8
 """The parts of an encoded tensor begin at multiples of this, so that they can be viewed in any type."""
+
+MOST_LIFE = 10**9
 
 NAMES = ("none", "bfloat16", "int8", "int4", "keep:0.25:8")
 """Examples of each codec, for errors."""
 
 INTEGERS = re.compile(r"int(\d+)")
+OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +66,30 @@ class CodecChoice:
     """A codec and its numbers. `str()` gives the words that `parse_codec` reads."""
 
     name: str = "none"
-    """none, bfloat16, int or keep."""
+    """none, bfloat16, int, keep or own."""
     bits: int | None = None
     """Bits a value, of int and keep; keep without has the values in the tensor's own type."""
     share: float | None = None
     """The share of the entries that keep keeps."""
+    life: int | None = None
+    """How many batches a threshold of keep over the whole tensor lives; by rows there is none."""
+    where: str | None = None
+    """The module of one's own codec, and its name there, with a colon between."""
 
     def __str__(self) -> str:
+        if self.where is not None:
+            return self.where
         if self.name == "int":
             return f"int{self.bits}"
         if self.name == "keep":
-            return f"keep:{self.share:g}" + (f":{self.bits}" if self.bits is not None else "")
+            numbers = [f"{self.share:g}", *(str(one) for one in (self.bits, self.life) if one is not None)]
+            return ":".join(["keep", *numbers])
         return self.name
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether only the most bytes of a message follow from the tensor's shape, not exactly how many."""
+        return self.life is not None or self.where is not None
 
     @property
     def is_rotated(self) -> bool:
@@ -93,25 +115,34 @@ def parse_codec(word: str) -> CodecChoice:
         return CodecChoice("int", bits)
     if name == "keep":
         return _keep(word, numbers)
+    if OWN.fullmatch(word.strip()):
+        return CodecChoice("own", where=word.strip())
     near = closest(name, [one.partition(":")[0] for one in NAMES])
-    raise BiremeError(f"{word!r} is no codec. {near} Examples: {', '.join(NAMES)}.")
+    raise BiremeError(
+        f"{word!r} is no codec. {near} Examples: {', '.join(NAMES)}; or "
+        "module:attribute for a codec of your own."
+    )
 
 
 def _keep(word: str, numbers: list[str]) -> CodecChoice:
-    how = "Write keep:SHARE or keep:SHARE:BITS, such as keep:0.25:8"
-    if not 1 <= len(numbers) <= 2:
+    how = "Write keep:SHARE, keep:SHARE:BITS or keep:SHARE:BITS:BATCHES, such as keep:0.25:8"
+    if not 1 <= len(numbers) <= 3:
         raise BiremeError(f"{word!r} is no codec: keep needs the share of the entries to keep. {how}.")
     try:
         share = float(numbers[0])
-        bits = int(numbers[1]) if len(numbers) == 2 else None
+        bits, life = (int(one) for one in (*numbers[1:], "-1", "-1")[:2])
     except ValueError:
         raise BiremeError(f"{word!r} is no codec: {':'.join(numbers)} are no numbers. {how}.") from None
     if not 0 < share <= 1:
         raise BiremeError(f"{word!r} keeps a share of {share:g}; it must be above 0 and at most 1. {how}.")
-    if bits is not None and bits not in KEPT_BITS:
+    if len(numbers) > 1 and bits not in KEPT_BITS:
         known = " or ".join(map(str, KEPT_BITS))
         raise BiremeError(f"{word!r} has values of {bits} bits; they may have {known}. {how}.")
-    return CodecChoice("keep", bits, share)
+    if len(numbers) > 2 and not 1 <= life <= MOST_LIFE:
+        raise BiremeError(
+            f"The threshold of {word!r} lives {life} batches; it must live 1 to {MOST_LIFE}. {how}."
+        )
+    return CodecChoice("keep", bits if len(numbers) > 1 else None, share, life if len(numbers) > 2 else None)
 
 
 def _take_no_numbers(word: str, numbers: list[str]) -> None:
@@ -120,7 +151,10 @@ def _take_no_numbers(word: str, numbers: list[str]) -> None:
 
 
 def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False) -> float:
-    """Bits that are sent for each value of a tensor, scales and mask counted, where its rows are long."""
+    """Bits that are sent for each value of a tensor, scales and mask counted, where its rows are long.
+
+    What one's own codec sends is not known here, and counts as the tensor itself.
+    """
     raw, scale = 8.0 * value_bytes, 16 / BLOCK
     match choice.name:
         case "bfloat16":
@@ -131,6 +165,7 @@ def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False
         case "keep":
             assert choice.share is not None
             values = choice.share * (raw if choice.bits is None else choice.bits)
+            values += 0.0 if choice.life is None else choice.share * scale
             return values if is_back else values + 1
         case _:
             return raw
@@ -139,10 +174,12 @@ def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False
 def encoded_bytes(
     choice: CodecChoice, shape: tuple[int, ...], value_bytes: int, *, is_back: bool = False
 ) -> int:
-    """The bytes of an encoded tensor whose values have so many bytes. They follow from its shape alone.
+    """The bytes of an encoded tensor whose values have so many bytes; the most of them by a codec whose
+    messages are bounded. They follow from its shape alone, except by one's own codec, which is asked itself.
 
     `is_back` asks for the gradient, which `keep` sends without the mask.
     """
+    assert choice.where is None, "one's own codec says how much it sends"
     count = prod(shape)
     match choice.name:
         case "bfloat16":
@@ -152,6 +189,10 @@ def encoded_bytes(
             return blocks_bytes(count, choice.bits)
         case "keep":
             assert choice.share is not None
+            if choice.life is not None:
+                assert choice.bits is not None
+                values = blocks_bytes(most_above(count, choice.share), choice.bits)
+                return values if is_back else mask_bytes(count) + values
             width = shape[-1] if shape else 1
             values = kept_bytes(count, width, choice.share, choice.bits, value_bytes)
             return values if is_back else mask_bytes(count) + values
@@ -175,6 +216,14 @@ def kept_bytes(count: int, width: int, share: float, bits: int | None, value_byt
     kept = kept_of_row(width, share)
     num_kept = count // width * kept if width else 0
     return num_kept * value_bytes if bits is None else blocks_bytes(num_kept, bits, kept)
+
+
+def most_above(count: int, share: float) -> int:
+    """The most of so many entries that a threshold over all of them lets through.
+
+    A few more than the slack: the gradient of a whole is that of two halves, each rounded by itself.
+    """
+    return min(DENSITY_SLACK * (max(1, round(share * count)) + 2), count)
 
 
 def mask_bytes(count: int) -> int:

@@ -14,8 +14,8 @@ from bireme.codec.blocks import Blocks
 from bireme.codec.cast import Cast
 from bireme.codec.codec import Codec
 from bireme.codec.description import kept_bytes, kept_of_row, mask_bytes
-from bireme.codec.packing import pack_mask, unpack_mask
-from bireme.codec.selection import largest_of_rows, selected, spread
+from bireme.codec.packing import unpack_mask
+from bireme.codec.selection import selected, spread, take_largest
 
 __all__ = ["Keep", "Kept"]
 
@@ -39,10 +39,9 @@ class Keep:
         """Write the mask and the values; nothing is drawn."""
         width = _width(tuple(tensor.shape))
         rows = tensor.detach().reshape(-1, width)
-        mask = largest_of_rows(rows, kept_of_row(width, self._share))
-        begin = mask_bytes(rows.numel())
-        pack_mask(mask, out[:begin])
-        return begin + Kept(mask, self._share, self._bits).encode(rows, out[begin:], seed=seed)
+        kept, begin = kept_of_row(width, self._share), mask_bytes(rows.numel())
+        values = take_largest(rows, kept, out[:begin])
+        return begin + _codec(self._bits, kept).encode(values, out[begin:], seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor, with zeros where nothing was kept."""
@@ -78,24 +77,27 @@ class Kept:
         shape = tuple(tensor.shape)
         mask = self._as_bools(shape)
         values = selected(tensor.detach(), mask, self._num_kept(shape))
-        return self._codec(shape).encode(values, out, seed=seed)
+        return _codec(self._bits, self._kept(shape)).encode(values, out, seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor, with zeros outside the mask."""
         mask = self._as_bools(shape)
-        values = self._codec(shape).decode(message, (self._num_kept(shape),), dtype)
+        values = _codec(self._bits, self._kept(shape)).decode(message, (self._num_kept(shape),), dtype)
         return spread(values, mask)
 
     def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
         return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
 
     def _num_kept(self, shape: tuple[int, ...]) -> int:
-        return prod(shape[:-1]) * kept_of_row(_width(shape), self._share)
+        return prod(shape[:-1]) * self._kept(shape)
 
-    def _codec(self, shape: tuple[int, ...]) -> Codec:
-        if self._bits is None:
-            return Cast()
-        return Blocks(self._bits, block=kept_of_row(_width(shape), self._share))
+    def _kept(self, shape: tuple[int, ...]) -> int:
+        return kept_of_row(_width(shape), self._share)
+
+
+def _codec(bits: int | None, kept: int) -> Codec:
+    """Of the values that are kept, so many a row."""
+    return Cast() if bits is None else Blocks(bits, block=kept)
 
 
 def _width(shape: tuple[int, ...]) -> int:

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["largest_of_rows", "selected", "spread"]
+from bireme.codec.packing import pack_mask
+
+__all__ = ["as_magnitudes", "largest_of_rows", "places_first", "selected", "spread", "take_largest"]
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers whose order is that of the magnitudes of numbers of so many bytes."""
@@ -28,35 +30,45 @@ def largest_of_rows(rows: Tensor, kept: int) -> Tensor:
     mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     if kept >= rows.shape[1]:
         return mask.fill_(value=True)
-    integers = INTEGERS[rows.dtype.itemsize]
-    most = torch.iinfo(integers).max
-    bits = rows.contiguous().view(integers)
     if not rows.is_cpu:
-        order = (bits & most).sort(dim=1, descending=True, stable=True).indices[:, :kept]
+        order = as_magnitudes(rows).sort(dim=1, descending=True, stable=True).indices[:, :kept]
         return mask.fill_(value=False).scatter_(1, order, value=True)
-    step = max(1, PART_VALUES // rows.shape[1])
-    place = rows.shape[1] - kept
-    for part, into in zip(torch.split(bits, step), torch.split(mask, step), strict=True):
-        sizes = np.bitwise_and(part.numpy(), most)
-        least = np.partition(sizes, place, axis=1)[:, place : place + 1]
-        chosen = into.numpy()
-        np.greater_equal(sizes, least, out=chosen)
-        if np.count_nonzero(chosen) > kept * len(chosen):
-            _drop_last_of_equal(chosen, sizes, least, kept)
+    whole = mask.numpy()
+    for begin, chosen in _chosen(rows.contiguous().view(INTEGERS[rows.dtype.itemsize]).numpy(), kept):
+        whole[begin : begin + len(chosen)] = chosen
     return mask
+
+
+def take_largest(rows: Tensor, kept: int, packed: Tensor) -> Tensor:
+    """The entries that `largest_of_rows` has in its mask, in order; the mask goes into `packed`, one bit an
+    entry.
+    """
+    if not rows.is_cpu or kept >= rows.shape[1] or rows.shape[1] % 8:
+        mask = largest_of_rows(rows, kept)
+        pack_mask(mask, packed)
+        return selected(rows, mask, len(rows) * kept)
+    given = rows.contiguous().view(INTEGERS[rows.dtype.itemsize]).numpy()
+    found = torch.empty(len(rows) * kept, dtype=rows.dtype)
+    taken, into = found.view(INTEGERS[rows.dtype.itemsize]).numpy(), packed.numpy()
+    row_bytes = rows.shape[1] // 8
+    for begin, chosen in _chosen(given, kept):
+        end = begin + len(chosen)
+        into[begin * row_bytes : end * row_bytes] = np.packbits(chosen, bitorder="little")
+        _take(given[begin:end].reshape(-1), np.flatnonzero(chosen), taken[begin * kept : end * kept])
+    into[len(rows) * row_bytes :] = 0
+    return found
 
 
 def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
     """The entries of a mask, which has so many, in the order of the tensor."""
     flat = tensor.reshape(-1)
     if not flat.is_cpu:
-        return flat.take(_sorted_places(mask, num_kept))
+        return flat.take(places_first(mask, num_kept))
     found = torch.empty(num_kept, dtype=flat.dtype)
     integers = INTEGERS[flat.dtype.itemsize]
     given, taken = flat.view(integers).numpy(), found.view(integers).numpy()
     for part, places, at in _places(mask):
-        # What is taken lies within: numpy need not look, which would take a copy.
-        np.take(given[part], places, out=taken[at], mode="clip")
+        _take(given[part], places, taken[at])
     return found
 
 
@@ -64,13 +76,38 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     """The values at the entries of the mask, in order, and zeros elsewhere."""
     whole = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
     if not whole.is_cpu:
-        whole.view(-1).put_(_sorted_places(mask, values.numel()), values)
+        whole.view(-1).put_(places_first(mask, values.numel()), values)
         return whole
     integers = INTEGERS[values.dtype.itemsize]
     put, given = whole.view(-1).view(integers).numpy(), values.view(integers).numpy()
     for part, places, at in _places(mask):
         put[part][places] = given[at]
     return whole
+
+
+def _chosen(bits: np.ndarray, kept: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Which entries are kept, some rows at a time: the first row, and a mask that the next ones overwrite."""
+    width = bits.shape[1]
+    step, place, most = max(1, PART_VALUES // width), width - kept, np.iinfo(bits.dtype).max
+    # One piece of memory for what is in between: to ask for it again takes longer than to fill it.
+    room = np.empty((2, min(step, len(bits)), width), bits.dtype)
+    masks = np.empty(room.shape[1:], np.bool_)
+    for begin in range(0, len(bits), step):
+        part = bits[begin : begin + step]
+        sizes, ordered, chosen = room[0, : len(part)], room[1, : len(part)], masks[: len(part)]
+        np.bitwise_and(part, most, out=sizes)
+        np.copyto(ordered, sizes)
+        ordered.partition(place, axis=1)
+        least = ordered[:, place : place + 1]
+        np.greater_equal(sizes, least, out=chosen)
+        if np.count_nonzero(chosen) > kept * len(chosen):
+            _drop_last_of_equal(chosen, sizes, least, kept)
+        yield begin, chosen
+
+
+def _take(given: np.ndarray, places: np.ndarray, into: np.ndarray) -> None:
+    # What is taken lies within: numpy need not look, which would take a copy.
+    np.take(given, places, out=into, mode="clip")
 
 
 def _drop_last_of_equal(chosen: np.ndarray, sizes: np.ndarray, least: np.ndarray, kept: int) -> None:
@@ -91,6 +128,14 @@ def _places(mask: Tensor) -> Iterator[tuple[slice, np.ndarray, slice]]:
         found += len(places)
 
 
-def _sorted_places(mask: Tensor, num_kept: int) -> Tensor:
-    """Where a mask is true. The number of places is known, and a count would be waited for."""
+def places_first(mask: Tensor, num_kept: int) -> Tensor:
+    """Where a mask is true, in order, and after that where it is not: so many places in all. To count them
+    would be to wait.
+    """
     return mask.view(-1).to(torch.uint8).sort(descending=True, stable=True).indices[:num_kept]
+
+
+def as_magnitudes(values: Tensor) -> Tensor:
+    """Integers in the order of the magnitudes of numbers; those of NaNs are the largest."""
+    integers = INTEGERS[values.dtype.itemsize]
+    return values.contiguous().view(integers) & torch.iinfo(integers).max

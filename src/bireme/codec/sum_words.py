@@ -17,6 +17,7 @@ __all__ = [
     "DENSE_SUMS",
     "DENSITY_SLACK",
     "SUM_CODEC_WORDS",
+    "WHOLE_STEPS",
     "SumCodec",
     "SumCost",
     "SumKind",
@@ -39,7 +40,10 @@ ENTRY_BYTES = 4
 KEPT_COPIES = 2
 """Residuals: as of the last batch that counted, and as the batch under way leaves them."""
 
-SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS or lowrank:RANK"
+WHOLE_STEPS = 10
+"""Steps before low rank begins, so that optimisers which divide by the size of gradients know it first."""
+
+SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS or lowrank:RANK:STEPS"
 
 BITS = re.compile(r"int([1-8])|([1-8])bit")
 
@@ -56,7 +60,7 @@ class SumKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SumCodec:
     """Entries of few `bits`; the largest `share` of them, whose threshold lives `life` steps; or a matrix of
-    `rank`.
+    `rank`, after so many `whole_steps`.
     """
 
     kind: SumKind
@@ -64,6 +68,7 @@ class SumCodec:
     share: float = 0.0
     life: int = 0
     rank: int = 0
+    whole_steps: int = 0
 
     def __str__(self) -> str:
         """As a run file has it."""
@@ -73,7 +78,8 @@ class SumCodec:
             case SumKind.THRESHOLD:
                 return f"threshold:{self.share:g}:{self.life}"
             case SumKind.LOWRANK:
-                return f"lowrank:{self.rank}"
+                more = "" if self.whole_steps == WHOLE_STEPS else f":{self.whole_steps}"
+                return f"lowrank:{self.rank}{more}"
         return "none"
 
     @property
@@ -157,11 +163,14 @@ def parse_sum_codec(text: str) -> SumCodec:
         if life < 1 or life != int(life) or life > 1e9:
             raise _impossible(text, f"{life:g} must be a whole number of steps from 1 on")
         return SumCodec(SumKind.THRESHOLD, share=share, life=int(life))
-    if word == "lowrank" and len(numbers) <= 1:
+    if word == "lowrank" and len(numbers) <= 2:
         rank = _number(text, numbers[0] if numbers else "4", "a rank from 1 on")
         if rank < 1 or rank != int(rank) or rank > 65536:
             raise _impossible(text, f"the rank {rank:g} must be a whole number from 1 to 65536")
-        return SumCodec(SumKind.LOWRANK, rank=int(rank))
+        steps = _number(text, numbers[1] if len(numbers) > 1 else str(WHOLE_STEPS), "a number of steps")
+        if steps != int(steps) or steps > 1e9:
+            raise _impossible(text, f"{steps:g} must be a whole number of steps from 0 on")
+        return SumCodec(SumKind.LOWRANK, rank=int(rank), whole_steps=int(steps))
     advice = closest(word, ["none", "int8", "int4", "int2", "threshold", "lowrank"])
     raise BiremeError(f"There is no codec {text!r} for sums of gradients. {advice} Use {SUM_CODEC_WORDS}.")
 

@@ -89,6 +89,7 @@ def _cost(codecs: BorderCodecs, num_values: float, num_back: float, value_bytes:
 
 
 def _rate(choice: CodecChoice) -> _Rate:
-    if choice == NONE:
+    """What was measured; of one's own codec nothing was."""
+    if choice == NONE or choice.where is not None:
         return _Rate(0.0, 0.0, 0.0, 0.0)
     return MEASURED["int8" if choice.name == "int" and not choice.is_rotated else choice.name]

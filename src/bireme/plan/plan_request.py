@@ -43,10 +43,11 @@ class PlanRequest:
     `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
     Each of the servers `owners` has private samples: it must be the home of a replica (see `plan.homes`).
     Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks. `codec` is that
-    of the borders, in both directions; auto leaves it to the planner. `has_ending` says that the last fifth
+    of the borders, in both directions; auto leaves it to the planner. `borders` are those that have codecs of
+    their own whatever it is, by the stage before them. `has_ending` says that the last fifth
     of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
     sums of gradients over replicas. With `memory` what does not fit a device may be paged to its host and to
-    a disk, within these limits.
+    a disk, within these limits. `whole_backwards` forbids schedules that run backwards in two halves.
     """
 
     batch_size: int
@@ -68,9 +69,11 @@ class PlanRequest:
     owners: tuple[str, ...] = ()
     sums: SumCost = DENSE_SUMS
     codec: str = "none"
+    borders: tuple[tuple[int, BorderCodecs], ...] = ()
     has_ending: bool = False
     value_bytes: int = 4
     memory: TierLimits | None = None
+    whole_backwards: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):

@@ -17,8 +17,18 @@ from bireme.report.legend import Contents
 from bireme.report.shapes import Anchor, Flag, Rect, Shape, Text, fitted, text_width
 from bireme.report.units import seconds_text
 from bireme.schedule.grid import NAMES, number, rank_name
-from bireme.schedule.instruction import COMPUTE, Instruction, Kind
-from bireme.timeline.timeline import BUSY, Copies, Interval, RankTimeline, Timeline, Transfers
+from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind
+from bireme.timeline.timeline import (
+    AVERAGE_SYNC,
+    BUSY,
+    GRADIENT_SYNC,
+    Copies,
+    Interval,
+    RankTimeline,
+    Timeline,
+    Transfers,
+    sync_name,
+)
 
 __all__ = ["Lanes", "contents_of", "drawn_batches", "end_of", "lanes_of", "plain_seconds"]
 
@@ -37,6 +47,14 @@ MARK = 2
 """An update no wider than this is its flag alone."""
 SIZES = (11, 9)
 """Of numbers in rectangles; where neither fits there is none."""
+
+SHOWN = BUSY | AVERAGES
+STEPS = {
+    Kind.UPDATE: ("update", palette.UPDATE),
+    Kind.TRIAL: ("trial step", palette.TRIAL),
+    Kind.AVERAGE_START: ("average starts", palette.AVERAGE),
+    Kind.AVERAGE_END: ("average ends", palette.AVERAGE),
+}
 
 MOST_BATCHES = 12
 MOST_RECTANGLES = 20_000
@@ -132,7 +150,9 @@ class Lanes:
             if self.has_strips:
                 yield Text(left - 8, row.strip_y + STRIP / 2, "version", 9, palette.PALE_INK, Anchor.END)
             for transfers, y in row.links:
-                what = "gradient sync" if transfers.is_sync else f"from rank {transfers.source}"
+                what = f"from rank {transfers.source}"
+                if transfers.is_sync:
+                    what = sync_name(self.timeline, transfers)
                 yield Text(left - 8, y + LINK / 2, what, 9, palette.PALE_INK, Anchor.END)
                 yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
             for copies, y in row.copies:
@@ -162,7 +182,7 @@ class Lanes:
         is_cut = self.num_batches < self.timeline.program.num_batches
         end_s = self.scale.most
         for interval in rank.intervals():
-            if interval.instruction.kind not in BUSY:
+            if interval.instruction.kind not in SHOWN:
                 continue
             if interval.start_s > end_s or (is_cut and interval.start_s >= end_s):
                 return
@@ -201,15 +221,15 @@ class Lanes:
 
     def _step(self, interval: Interval, y: float) -> Iterator[Shape]:
         """An update or a trial step: as wide as it is long, with a flag so that it is seen at any length."""
-        is_update = interval.instruction.kind is Kind.UPDATE
-        colour = palette.UPDATE if is_update else palette.TRIAL
+        what, colour = STEPS[interval.instruction.kind]
+        # Those of a batch often mark the same moment, so their flags wave to different sides.
+        is_left = interval.instruction.kind in (Kind.UPDATE, Kind.AVERAGE_START)
         left, width = self._span(interval.start_s, interval.end_s)
         if width > MARK:
             yield Rect(left, y, width, self.lane, colour, role="step")
         lasts = plain_seconds(interval.end_s - interval.start_s)
-        title = f"{'update' if is_update else 'trial step'} · batch {interval.instruction.batch} · {lasts}"
-        # Both often mark the same moment, so their flags wave to different sides.
-        yield Flag(left, y - FLAG, self.lane + FLAG, colour, is_left=is_update, title=title)
+        title = f"{what} · batch {interval.instruction.batch} · {lasts}"
+        yield Flag(left, y - FLAG, self.lane + FLAG, colour, is_left=is_left, title=title)
 
     def _strip(self, computed: Sequence[Interval], y: float) -> Iterator[Shape]:
         """Which weight version is computed on, joined over computations that follow each other."""
@@ -279,14 +299,20 @@ def contents_of(pictures: Sequence[Lanes]) -> Contents:
         for rank in lanes.timeline.ranks
         for interval in lanes.intervals(rank)
     }
-    syncs = {transfers.is_sync for lanes in pictures for into in lanes.links for transfers in into}
+    links = {
+        sync_name(lanes.timeline, transfers) if transfers.is_sync else "link"
+        for lanes in pictures
+        for into in lanes.links
+        for transfers in into
+    }
     programs = [lanes.timeline.program for lanes in pictures]
     return Contents(
         batches=tuple(sorted({step.batch for step in steps if step.kind in COMPUTE})),
         kinds=frozenset(step.kind for step in steps),
         has_versions=any(lanes.has_strips for lanes in pictures),
-        has_links=False in syncs,
-        has_syncs=True in syncs,
+        has_links="link" in links,
+        has_syncs=GRADIENT_SYNC in links,
+        has_averages=AVERAGE_SYNC in links,
         has_copies=any(of_rank for lanes in pictures for of_rank in lanes.copies),
         most_stages=max(len(one.stages_of(rank)) for one in programs for rank in range(one.num_ranks)),
     )
@@ -308,6 +334,8 @@ def _apart(width: float) -> float:
 
 def _message(step: Instruction, *, is_sync: bool) -> tuple[palette.Colour, str]:
     """The colour of a message, and what it brings."""
+    if is_sync and step.kind is Kind.AVERAGE_START:
+        return palette.AVERAGE, "means of weights"
     if is_sync:
         return palette.SYNC, "sums of gradients"
     if step.kind in (Kind.FORWARD, Kind.RECV_FORWARD):

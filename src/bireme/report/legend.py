@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bireme.report import palette
 from bireme.report.shapes import Rect, Shape, Text, text_width
 from bireme.schedule.grid import NAMES
-from bireme.schedule.instruction import Kind
+from bireme.schedule.instruction import AVERAGES, Kind
 
 __all__ = ["Contents", "legend"]
 
@@ -27,6 +27,7 @@ class Contents:
     has_links: bool
     has_syncs: bool
     has_copies: bool
+    has_averages: bool
     most_stages: int
 
 
@@ -76,6 +77,8 @@ def _signs(contents: Contents) -> Iterator[_Entry]:
         yield _Entry(8, _flag(-6, palette.UPDATE), "update")
     if Kind.TRIAL in contents.kinds:
         yield _Entry(8, _flag(0, palette.TRIAL), "trial step")
+    if AVERAGES & contents.kinds:
+        yield _Entry(8, _flag(0, palette.AVERAGE), "average of weights starts, ends")
     if contents.has_versions:
         colours = [palette.version_fill(0), palette.version_fill(1)]
         yield _Entry(2 * SWATCH, _beside(colours, 12), "weight version computed on, even and odd")
@@ -88,6 +91,8 @@ def _signs(contents: Contents) -> Iterator[_Entry]:
         yield _Entry(2 * SWATCH, _beside(colours, 6), "activations and gradients sent to the rank")
     if contents.has_syncs:
         yield _Entry(SWATCH, _beside([palette.SYNC], 6), "gradient sync with replicas")
+    if contents.has_averages:
+        yield _Entry(SWATCH, _beside([palette.AVERAGE], 6), "average of weights with replicas")
     if contents.has_copies:
         colours = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
         yield _Entry(2 * SWATCH, _beside(colours, 6), "chunks fetched from the tier below and evicted to it")

@@ -7,6 +7,7 @@ vision; after six batches they begin again.
 from bireme.schedule.instruction import Kind
 
 __all__ = [
+    "AVERAGE",
     "AXIS",
     "HUES",
     "IDLE",
@@ -47,6 +48,7 @@ LINK_BED: Colour = (241, 242, 245)
 SYNC: Colour = (120, 126, 136)
 UPDATE: Colour = (20, 24, 32)
 TRIAL: Colour = (204, 24, 72)
+AVERAGE: Colour = (116, 62, 196)
 VERSIONS: tuple[Colour, ...] = ((74, 80, 92), (196, 200, 208))
 """Even and odd weight versions."""
 ENOUGH_CONTRAST = 3.5

@@ -6,6 +6,7 @@ from typing import Any
 
 from bireme.cluster.cluster import Cluster
 from bireme.codec.border import AS_IT_IS
+from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate, Forecast, MemoryWay
 from bireme.plan.plan import Plan
@@ -145,9 +146,14 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
     return notes
 
 
-def explanation_document(answer: Answer, helps: Sequence[Help]) -> dict[str, Any]:
-    """What limits the candidates is with them; this is what would help, with `gain` in samples' worth."""
+def explanation_document(
+    answer: Answer, helps: Sequence[Help], agreed: Sequence[AgreementForecast]
+) -> dict[str, Any]:
+    """What limits the candidates is with them; this is what would help, with `gain` in samples' worth, and
+    what other ways for the replicas to agree would give.
+    """
     return {
+        "agreements": [asdict(one) for one in agreed],
         "helps": [
             {"with": one.words, "gain": one.gain, **_candidate(summarize(one.candidate))} for one in helps
         ],

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.plan.agreements import AgreementForecast
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate, StageForecast
@@ -33,6 +34,11 @@ NOT_SHOWN = Kind.STASHED
 LEGEND = (
     "shape: depth×width, micro-batches×samples; steps: with this update rule, for one synchronous step "
     "(--penalty); cost: seconds per sample times steps"
+)
+
+AGREEMENTS = (
+    "simulated, from the links between the replicas and the spread of measured times; the steps are those of "
+    "a pilot (docs/replicas.md), and the engine trains with all and quorum only"
 )
 
 MOST_CANDIDATES = 8
@@ -64,8 +70,12 @@ def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Con
     _say(console, f"\nFound in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
 
 
-def print_explanation(answer: Answer, helps: Sequence[Help], console: Console) -> None:
-    """Print the best candidates with what limits each, and the changes that help."""
+def print_explanation(
+    answer: Answer, helps: Sequence[Help], agreed: Sequence[AgreementForecast], console: Console
+) -> None:
+    """Print the best candidates with what limits each, other ways for the replicas to agree, and the changes
+    that help.
+    """
     table = _table(("candidate", "shape", "cost", "slower by", "limited by", "memory left"))
     least = answer.best.forecast.cost_s_per_sample
     for candidate in answer.candidates[:MOST_CANDIDATES]:
@@ -80,6 +90,8 @@ def print_explanation(answer: Answer, helps: Sequence[Help], console: Console) -
         )
     _say(console, "\n[bold]The best candidates[/bold]")
     console.print(table)
+    if agreed:
+        _print_agreements(agreed, console)
     _say(console, "\n[bold]What would help[/bold]")
     helping = [one for one in helps if one.gain >= HELPS]
     if not helping:
@@ -99,6 +111,19 @@ def print_explanation(answer: Answer, helps: Sequence[Help], console: Console) -
     others = [escape(one.words) for one in helps if one.gain < HELPS]
     if others:
         _say(console, f"No help: {'; '.join(others)}.", style="dim")
+
+
+def _print_agreements(agreed: Sequence[AgreementForecast], console: Console) -> None:
+    _say(console, "\n[bold]How the replicas could agree[/bold]")
+    table = _table(("mode", "every", "samples/s", "steps", "gain"))
+    for one in agreed:
+        least = "≥ " if one.is_at_least else ""
+        most = "≤ " if one.is_at_least else ""
+        every = counted(one.every, "batch")
+        rate = f"{one.samples_per_s:,.1f}"
+        table.add_row(one.mode, every, rate, f"{least}{one.steps:.2f}", f"{most}{one.gain:.2f}×")
+    console.print(table)
+    _say(console, AGREEMENTS, style="dim")
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

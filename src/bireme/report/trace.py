@@ -14,9 +14,17 @@ from typing import Any
 
 from bireme.files import write_chunks_atomically
 from bireme.schedule.grid import NAMES, label, number, rank_name
-from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program
-from bireme.timeline.timeline import BUSY, Copies, RankTimeline, Timeline, Transfers
+from bireme.timeline.timeline import (
+    BUSY,
+    GRADIENT_SYNC,
+    Copies,
+    RankTimeline,
+    Timeline,
+    Transfers,
+    sync_name,
+)
 
 __all__ = ["write_trace"]
 
@@ -117,7 +125,9 @@ def _computed(program: Program, rank: RankTimeline, threads: _Threads) -> Iterat
             name = label(program, step) if step.kind in COMPUTE else step.kind.name.capitalize()
             category = NAMES.get(step.kind, "step")
         elif step.kind is Kind.REDUCE and interval.end_s > interval.start_s:
-            name, category = "gradient sync", "sync"
+            name, category = GRADIENT_SYNC, "sync"
+        elif step.kind in AVERAGES:
+            name, category = step.kind.name.replace("_", " ").capitalize(), "sync"
         else:
             continue
         what = {"name": name, "cat": category, "cname": _colour(step), "args": _args(step)}
@@ -177,13 +187,13 @@ def _copies(timeline: Timeline, rank: int, copies: Copies, threads: _Threads) ->
 
 
 def _syncs(timeline: Timeline, transfers: Transfers, threads: _Threads) -> Iterator[Event]:
-    rank = transfers.source
+    rank, name = transfers.source, sync_name(timeline, transfers)
     for start_s, end_s, num_bytes, index in zip(
         transfers.start_s, transfers.end_s, transfers.num_bytes, transfers.sent_by, strict=True
     ):
         step = timeline.ranks[rank].track[index]
-        what = {"name": "gradient sync", "cat": "sync", "args": {**_args(step), "bytes": num_bytes}}
-        yield from threads.event(rank, "gradient sync", start_s, end_s, what)
+        what = {"name": name, "cat": "sync", "args": {**_args(step), "bytes": num_bytes}}
+        yield from threads.event(rank, name, start_s, end_s, what)
 
 
 def _messages(

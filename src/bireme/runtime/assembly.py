@@ -1,11 +1,15 @@
 """The stages of one rank, put together: the function of each, its weights, its part of the evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from bireme.codec.gradient_words import GradientForm
 from bireme.errors import BiremeError
+from bireme.model.fed_maps import Outlet, feeding
 from bireme.model.graph import Graph, State
+from bireme.model.linear_maps import LinearMap, chosen_maps
 from bireme.model.segments import SegmentedFunction
 from bireme.model.stage import Resolve, stage_function
 from bireme.model.units import Unit, units_of
@@ -35,16 +39,41 @@ class Assembly:
     resolve: Resolve
     compiles: bool
     batches: Batches
+    form: GradientForm | None = None
     paging: RankPaging | None = None
 
     def stages(
         self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
     ) -> dict[int, Stage]:
         """The rank's stages, each with its weights."""
-        return {
-            stage: self._stage(stage, self._function(own), weights, factory, bank_dtype)
-            for stage, own in self.layout.units.items()
-        }
+        maps = self._maps()
+        found = {}
+        for stage, own in self.layout.units.items():
+            outlet = Outlet() if maps else None
+            function = self._function(own, maps, outlet)
+            found[stage] = self._stage(stage, function, weights, factory, bank_dtype, maps, outlet)
+        return found
+
+    def _maps(self) -> Mapping[str, LinearMap]:
+        """The weights whose gradients are kept as components."""
+        if self.form is None:
+            return {}
+        if self.plan.source.splits_backward:
+            raise BiremeError(
+                f"{self.plan.source.name} runs backwards in two halves, and principal components need whole "
+                'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
+            )
+        if self.paging is not None:
+            raise BiremeError(
+                "A plan that pages keeps gradients whole. Leave out paging, or use "
+                'training.gradient = "whole".'
+            )
+        if self.compiles:
+            raise BiremeError(
+                "A compiled stage cannot give the pairs that principal components are made from. Leave out "
+                'model.compile, or use training.gradient = "whole".'
+            )
+        return chosen_maps(self.graph, self.form)
 
     def evaluation_stages(self, evaluation: Graph, stages: dict[int, Stage]) -> dict[int, EvaluationStage]:
         """The same in evaluation mode, on the same weights. They must be cut where those in training are."""
@@ -63,20 +92,21 @@ class Assembly:
             found[stage] = EvaluationStage(function, training.banks, training.buffers, self.device)
         return found
 
-    def _function(self, units: tuple[Unit, ...]) -> AnyStageFunction:
+    def _function(
+        self, units: tuple[Unit, ...], maps: Mapping[str, LinearMap], outlet: Outlet | None
+    ) -> AnyStageFunction:
         """What runs some units in training."""
+        resolve = self.resolve if outlet is None else feeding(self.resolve, maps, outlet)
         again = set(self.plan.recompute_units) & {unit.index for unit in units}
         if not again:
-            return stage_function(
-                self.graph, units, resolve=self.resolve, compile=self.compiles, outputs=(LOSS,)
-            )
+            return stage_function(self.graph, units, resolve=resolve, compile=self.compiles, outputs=(LOSS,))
         if self.plan.source.splits_backward:
             raise BiremeError(
                 f"{self.plan.source.name} runs backwards in two halves, and units that recompute would do so "
                 "in each. Recompute whole stages, or use a schedule whose backwards are whole."
             )
         return SegmentedFunction(
-            self.graph, units, again, resolve=self.resolve, compile=self.compiles, outputs=(LOSS,)
+            self.graph, units, again, resolve=resolve, compile=self.compiles, outputs=(LOSS,)
         )
 
     def _stage(
@@ -86,6 +116,8 @@ class Assembly:
         weights: Weights,
         factory: OptimizerFactory,
         bank_dtype: torch.dtype | None,
+        maps: Mapping[str, LinearMap],
+        outlet: Outlet | None,
     ) -> Stage:
         states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
         names = (*function.parameters, *function.buffers)
@@ -117,6 +149,8 @@ class Assembly:
             bank_dtype=bank_dtype,
             summed_apart=self.layout.tied.keys(),
             stage=stage,
+            maps={name: one for name, one in maps.items() if name in trainable},
+            form=self.form,
             memory=memory,
         )
         return Stage(
@@ -128,6 +162,7 @@ class Assembly:
             self.batches,
             device=self.device,
             recomputes=stage in source.recomputed,
+            outlet=outlet,
             memory=memory,
         )
 

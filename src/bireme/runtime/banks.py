@@ -22,14 +22,20 @@ parameter.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from bireme.codec.gradient_words import GradientForm
+from bireme.codec.principal import Product
+from bireme.model.linear_maps import LinearMap
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.principal import PrincipalGradients
+from bireme.runtime.product_steps import most_piece_elements, step_products
 from bireme.runtime.shelf_weights import ShelfWeights, copy_by_name
 from bireme.runtime.stage_memory import StageMemory
 from bireme.runtime.stepper import Stepper
@@ -42,7 +48,7 @@ from bireme.sync.reduced import NUMBERS_BYTES
 __all__ = ["BankInUse", "BankMemory", "DeadVersion", "WeightBanks"]
 
 Tensors = Mapping[str, Tensor]
-Gradients = Mapping[str, Tensor | None]
+Gradients = Mapping[str, Tensor | Product | None]
 
 
 class BankInUse(RuntimeError):  # noqa: N818 (named for what happened)
@@ -90,7 +96,8 @@ class WeightBanks:
 
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
     master weights are stepped in its place. The parameters in `summed_apart` lie on shelves of their own,
-    because their gradients are summed with other ranks than those of the rest.
+    because their gradients are summed with other ranks than those of the rest. The gradients of the weights
+    in `maps` are kept in a `form` of few numbers.
     """
 
     def __init__(
@@ -104,6 +111,8 @@ class WeightBanks:
         bank_dtype: torch.dtype | None = None,
         summed_apart: Collection[str] = (),
         stage: int = 0,
+        maps: Mapping[str, LinearMap] | None = None,
+        form: GradientForm | None = None,
         memory: StageMemory | None = None,
     ) -> None:
         self._memory = memory = memory or StageMemory()
@@ -150,8 +159,17 @@ class WeightBanks:
         self._held = [0] * num_banks
         self._newest_version = 0
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        principal = None
+        if form is not None and maps:
+            principal = PrincipalGradients(
+                maps,
+                form,
+                {name: given[name].dtype for name in maps},
+                is_delayed=rule is not Rule.SYNCHRONOUS,
+                device=device,
+            )
         source = memory.gradients if memory.is_paged else None
-        self.gradients = GradientPool(self._stepper.shelves, self._trainable, device, source)
+        self.gradients = GradientPool(self._stepper.shelves, self._trainable, device, principal, source)
         memory.before_gradients(self.gradients.reserve)
         """Where the sums of the gradients lie."""
 
@@ -233,11 +251,16 @@ class WeightBanks:
         given = {
             name: gradient.to(weights[name].dtype)
             for name, gradient in gradients.items()
-            if gradient is not None
+            if isinstance(gradient, Tensor)
         }
         if scale != 1.0 and given:
             torch._foreach_mul_([*given.values()], scale)
-        self._stepper.step(weights, given, lr_factor=lr_factor)
+        products = {
+            name: gradient.scaled(scale)
+            for name, gradient in gradients.items()
+            if isinstance(gradient, Product)
+        }
+        step_products(self._stepper, weights, given, products, lr_factor=lr_factor)
 
     @torch.no_grad()
     def trial(
@@ -257,7 +280,8 @@ class WeightBanks:
         self._expect_next(version)
         bank = self._open(version)
         given = {name: one for name, one in (gradients or {}).items() if one is not None}
-        if not given or not are_finite(given.values()):
+        factors = (one.factors if isinstance(one, Product) else (one,) for one in given.values())
+        if not given or not are_finite([*chain.from_iterable(factors)]):
             self._copy_apart_into(bank)
         else:
             self._trials.make(
@@ -343,13 +367,18 @@ class WeightBanks:
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
+        principal = self.gradients.principal
+        settled_bytes = piece_bytes = 0
+        if principal is not None:
+            settled_bytes = principal.num_bytes
+            piece_bytes = most_piece_elements(self._stepper, principal.shapes) * principal.most_itemsize
         return BankMemory(
             banks_bytes=sum(bank.num_bytes for store in self._stores for bank in store.banks),
             frozen_bytes=sum(tensor.nbytes for tensor in self._frozen.values()),
             apart_bytes=sum(store.apart.num_bytes for store in self._stores if store.apart is not None),
-            optimizer_bytes=self._stepper.state_bytes(),
+            optimizer_bytes=self._stepper.state_bytes() + settled_bytes,
             gradient_bytes=self.gradients.num_bytes,
-            workspace_bytes=self._trials.num_bytes + norm_bytes + waiting_bytes,
+            workspace_bytes=self._trials.num_bytes + norm_bytes + waiting_bytes + piece_bytes,
         )
 
     def _read(self, tensor: Tensor) -> Tensor:

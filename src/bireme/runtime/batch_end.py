@@ -1,11 +1,12 @@
 """A batch on one rank, from its first forward to its last update: all that is known of it so far."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from bireme.codec.principal import Components, PrincipalStream, Product
 from bireme.runtime.gradients import GradientPool, GradientSums
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.norm import PieceNorms
@@ -26,6 +27,7 @@ class StagePart:
     """
 
     pool: GradientPool
+    batch: int = 0
     own: GradientSums | None = None
     whole: GradientSums | None = None
     seen: float = 0.0
@@ -35,13 +37,18 @@ class StagePart:
     def sums(self) -> GradientSums:
         """The gradients of this replica; they take memory from the first call on."""
         if self.own is None:
-            self.own = self.whole = self.pool.open()
+            self.own = self.whole = self.pool.open(self.batch)
         return self.own
 
-    def whole_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor | Product | None]]:
         """What the update is made from."""
         assert self.whole is not None, "it was gathered before"
-        return self.whole.items()
+        return self.whole.all_items()
+
+    def components(self) -> Mapping[str, Components]:
+        """The principal components of the whole batch's gradients, where any are kept so."""
+        assert self.whole is not None, "it was gathered before"
+        return (self.whole.streams and self.whole.streams.components) or {}
 
     def release(self) -> None:
         """The gradients have been applied."""
@@ -77,12 +84,14 @@ class BatchEnd:
         """
         parts = [self.parts[stage] for stage in sorted(self.parts)]
         names = [name for part in parts for name in part.sums().views]
-        if keep and (sums_gradients or len({*names}) < len(names)):
+        has_streams = any(part.sums().streams is not None for part in parts)
+        if keep and (sums_gradients or has_streams or len({*names}) < len(names)):
             for part in parts:
                 part.whole = part.pool.open_copy(part.sums())
         views: dict[str, Tensor] = {}
         held: set[str] = set()
         flats: list[Tensor] = []
+        streams: dict[str, PrincipalStream] = {}
         for part in parts:
             assert part.whole is not None, "sums() has opened it"
             flats += [arena.flat for arena in part.whole.arenas if summed_apart.isdisjoint(arena.views)]
@@ -91,8 +100,10 @@ class BatchEnd:
                 if known is not view and name in part.whole.held:
                     known.add_(view) if name in held else known.copy_(view)
             held |= part.whole.held
+            if part.whole.streams is not None:
+                streams |= part.whole.streams.streams
         norms = [self.norms[stage] for stage in sorted(self.norms)]
-        self.gradients = BatchGradients(views, held, flats, norms)
+        self.gradients = BatchGradients(views, held, flats, norms, streams)
         return self.gradients
 
     @torch.no_grad()
@@ -103,6 +114,8 @@ class BatchEnd:
         for part in self.parts.values():
             assert part.whole is not None, "they were gathered from here"
             part.whole.held = held & part.whole.views.keys()
+            if part.whole.streams is not None:
+                part.whole.streams.components = self.gradients.components
             for name in part.whole.held:
                 if part.whole.views[name] is not views[name]:
                     part.whole.views[name].copy_(views[name])
@@ -122,7 +135,7 @@ class Batches:
         """A stage's part of a batch; it begins when it is first asked for."""
         parts = self[batch].parts
         if stage not in parts:
-            parts[stage] = StagePart(pool)
+            parts[stage] = StagePart(pool, batch)
         return parts[stage]
 
     def parts_of(self, stage: int) -> Iterator[StagePart]:

@@ -91,11 +91,11 @@ class Borders:
         return tuple(evaluate(length, num_samples) for length in self._values[name].shape)
 
     def _is_encoded(self, name: str, codec: CodecChoice, dtype: torch.dtype, num_samples: int) -> bool:
-        """Whether a tensor is encoded. `keep` takes entries from rows, which must not go over samples."""
+        """Whether a tensor is encoded. Rows, which `keep` takes entries from, must not go over samples."""
         if codec == NONE or name not in self.learned or not dtype.is_floating_point:
             return False
         shape = self._shape(name, num_samples)
-        has_rows = codec.name != "keep" or self.batch_axis(name) != len(shape) - 1
+        has_rows = codec.name != "keep" or codec.life is not None or self.batch_axis(name) != len(shape) - 1
         return has_rows and prod(shape) >= FEWEST_ENTRIES
 
 

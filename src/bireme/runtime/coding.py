@@ -2,6 +2,8 @@
 
 A mask is made with the message of an activation. Both ends keep it, one bit an entry, until the gradient of
 the same micro-batch has crossed the border: it is sent for the same entries.
+
+Where only the most bytes of an encoded tensor are known before, their number comes first.
 """
 
 from dataclasses import dataclass
@@ -10,13 +12,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from bireme.codec.above import KeepAbove, Thresholds
+from bireme.codec.border import LinkCodecs
 from bireme.codec.codec import Codec, Masking
+from bireme.codec.description import ALIGNMENT_BYTES
 from bireme.codec.of_choice import codec_of
 from bireme.codec.packing import unpack_mask
+from bireme.errors import BiremeError
 from bireme.runtime.tensor_spec import TensorSpec
 from bireme.schedule.instruction import Message
 
-__all__ = ["Coding"]
+__all__ = ["Coding", "checked"]
 
 _codec_of = lru_cache(maxsize=64)(codec_of)
 
@@ -36,25 +42,39 @@ class Coding:
         self.keeps_masks = True
         self._masks: dict[Message, dict[str, _Mask]] = {}
         """By the message of the activation."""
+        self.thresholds = Thresholds()
+        """What this rank's activations are compared with; an evaluation finds its own."""
 
     @property
     def num_masks(self) -> int:
         """How many messages there are whose gradient has not crossed the border yet."""
         return len(self._masks)
 
-    def encode(self, key: Message, spec: TensorSpec, tensor: Tensor, out: Tensor) -> None:
-        """Write a tensor into its part of a message."""
+    def encode(self, key: Message, spec: TensorSpec, tensor: Tensor, out: Tensor) -> int:
+        """Write a tensor into its part of a message; gives how many bytes of it are used."""
         codec = self._codec(key, spec)
         # Messages may lie on the host: what is encoded on an accelerator is then copied there.
         room = out if tensor.device == out.device else torch.empty_like(out, device=tensor.device)
-        codec.encode(tensor, room)
-        self._keep_mask(key, spec, codec, room)
+        begin = ALIGNMENT_BYTES if spec.codec.is_bounded else 0
+        body = room[begin:]
+        if self.keeps_masks and isinstance(codec, KeepAbove):
+            threshold = self.thresholds.of(f"{key.to_stage}.{spec.name}", codec, key.batch, tensor)
+            used = codec.encode(tensor, body, threshold=threshold)
+        else:
+            used = codec.encode(tensor, body)
+        if begin:
+            room[:begin].view(torch.int64).fill_(used)
+        self._keep_mask(key, spec, codec, body)
         if room is not out:
             out.copy_(room)
+        return begin + used
 
     def decode(self, key: Message, spec: TensorSpec, message: Tensor) -> Tensor:
         """The tensor in its part of a message."""
         codec = self._codec(key, spec)
+        if spec.codec.is_bounded:
+            used = int(message[:ALIGNMENT_BYTES].view(torch.int64))
+            message = message[ALIGNMENT_BYTES : ALIGNMENT_BYTES + used]
         self._keep_mask(key, spec, codec, message)
         return codec.decode(message, spec.shape, spec.dtype)
 
@@ -83,3 +103,16 @@ class Coding:
         if not masks:
             del self._masks[key]
         return found
+
+
+def checked(codecs: LinkCodecs) -> LinkCodecs:
+    """The codecs, if those of one's own keep the protocol; to be asked before anything is sent."""
+    for one in {one for phase in codecs.phases for one in phase.borders}:
+        there, back = (_codec_of(one.choice(forward=forward)) for forward in (True, False))
+        if isinstance(there, Masking) != isinstance(back, Masking):
+            raise BiremeError(
+                f"A border has the codec {one.forward} forward and {one.backward} backward. The gradient of "
+                "what a codec with a mask sends goes back for the same entries: give both directions that "
+                "codec, or none of the two."
+            )
+    return codecs

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.codec.above import Thresholds
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.borders import Borders
 from bireme.runtime.coding import Coding
@@ -124,7 +125,8 @@ class Courier:
         parcel.pack(tensors, self._coding)
         if self._coding.keeps_masks:
             self._count(key, parcel)
-        pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message)
+        num_bytes = parcel.num_bytes if parcel.wire_format.is_bounded else None
+        pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message, num_bytes)
         channel.append(_Sent(parcel, pending))
 
     def take(self, step: Instruction) -> Tensors:
@@ -150,6 +152,11 @@ class Courier:
         key = step.makes(self._num_stages)
         if key is not None:
             self._made[key] = tensors
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """What activations that are sent are compared with."""
+        return self._coding.thresholds
 
     @property
     def send_bytes(self) -> int:
@@ -212,4 +219,4 @@ class Courier:
         border = key.forward, min(key.from_stage, key.to_stage)
         counted = self.traffic.setdefault(border, Traffic())
         counted.raw_bytes += self._format(key, is_raw=True).num_bytes
-        counted.sent_bytes += parcel.message.nbytes
+        counted.sent_bytes += parcel.num_bytes if self._transport.is_host else parcel.message.nbytes

@@ -235,7 +235,7 @@ class _Nowhere:
 
     is_host = False
 
-    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
         raise RuntimeError(f"There is no rank {to} to send the {key} to.")
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:

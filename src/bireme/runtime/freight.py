@@ -96,7 +96,11 @@ class Freight:
                 if header == transfer.data[:HEADER_BYTES]:
                     self._fill(transfer.data[HEADER_BYTES:])
                 else:
-                    self._skip(read_header(bytes(header)).num_bytes - HEADER_BYTES)
+                    num_bytes = read_header(bytes(header)).num_bytes
+                    if num_bytes <= len(transfer.data):
+                        self._fill(transfer.data[HEADER_BYTES:num_bytes])
+                    else:
+                        self._skip(num_bytes - HEADER_BYTES)
                     transfer.data[:HEADER_BYTES] = header
                 self._end(transfer)
                 transfer = None

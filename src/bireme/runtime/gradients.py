@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bireme.codec.principal import Product
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
 from bireme.memory.carver import PLAIN, Carver
-from bireme.runtime.shelf import Shelf
+from bireme.runtime.principal import BatchStreams, PrincipalGradients
+from bireme.runtime.shelf import Shelf, without
 
 __all__ = ["GradientPool", "GradientSums"]
 
@@ -25,10 +27,10 @@ class GradientSums:
     """The sums of one batch. `held` are the parameters that have had a gradient.
 
     A parameter without one has no sum, not zero: an optimiser leaves it alone then, and does not even decay
-    it.
+    it. `streams` has those gradients that are kept as principal components, if any are.
     """
 
-    __slots__ = ("arenas", "held", "memory", "source", "views")
+    __slots__ = ("arenas", "held", "memory", "source", "streams", "views")
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class GradientSums:
         views = {name: view for arena in arenas for name, view in arena.views.items()}
         self.views: Mapping[str, Tensor] = {name: views[name] for name in names}
         self.held: set[str] = set()
+        self.streams: BatchStreams | None = None
 
     def into(self, leaves: Mapping[str, Tensor]) -> "_Lending":
         """Within this context `torch.autograd.backward` adds the leaves' gradients to the sums."""
@@ -57,8 +60,14 @@ class GradientSums:
             self.held.add(name)
 
     def items(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Each parameter with its sum, if it has one."""
+        """Each parameter in the arenas with its sum, if it has one."""
         return ((name, view if name in self.held else None) for name, view in self.views.items())
+
+    def all_items(self) -> Iterator[tuple[str, Tensor | Product | None]]:
+        """Each parameter with its gradient, if it has one."""
+        yield from self.items()
+        if self.streams is not None:
+            yield from self.streams.items()
 
 
 def _plain() -> Carver:
@@ -68,8 +77,8 @@ def _plain() -> Carver:
 class GradientPool:
     """Arenas for as many batches as are under way at once; those of a batch that is done are used again.
 
-    `names` are the parameters in the order in which sums are gone through. `memory` gives the memory of each
-    batch's sums; copies of sums lie with torch in any case.
+    `names` are the parameters in the order in which sums are gone through. Those of `principal` are in no
+    arena. `memory` gives the memory of each batch's sums; copies of sums lie with torch in any case.
     """
 
     def __init__(
@@ -77,11 +86,15 @@ class GradientPool:
         shelves: Sequence[Shelf],
         names: Sequence[str],
         device: torch.device,
+        principal: PrincipalGradients | None = None,
         memory: Callable[[], Carver] | None = None,
     ) -> None:
         memory = memory or _plain
-        self._shelves = tuple(shelves)
-        self._names = tuple(names)
+        apart = {} if principal is None else principal.shapes
+        self._shelves = without(shelves, apart) if apart else tuple(shelves)
+        self._names = tuple(name for name in names if name not in apart)
+        self.principal = principal
+        self._most_stream_bytes = 0
         self._device = device
         self._memory = memory
         self._free: dict[Callable[[], Carver], list[GradientSums]] = {memory: [], _plain: []}
@@ -94,10 +107,13 @@ class GradientPool:
         self._reserved = self._opened(self._memory)
         return self._reserved.memory
 
-    def open(self) -> GradientSums:
+    def open(self, batch: int = 0) -> GradientSums:
         """Sums for a batch that begins."""
         found, self._reserved = self._reserved, None
-        return found or self._opened(self._memory)
+        sums = found or self._opened(self._memory)
+        if self.principal is not None:
+            sums.streams = self.principal.open(batch)
+        return sums
 
     def _opened(self, source: Callable[[], Carver]) -> GradientSums:
         if self._free[source]:
@@ -109,8 +125,9 @@ class GradientPool:
 
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
-        """A copy of sums, in arenas of its own, with torch."""
+        """A copy of sums, in arenas of its own, with torch. Streams, which no sum changes, are the same."""
         copy = self._opened(_plain)
+        copy.streams = None if sums.streams is None else sums.streams.summed()
         for target, source in zip(copy.arenas, sums.arenas, strict=True):
             target.flat.copy_(source.flat)
         copy.held |= sums.held
@@ -119,12 +136,15 @@ class GradientPool:
     def release(self, sums: GradientSums) -> None:
         """Take back sums that have been applied."""
         sums.held.clear()
+        if sums.streams is not None:
+            self._most_stream_bytes = max(self._most_stream_bytes, sums.streams.num_bytes)
+            sums.streams = None
         self._free[sums.source].append(sums)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all arenas there are."""
-        return self._num_sets * sum(shelf.num_bytes for shelf in self._shelves)
+        """The bytes of all arenas there are, and the most that streams have taken beside them."""
+        return self._num_sets * (sum(shelf.num_bytes for shelf in self._shelves) + self._most_stream_bytes)
 
 
 class _Lending:

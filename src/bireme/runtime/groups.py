@@ -5,10 +5,11 @@ import torch
 from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
+from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.transport import Transport
 from bireme.sync.coded import CodedSums
 from bireme.sync.group import Group, SingleRankGroup
-from bireme.sync.reducer import Reducer
+from bireme.sync.reducer import Reducer, SumsBatches
 
 __all__ = ["reducer_of"]
 
@@ -19,11 +20,14 @@ def reducer_of(
     transport: Transport,
     device: torch.device,
     codec: SumCodec = DENSE,
-) -> Reducer:
+    agreement: Agreement | None = None,
+) -> SumsBatches:
     """What sums up this rank's batches. All ranks call it, and each finds the same kind.
 
-    Sums over replicas go through `codec`.
+    Sums over replicas go through `codec`, where these do not agree in another way.
     """
+    if agreement is not None:
+        return agreement.reducer(fabric, layout, transport, device)
     if layout.width == 1 and not layout.tied:
         sums = fabric.sums(transport)
         if sums is not None:

@@ -141,8 +141,7 @@ class Interpreter:
         self._stages[step.stage].recompute(_place_of(step), step.version)
 
     def _reduce(self, step: Instruction) -> None:
-        portion = self._courier.feed.portion(step.batch)
-        self._updates.reduce(step, portion.stamp, counts=portion.weight > 0)
+        self._updates.reduce(step, self._courier.feed.portion(step.batch))
 
     def _update(self, step: Instruction) -> None:
         self._updates.wait(step.batch)

@@ -28,7 +28,7 @@ from bireme.runtime.rank_process import LOCALHOST, UNGUARDED_STATUS, Order, run_
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend
 
-__all__ = ["launch", "signal_ranks"]
+__all__ = ["Crew", "launch", "pickled", "preload_own", "signal_ranks"]
 
 Result = TypeVar("Result")
 
@@ -68,10 +68,8 @@ def launch(
             f"Cannot launch {num_processes} processes with a timeout of {timeout_s:g} s: both "
             "must be positive."
         )
-    call = _pickled(function, args)
-    module = getattr(function, "__module__", None) or ""
-    if module.startswith(OWN):  # what somebody else's import does, it does in each process
-        preload(module)
+    call = pickled(function, args)
+    preload_own(function)
     # It imports torch, which the processes must not do before their environment is set.
     from bireme.runtime.stores import open_store
 
@@ -84,12 +82,21 @@ def launch(
         backend=backend,
         device=device,
     )
-    with _Crew(order, call, Board(store, num_processes)) as crew:
+    with Crew(order, call, Board(store, num_processes)) as crew:
         crew.start()
         crew.supervise()
     if crew.cause is not None:
         raise crew.cause.to_starter() from None
     return [pickle.loads(rank.result) for rank in crew.ranks if rank.result is not None]
+
+
+def preload_own(function: Callable[..., object]) -> None:
+    """Have the fork server import a function's module, if that is one of this package: what somebody else's
+    import does, it does in each process.
+    """
+    module = getattr(function, "__module__", None) or ""
+    if module.startswith(OWN):
+        preload(module)
 
 
 def signal_ranks(number: signal.Signals) -> bool:
@@ -141,24 +148,27 @@ class _Rank:
             self.result = talk.recv_bytes()
 
 
-class _Crew:
+class Crew:
     """All processes of a launch. Whatever happens inside this context, none of them is left after it."""
 
     def __init__(self, order: Order, call: bytes, board: Board) -> None:
         self.cause: Failure | None = None
+        self.is_given_up = False
+        """Whether somebody else wants the end of it."""
         self.ranks = [_Rank(order, rank, call) for rank in range(order.num_processes)]
         self._grace_s = grace_s(order.timeout_s)
         self._board = board
 
     def start(self) -> None:
+        """Start them all."""
         for rank in self.ranks:
             with _interrupts_held():
                 rank.start()
 
     def supervise(self) -> None:
-        """Wait for all results or the first failure."""
+        """Wait for all results or the first failure, or until it is given up."""
         running = list(self.ranks)
-        while running:
+        while running and not self.is_given_up:
             connection.wait(_sentinels(running), POLL_S)
             # First what the ranks say: a process that ended of a failure has written it down before.
             ended = [rank for rank in running if not rank.lives]
@@ -216,7 +226,7 @@ class _Crew:
             connection.wait(_sentinels(living), max(0.0, end - time.monotonic()))
 
 
-_under_way: set[_Crew] = set()
+_under_way: set[Crew] = set()
 
 
 def _sentinels(ranks: Iterable[_Rank]) -> list[Any]:
@@ -230,7 +240,8 @@ UNGUARDED = (
 )
 
 
-def _pickled(function: Callable[..., object], args: Iterable[object]) -> bytes:
+def pickled(function: Callable[..., object], args: Iterable[object]) -> bytes:
+    """A call as processes are handed it. Raises a `BiremeError` where that cannot be."""
     name = getattr(function, "__qualname__", repr(function))
     script = getattr(sys.modules["__main__"], "__file__", None)
     if getattr(function, "__module__", None) == "__main__" and not (script and Path(script).exists()):

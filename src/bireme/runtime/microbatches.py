@@ -8,6 +8,7 @@ ranks may not read each other's rows, the weights go around as numbers instead.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import torch
@@ -27,15 +28,21 @@ class Weights:
     """What the micro-batches of a whole batch weigh in its mean, and halves of own ones after them.
 
     Where a rank knows its own alone, `sums` are those of all ranks under way, and `pending` tells when they
-    are there. Whoever asks first waits; nobody has to before a loss is computed.
+    are there. Whoever asks first waits; nobody has to before a loss is computed. Where the batch is a part of
+    a larger one, that one has `times` the weight, as far as can be told from here.
     """
 
-    __slots__ = ("_known", "_pending", "_sums", "_total")
+    __slots__ = ("_known", "_pending", "_sums", "_times", "_total")
 
     def __init__(
-        self, known: list[float], sums: Tensor | None = None, pending: Pending | None = None
+        self,
+        known: list[float],
+        sums: Tensor | None = None,
+        pending: Pending | None = None,
+        times: Fraction | None = None,
     ) -> None:
         self._known, self._sums, self._pending = known, sums, pending
+        self._times = times
         self._total = sum(known)
 
     @property
@@ -53,10 +60,16 @@ class Weights:
         self._known.append(weight)
         return len(self._known) - 1
 
+    @property
+    def nominal(self) -> float:
+        """What shares are parts of."""
+        total = self.total
+        return total if self._times is None else float(Fraction(total) * self._times)
+
     def share(self, place: int) -> float:
         """A weight as a part of the whole batch's; 0 where nothing in that counts."""
-        total = self.total
-        return self._known[place] / total if total else 0.0
+        nominal = self.nominal
+        return self._known[place] / nominal if nominal else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +146,8 @@ class Cutter:
     are large; they are equal if it is empty. With `shares`, which gives the samples of each replica in the
     batch of a number, batches of just so many samples are cut by these instead. With `add_up`, which begins a
     sum over all ranks, a rank reads rows of its own replica alone, and those that `weighs` give their
-    weights.
+    weights. With `num_samples` its batches are this replica's parts of batches of so many samples, and their
+    first micro-batch is number `first_piece` of these.
     """
 
     width: int
@@ -149,6 +163,8 @@ class Cutter:
     shares: Callable[[int], Sequence[int]] | None = None
     add_up: Callable[[Tensor], Pending] | None = None
     weighs: bool = True
+    num_samples: int = 0
+    first_piece: int = 0
 
     def rows_of_replicas(self, number: int, num_samples: int) -> tuple[int, ...]:
         """How many rows of the batch of that number each replica has, one replica after the other."""
@@ -172,7 +188,8 @@ class Cutter:
     def cut_to_evaluate(self, given: Batch, number: int) -> Portion:
         """This replica's portion of a batch of any size to evaluate with, in which it may have no part."""
         batch = lazy(given, number, self.required)
-        return self._portion(batch, number, self._to_evaluate(batch.num_samples), 0, 0, is_apart=False)
+        whole = replace(self, num_samples=0)
+        return whole._portion(batch, number, self._to_evaluate(batch.num_samples), 0, 0, is_apart=False)
 
     @property
     def _is_apart(self) -> bool:
@@ -233,7 +250,8 @@ class Cutter:
 
         is_known = [not is_apart or index in cut.own for index in range(len(cut.bounds) - 1)]
         found = [weight(*one) if known else 0.0 for one, known in zip(cut.pieces, is_known, strict=True)]
-        weights = self._added_up(found) if is_apart else Weights(found)
+        times = Fraction(self.num_samples, cut.num_samples) if self.num_samples else None
+        weights = self._added_up(found) if is_apart else Weights(found, times=times)
 
         def piece(begin: int, end: int, place: int, seed: int) -> MicroBatch:
             inputs = {name: columns[name].rows(begin, end).to(self.device) for name in self.needed}
@@ -241,7 +259,7 @@ class Cutter:
 
         def micro_batch(place: int, index: int) -> MicroBatch:
             begin, end = cut.bounds[index], cut.bounds[index + 1]
-            seed = micro_batch_seed(self.seed, number, index)
+            seed = micro_batch_seed(self.seed, number, self.first_piece + index)
             whole = piece(begin, end, index, seed)
             if place >= num_sliced:
                 return whole

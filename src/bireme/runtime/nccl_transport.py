@@ -49,8 +49,8 @@ class NcclTransport:
             self._peers[channel] = peer
         torch.cuda.synchronize(device)
 
-    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
-        """Begin to send, after the work already in the current stream."""
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
+        """Begin to send, after the work already in the current stream; always the whole payload."""
         channel = Channel(key.forward, key.to_stage)
         try:
             work = self._groups[channel].send([payload], self._peers[channel], 0)

@@ -21,7 +21,7 @@ from bireme.runtime.socket_line import ordinary_bytes
 from bireme.runtime.socket_transport import Lines
 from bireme.runtime.stores import Store
 
-__all__ = ["meet"]
+__all__ = ["called_locally", "local_listener", "meet", "own_address"]
 
 TOKEN_BYTES = 16
 GREETING = Struct(f"<{TOKEN_BYTES}sIBI")
@@ -55,10 +55,10 @@ def meet(
         port, local, token = listeners[0].getsockname()[1], "-", secrets.token_bytes(TOKEN_BYTES)
         if HAS_ABSTRACT_NAMES:
             local = f"bireme-{secrets.token_hex(16)}"
-            listeners.append(_local_listener(local, backlog))
+            listeners.append(local_listener(local, backlog))
             undo.callback(listeners[1].close)
-        own_address = _address()
-        here = f"{own_address} {port} {token.hex()} {own_bytes} {local}"
+        own_host = own_address()
+        here = f"{own_host} {port} {token.hex()} {own_bytes} {local}"
         store.set(f"{name}/{ranks[rank]}", here)
         acceptor = _Acceptor(listeners, token, {peer for peer in neighbours if peer > rank})
         undo.callback(acceptor.close)
@@ -69,7 +69,7 @@ def meet(
             host, its_port, its_token, its_bytes, its_local = store.get(where).decode().split()
             limits[peer] = int(its_bytes)
             for line in (0, 1):
-                made = _called_locally(its_local, timeout_s) if host == own_address else None
+                made = called_locally(its_local, timeout_s) if host == own_host else None
                 if made is None:
                     made = socket.create_connection((host, int(its_port)), timeout=timeout_s)
                 sockets[peer, line] = made
@@ -181,7 +181,8 @@ class _Acceptor:
         self._calls.remove(call)
 
 
-def _local_listener(name: str, backlog: int) -> socket.socket:
+def local_listener(name: str, backlog: int) -> socket.socket:
+    """Listens under a name that only this machine knows. Raises an `OSError` where there are none."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(f"\0{name}")
@@ -192,7 +193,7 @@ def _local_listener(name: str, backlog: int) -> socket.socket:
     return listener
 
 
-def _called_locally(name: str, timeout_s: float) -> socket.socket | None:
+def called_locally(name: str, timeout_s: float) -> socket.socket | None:
     """A connection to a rank of this machine; None where that is out of reach, as from another container."""
     if not HAS_ABSTRACT_NAMES:
         return None
@@ -206,7 +207,7 @@ def _called_locally(name: str, timeout_s: float) -> socket.socket | None:
     return made
 
 
-def _address() -> str:
+def own_address() -> str:
     """This machine's address as whoever holds the store sees it."""
     named = os.environ.get("BIREME_ADDRESS")
     if named:

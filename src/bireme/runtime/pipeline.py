@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.codec.gradient_words import parse_gradient
 from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
-from bireme.model.counting import count_of
 from bireme.model.graph import Graph
 from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import units_of
@@ -29,7 +29,9 @@ from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders, received_by
+from bireme.runtime.coding import checked
 from bireme.runtime.courier import Courier, Traffic
+from bireme.runtime.cutting import cutter_of
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.feedback_sections import feedback_sections, load_feedback
@@ -37,21 +39,25 @@ from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
-from bireme.runtime.microbatches import Cutter, Feed
+from bireme.runtime.microbatches import Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
+from bireme.runtime.quorum.agreement import Agreement, Donations, join
+from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
 from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
+from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
 from bireme.sync.exchange import SentBytes
+from bireme.sync.reducer import Reducer
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "Result", "Weights"]
@@ -70,7 +76,10 @@ class Pipeline:
     borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
     `paging` says where a plan that pages keeps what is not on the device.
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
-    rows of another replica to train on them: what they count goes around as numbers.
+    rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
+    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With an
+    `agreement` this is one replica of several, the ranks of `world` are its own alone, and so are its
+    batches' samples.
     """
 
     def __init__(
@@ -96,10 +105,14 @@ class Pipeline:
         sharing: Sharing | None = None,
         reads_apart: bool = False,
         codecs: LinkCodecs | None = None,
+        gradient: str = "whole",
+        gradient_of: Sequence[str] | None = None,
         paging: PagingSettings | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
+        form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         self._device = torch.device(device)
         check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -133,6 +146,11 @@ class Pipeline:
             paging or PagingSettings(),
             compiles=compile,
         )
+        if agreement is not None and (self._paging is not None or form is not None):
+            raise BiremeError(
+                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging and "
+                "principal components, or the agreement."
+            )
         batches = Batches()
         assembly = Assembly(
             graph,
@@ -143,34 +161,44 @@ class Pipeline:
             resolve,
             compile,
             batches,
+            form,
             self._paging,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
-        stopwatch = None if sharing is None else Stopwatch(self._device)
+        is_timed = sharing is not None or (agreement is not None and agreement.balances)
+        stopwatch = Stopwatch(self._device) if is_timed else None
         self.balancer: Balancer | None = None
         """What decides about shares, if anything does."""
         if sharing is not None and stopwatch is not None:
             self.balancer = Balancer(sharing, self.layout, stopwatch, read_ahead=self.read_ahead)
-        self.cutter = self._make_cutter(seed)
+        self.cutter = cutter_of(
+            graph, self.plan, self.layout, self.stages, seed, self._device, self.balancer, agreement
+        )
         """What this rank takes of each batch."""
         evaluation = made_of.evaluation
         forwards = assembly.evaluation_stages(evaluation, self.stages) if evaluation is not None else None
+        ranks = self.layout.rank_of_stage
+        self.codecs = checked((self.plan.codecs if codecs is None else codecs).between(ranks))
         # Nothing is open yet, so whatever was refused so far has left nothing open.
-        transport = fabric.transport(self.layout.pipeline, self.layout.rank_of_stage)
+        transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
-        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec)
+        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec, agreement)
         self._spare = fabric.everyone()
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
-        norms_apart = self._paging is not None and not self._paging.keeps_gradients
-        self._updates = Updates(
-            self.stages, batches, self._reducer, Settings(lr, clip_norm), norms_apart=norms_apart
-        )
+        norms_of = None
+        if self._paging is not None and not self._paging.keeps_gradients:
+            assert isinstance(self._reducer, Reducer), "with an agreement no rank pages"
+            norms_of = self._reducer.norms_of
+        settings = Settings(lr, clip_norm)
+        self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
-        ranks = self.layout.rank_of_stage
-        self.codecs = (self.plan.codecs if codecs is None else codecs).between(ranks)
+        if isinstance(self._reducer, QuorumReducer):
+            donations = Donations(self._reducer.agent, self.stages, lambda: self._updates.scale)
+            self._updates.before_update = donations.before_update
+            self._updates.more = None if stopwatch is None else stopwatch.alone
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
         self._interpreter = Interpreter(
             self.stages, self._courier, self._updates, tell, stopwatch, self._paging
@@ -228,7 +256,8 @@ class Pipeline:
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()
-            result = result_of(finished, feed.portion(finished.batch), now - before)
+            portion = feed.portion(finished.batch)
+            result = result_of(finished, portion, now - before, is_agreed=self._reducer.weighs)
             feed.drop(finished.batch)
             self.num_trained += 1
             if self.balancer is not None:
@@ -294,6 +323,7 @@ class Pipeline:
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
+        tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
@@ -308,10 +338,22 @@ class Pipeline:
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
         load_feedback(self._reducer.feedback, saved, self.layout)
+        load_thresholds(self._courier.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
         if self.balancer is not None:
             self.balancer.load(saved.shares, saved.num_trained)
+
+    def join(self) -> None:
+        """Come to the first batch that this replica has a part in, with the state of the others before it."""
+        self._check_drained()
+        assert isinstance(self._reducer, QuorumReducer), "a pipeline alone has nobody to join"
+        reducer = self._reducer
+
+        def follow(batch: int) -> None:
+            self._updates.follow(batch, reducer.follow)
+
+        self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
@@ -417,19 +459,3 @@ class Pipeline:
                 "The pipeline is not drained: it is training, or a training was left before its batches had "
                 "ended. Take all results of train(); to end early, end the batches."
             )
-
-    def _make_cutter(self, seed: int) -> Cutter:
-        needed = [name for stage in self.stages.values() for name in stage.function.inputs]
-        return Cutter(
-            width=self.plan.width,
-            replica=self.layout.replica,
-            num_microbatches=self.plan.source.num_microbatches,
-            num_sliced=self.plan.source.num_sliced,
-            count=count_of(self.graph),
-            required=self.graph.inputs,
-            needed=tuple(dict.fromkeys(needed)),
-            device=self._device,
-            seed=seed,
-            sizes=self.plan.micro_batch_sizes,
-            shares=None if self.balancer is None else self.balancer.shares,
-        )

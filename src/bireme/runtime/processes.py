@@ -20,7 +20,16 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from bireme.runtime.fork_server import FORK, HELD, IMPORT, Preparation, inherited, serve, told
+from bireme.runtime.fork_server import (
+    FORK,
+    HELD,
+    IMPORT,
+    Preparation,
+    inherited,
+    kept_for_good,
+    serve,
+    told,
+)
 from bireme.runtime.parent_watch import die_with_parent
 
 __all__ = ["Process", "has_server", "preload", "serve_from_here", "start_process"]
@@ -98,7 +107,7 @@ def serve_from_here(*modules: str) -> None:
     would lack, it only imports.
     """
     global _server  # noqa: PLW0603 (a process has one)
-    with _one_thread():
+    with _one_thread(), kept_for_good():
         for module in modules:
             importlib.import_module(module)
     if not CAN_FORK or _server is not None or len(list(THREADS.iterdir())) > 1:
@@ -121,7 +130,8 @@ def serve_from_here(*modules: str) -> None:
 
 def be_server(file: int, owner_pid: int) -> None:
     """What a new Python process does that is to be the server; it answers once it has imported all."""
-    importlib.import_module(ALWAYS)
+    with kept_for_good():
+        importlib.import_module(ALWAYS)
     serve(socket.socket(fileno=file), owner_pid)
 
 

@@ -29,7 +29,9 @@ LOOPBACK = ("lo", "lo0")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How to be a rank: the same for all ranks."""
+    """How to be a rank: the same for all ranks. What they tell each other has names that begin with `prefix`
+    in the store; the first of them is the process `first_local` of the machine.
+    """
 
     port: int
     num_processes: int
@@ -37,6 +39,8 @@ class Order:
     num_threads: int
     backend: "Backend"
     device: str | None = None
+    prefix: str = ""
+    first_local: int = 0
 
 
 def run_rank(starter: Connection, order: Order, rank: int) -> None:
@@ -71,15 +75,16 @@ def _world(order: Order, rank: int) -> "World":
     _stay_on_this_machine()
     import torch
 
-    from bireme.runtime.stores import open_store
+    from bireme.runtime.stores import PrefixStore, Store, open_store
     from bireme.runtime.world import World
 
     torch.set_num_threads(order.num_threads)
+    store: Store = open_store(LOCALHOST, order.port, serve=False, timeout_s=order.timeout_s)
     return World(
-        open_store(LOCALHOST, order.port, serve=False, timeout_s=order.timeout_s),
+        PrefixStore(order.prefix, store) if order.prefix else store,
         rank=rank,
         size=order.num_processes,
-        local_rank=rank,
+        local_rank=order.first_local + rank,
         timeout_s=order.timeout_s,
         backend=order.backend,
         device=order.device,

@@ -12,7 +12,8 @@ __all__ = ["Result", "result_of"]
 class Result:
     """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
     one. `votes` is the sum of what the ranks gave along with it. `shares` are the samples of each replica;
-    `busy_s` says for how long the batch kept each rank busy, where shares follow that.
+    `busy_s` says for how long the batch kept each rank busy, where shares follow that. Of the replicas that
+    have a part in it the `leader` has trained for longest.
 
     `is_skipped` says that the weights stay as they were: the gradient was not finite, or nothing in the batch
     counts for the loss. Then its `weight`, how much counts in it, is 0, its loss NaN and its norm 0.
@@ -29,20 +30,32 @@ class Result:
     weight: float
     shares: tuple[int, ...]
     busy_s: tuple[float, ...] = ()
+    leader: int = 0
 
 
-def result_of(finished: Finished, portion: Portion, seconds: float) -> Result:
-    """The result of a batch that is finished, of which this replica had a portion."""
+def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed: bool = False) -> Result:
+    """The result of a batch that is finished, of which this replica had a portion.
+
+    It `is_agreed` where a replica knows no more than its own portion: then what all gave along are the weight
+    of the whole batch, the samples of each replica in it, and the first batch of each.
+    """
+    weight, shares, busy_s, leader = portion.weight, portion.shares, finished.more, 0
+    if is_agreed:
+        weight, *rest = finished.more
+        half = len(rest) // 2
+        shares, firsts, busy_s = tuple(map(round, rest[:half])), rest[half:], ()
+        leader = min((one for one, num in enumerate(shares) if num), key=lambda one: (firsts[one], one))
     return Result(
         batch=finished.batch,
         loss=finished.loss,
         grad_norm=finished.grad_norm,
         lr_factor=finished.lr_factor,
         is_skipped=finished.is_skipped,
-        num_samples=portion.num_samples,
+        num_samples=sum(shares) if is_agreed else portion.num_samples,
         seconds=seconds,
         votes=finished.votes,
-        weight=portion.weight,
-        shares=portion.shares,
-        busy_s=finished.more,
+        weight=weight,
+        shares=shares,
+        busy_s=busy_s,
+        leader=leader,
     )

@@ -3,7 +3,7 @@
 They have one optimiser, one dtype to be stepped in and one to compute with.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bireme.memory.slots import Slots
 
-__all__ = ["ALIGNED_ELEMENTS", "Shelf", "shelves_of"]
+__all__ = ["ALIGNED_ELEMENTS", "Shelf", "shelves_of", "without"]
 
 ALIGNED_ELEMENTS = 16
 """Parameters of other lengths lie last, so that kernels find the beginnings of all others aligned."""
@@ -39,6 +39,17 @@ def shelves_of(parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]) 
         Shelf(Slots({name: parameters[name].shape for name in _ordered(names, parameters)}), dtype)
         for (_, dtype), names in groups.items()
     )
+
+
+def without(shelves: Sequence[Shelf], names: Collection[str]) -> tuple[Shelf, ...]:
+    """The shelves as they are if parameters of these names have no place; empty ones are left out."""
+    left = (
+        Shelf(
+            Slots({name: slot.shape for name, slot in shelf.slots.items() if name not in names}), shelf.dtype
+        )
+        for shelf in shelves
+    )
+    return tuple(shelf for shelf in left if len(shelf.slots))
 
 
 def _ordered(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:

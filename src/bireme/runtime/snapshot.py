@@ -3,7 +3,8 @@
 It is taken while other batches are under way: a stage's weights change at its updates only. A name begins
 with a section: `weights/` the newest, in the precision that is stepped; `before/` those one update older,
 which the next batch runs on under delayed updates; `trial/REPLICA/STAGE/` those that a stage has made up for
-the next batch under fresh ones, each for itself; `optimizer/NAME/KEY`; `buffers/`.
+the next batch under fresh ones, each for itself; `optimizer/NAME/KEY`; `buffers/`;
+`principal/AGE/NAME/PART` what the gradients of the next batches go on from, where they are kept so.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from bireme.runtime.stage import Stage
 __all__ = ["Snapshot", "load_stage", "sections_of"]
 
 BEFORE, BUFFERS, OPTIMIZER, TRIAL, WEIGHTS = "before", "buffers", "optimizer", "trial", "weights"
+PRINCIPAL = "principal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,13 @@ def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str
     found |= {
         f"{BUFFERS}/{name}": tensor for name, tensor in stage.settled_buffers().items() if name in wanted
     }
+    principal = banks.gradients.principal
+    if principal is not None:
+        found |= {
+            f"{PRINCIPAL}/{key}": tensor
+            for key, tensor in principal.state(banks.newest_version).items()
+            if _name_in(key) in wanted
+        }
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 
@@ -71,6 +80,12 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     others = {name: saved.get(f"{section}/{name}", newest[name]) for name in names}
     number = version if banks.is_fresh else version - 1
     banks.load(newest, _optimizer_state(saved, names), version=version, older={number: others})
+    principal = banks.gradients.principal
+    if principal is not None:
+        keys = (key.partition("/") for key in saved)
+        of_section = [rest for section, _, rest in keys if section == PRINCIPAL]
+        own = {key: saved[f"{PRINCIPAL}/{key}"] for key in of_section if _name_in(key) in principal.shapes}
+        principal.load(own, num_updates=version)
     for name, buffer in stage.buffers.items():
         if (key := f"{BUFFERS}/{name}") in saved or name in stage.function.writes:
             buffer.copy_(saved[key])
@@ -86,6 +101,11 @@ def _optimizer_state(saved: Mapping[str, Tensor], names: Iterable[str]) -> dict[
         if section == OPTIMIZER and name in wanted:
             states.setdefault(name, {})[what] = saved[key]
     return states
+
+
+def _name_in(key: str) -> str:
+    """The parameter that a part of its components is saved for, as AGE/NAME/PART."""
+    return key.partition("/")[2].rpartition("/")[0]
 
 
 def _as_tensor(value: object) -> Tensor:

@@ -36,7 +36,8 @@ def ordinary_bytes() -> int:
 class Transfer:
     """One message to send or to receive, which begins with the header that is sent or expected.
 
-    A receive is done as well when another message comes in its place; then the header is that one's.
+    A receive is done as well when another message comes in its place; then the header is that one's. What
+    follows is its too where there is room for it: the message may be the one expected, and only shorter.
     """
 
     __slots__ = ("data", "error", "is_done", "is_send", "key", "payload", "rest")
@@ -57,6 +58,9 @@ class Transfer:
             self.data[HEADER_BYTES:] = body
         else:
             self.data[:HEADER_BYTES] = header
+            end = HEADER_BYTES + len(body)
+            if end <= len(self.data):
+                self.data[HEADER_BYTES:end] = body
         self.is_done = True
 
 

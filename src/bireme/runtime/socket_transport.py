@@ -77,10 +77,12 @@ class SocketTransport:
         self.on_arrival: Callable[[], None] | None = None
         """Called whenever this rank is about to sleep, so that it does for others what it can."""
 
-    def send(self, key: Message, to: int, payload: Tensor) -> "SocketPending":
-        """Begin to send."""
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> "SocketPending":
+        """Begin to send. Which of the two sockets a message goes over depends on the room for it."""
         self.check()
         transfer = Transfer(key, payload, is_send=True)
+        if num_bytes is not None:
+            transfer.rest = transfer.data[:num_bytes]
         if len(transfer.data) > self._ordinary_bytes[to]:
             freight = self._freight[to]
             freight.send(transfer)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bireme.model.fed_maps import Outlet
 from bireme.model.halves import Rest, backward_input
 from bireme.model.segments import SegmentedFunction, untouched
 from bireme.model.stage import StageFunction
@@ -66,7 +67,9 @@ class _Begin:
 
 
 class Stage:
-    """Runs one stage. `recomputes` says that a forward keeps only what comes in."""
+    """Runs one stage. `recomputes` says that a forward keeps only what comes in. What `function` feeds to the
+    outlet belongs to the batch whose backward runs.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Stage:
         *,
         device: torch.device,
         recomputes: bool,
+        outlet: Outlet | None = None,
         memory: StageMemory | None = None,
     ) -> None:
         self.index = index
@@ -89,6 +93,7 @@ class Stage:
         self._batches = batches
         self._device = device
         self._recomputes = recomputes
+        self._outlet = outlet
         self._memory = memory or StageMemory()
         self._kept: dict[Place, _Kept] = {}
         self._loss_gradients: dict[float, Tensor] = {}
@@ -134,7 +139,10 @@ class Stage:
         kept = self._kept.pop(place)
         leaves = self.banks.leaves(kept.version)
         given = self._split(kept, gradients)
-        with self.part(place.batch).sums().into(leaves):
+        sums = self.part(place.batch).sums()
+        if self._outlet is not None and sums.streams is not None:
+            self._outlet.feed = sums.streams.feed
+        with sums.into(leaves):
             for one, own in zip(kept.passes, given, strict=True):
                 begin = self._begin(one, own)
                 if begin.roots:

@@ -77,6 +77,13 @@ class StateArenas:
         view = kept[key].views[name]
         return view if view is value else view.copy_(value)
 
+    def room(self, name: str, key: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The place of what is remembered of each element of a parameter under a key."""
+        kept = self._kept.setdefault(name, {})
+        if key not in kept:
+            kept[key] = self._free(name, dtype, device)
+        return kept[key].views[name]
+
     def forget(self) -> None:
         """Nothing is remembered any more; the arenas are used again."""
         self._kept.clear()

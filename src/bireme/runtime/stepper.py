@@ -131,7 +131,19 @@ class Stepper:
         with self._arenas.made_here(new):
             self.run(stepped, lr_factor)
         for one in stepped:
-            self._keep(one)
+            self.keep(one)
+
+    def keep(self, one: Stepped) -> None:
+        """Remember a parameter's state; tensors like the parameter move into arenas if they are not there."""
+        for key, value in one.state.items():
+            if isinstance(value, Tensor):
+                one.state[key] = self._arenas.taken_in(one.home.name, key, value)
+        if one.state:
+            self._states[one.home.name] = one.state
+
+    def room(self, name: str, key: str, like: Tensor) -> Tensor:
+        """Where something is remembered for each element of a parameter, in the dtype of `like`."""
+        return self._arenas.room(name, key, like.dtype, like.device)
 
     def run(self, stepped: Iterable[Stepped], lr_factor: float) -> None:
         """One step of the optimisers, with nothing but these tensors in their groups."""
@@ -187,7 +199,7 @@ class Stepper:
                 else:
                     own[key] = _adopted(key, value, home, parameters[name])
             if own:
-                self._keep(Stepped(home, parameters[name], parameters[name], own))
+                self.keep(Stepped(home, parameters[name], parameters[name], own))
 
     def state_bytes(self) -> int:
         """The bytes of all that the optimisers remember so far."""
@@ -214,14 +226,6 @@ class Stepper:
             for group in one.param_groups:
                 group["params"] = []
         return {name: found[name] for name in own}
-
-    def _keep(self, one: Stepped) -> None:
-        """Remember a parameter's state; tensors like the parameter move into arenas if they are not there."""
-        for key, value in one.state.items():
-            if isinstance(value, Tensor):
-                one.state[key] = self._arenas.taken_in(one.home.name, key, value)
-        if one.state:
-            self._states[one.home.name] = one.state
 
     def _changed_in_group(self, home: Home) -> dict[str, Any]:
         """What an optimiser remembers in a group, which is what has changed there since it was made."""

@@ -5,7 +5,8 @@ from math import prod
 
 import torch
 
-from bireme.codec.description import NONE, CodecChoice, encoded_bytes
+from bireme.codec.description import ALIGNMENT_BYTES, NONE, CodecChoice, encoded_bytes
+from bireme.codec.of_choice import codec_of
 
 __all__ = ["TensorSpec", "shown"]
 
@@ -30,10 +31,13 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of a message."""
+        """What it takes of a message; at most, where it is bounded: its bytes come after their number."""
         if not self.is_encoded:
             return prod(self.shape) * self.dtype.itemsize
-        return encoded_bytes(self.codec, self.shape, self.dtype.itemsize, is_back=self.is_back)
+        if self.codec.where is not None:
+            return ALIGNMENT_BYTES + codec_of(self.codec).most_bytes(self.shape, self.dtype)
+        length = ALIGNMENT_BYTES if self.codec.is_bounded else 0
+        return length + encoded_bytes(self.codec, self.shape, self.dtype.itemsize, is_back=self.is_back)
 
     def __str__(self) -> str:
         """Such as `hidden float32 [4, 128]`, or `hidden float32 [4, 128] as int8`."""

@@ -39,15 +39,20 @@ class Transport(Protocol):
 
     A payload begins with the header that names its message. On the host a payload to receive into begins with
     the header expected. Where another message comes in its place, that one's header is there afterwards and
-    the rest is undefined, so whoever takes a message apart must compare.
+    the rest is undefined, so whoever takes a message apart must compare. Only if it is a shorter message, as
+    its header says, all of it is there.
     """
 
     @property
     def is_host(self) -> bool:
         """Whether payloads lie in host memory, or else on the device."""
 
-    def send(self, key: Message, to: int, payload: Tensor) -> Pending:
-        """Begin to send. To wait is to know that the payload may be used for something else."""
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
+        """Begin to send. To wait is to know that the payload may be used for something else.
+
+        A message of `num_bytes`, as its header says, ends before the payload does. The receiver has room for
+        the payload, and what comes after the end may be sent or not.
+        """
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Begin to receive into the payload, which must have the message's size. To wait is to have it."""

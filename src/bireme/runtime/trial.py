@@ -11,12 +11,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from bireme.codec.principal import Product
 from bireme.runtime.shelf import ALIGNED_ELEMENTS
 from bireme.runtime.stepper import Home, Stepped, Stepper
 
-__all__ = ["Trials"]
+__all__ = ["Piece", "Trials", "pieces_of"]
 
 Tensors = Mapping[str, Tensor]
+Gradients = Mapping[str, Tensor | Product]
 
 CHUNK_ELEMENTS = 2**18
 """How much of the weights is tried at a time: 1 MiB in float32, and as much for each copy. It is more where
@@ -25,7 +27,7 @@ apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Some rows of a parameter, or all of it."""
 
     home: Home
@@ -34,6 +36,10 @@ class _Piece:
     def of(self, tensor: Tensor) -> Tensor:
         """This piece of a tensor of the parameter's shape, as a view."""
         return tensor if self.rows is None else tensor[self.rows]
+
+    def of_gradient(self, gradient: Tensor | Product) -> Tensor:
+        """This piece of a gradient."""
+        return gradient.rows(self.rows) if isinstance(gradient, Product) else self.of(gradient)
 
 
 class Trials:
@@ -45,7 +51,7 @@ class Trials:
 
     @torch.no_grad()
     def make(
-        self, source: Tensors, target: Tensors, gradients: Tensors, *, lr_factor: float, factor: float
+        self, source: Tensors, target: Tensors, gradients: Gradients, *, lr_factor: float, factor: float
     ) -> None:
         """Write into `target` what a step would make of `source` with the gradients times `factor`.
 
@@ -62,10 +68,10 @@ class Trials:
 
     def _try(
         self,
-        chunk: list[_Piece],
+        chunk: list[Piece],
         source: Tensors,
         target: Tensors,
-        gradients: Tensors,
+        gradients: Gradients,
         lr_factor: float,
         factor: float,
     ) -> None:
@@ -96,7 +102,7 @@ class Trials:
                 goal.copy_(one.tensor)
 
     def _to_copy(
-        self, tried: Iterable[_Piece], source: Tensors, target: Tensors, gradients: Tensors
+        self, tried: Iterable[Piece], source: Tensors, target: Tensors, gradients: Gradients
     ) -> Iterator[tuple[Tensor, torch.dtype]]:
         """What a trial must not change, each with the dtype that it is to be copied in: for each piece the
         weights, if the target cannot take their place, the gradient, and the state.
@@ -106,7 +112,7 @@ class Trials:
             weights = source[name]
             if target[name].dtype != weights.dtype:
                 yield piece.of(weights), weights.dtype
-            yield piece.of(gradients[name]), weights.dtype
+            yield piece.of_gradient(gradients[name]), weights.dtype
             for value in self._stepper.state(name).values():
                 if isinstance(value, Tensor):
                     is_of_each_element = value.ndim > 0 and value.shape == piece.home.shape
@@ -147,15 +153,15 @@ class _Workspace:
         return copies
 
 
-def _chunks(stepper: Stepper) -> Iterator[list[_Piece]]:
+def _chunks(stepper: Stepper) -> Iterator[list[Piece]]:
     """All parameters, in chunks of bounded size as far as they may be apart and in slices."""
-    together = [_Piece(home) for home in stepper.homes if not home.may_be_apart]
+    together = [Piece(home) for home in stepper.homes if not home.may_be_apart]
     if together:
         yield together
-    chunk: list[_Piece] = []
+    chunk: list[Piece] = []
     size = 0
     for home in stepper.homes:
-        for piece, elements in _pieces(home) if home.may_be_apart else ():
+        for piece, elements in pieces_of(home) if home.may_be_apart else ():
             if chunk and size + elements > CHUNK_ELEMENTS:
                 yield chunk
                 chunk, size = [], 0
@@ -165,14 +171,14 @@ def _chunks(stepper: Stepper) -> Iterator[list[_Piece]]:
         yield chunk
 
 
-def _pieces(home: Home) -> Iterator[tuple[_Piece, int]]:
+def pieces_of(home: Home) -> Iterator[tuple[Piece, int]]:
     """The pieces of a parameter with their lengths in elements."""
     num_elements = prod(home.shape)
     if num_elements <= CHUNK_ELEMENTS or not home.may_be_sliced:
-        yield _Piece(home), num_elements
+        yield Piece(home), num_elements
         return
     row_elements = num_elements // home.shape[0]
     rows = max(CHUNK_ELEMENTS // row_elements, 1)
     for begin in range(0, home.shape[0], rows):
         end = min(begin + rows, home.shape[0])
-        yield _Piece(home, slice(begin, end)), (end - begin) * row_elements
+        yield Piece(home, slice(begin, end)), (end - begin) * row_elements

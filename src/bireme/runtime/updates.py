@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from torch import Tensor
+
 from bireme.runtime.batch_end import Batches
+from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Stage
-from bireme.schedule.instruction import Instruction
-from bireme.sync.reduced import Reduced
-from bireme.sync.reducer import Reducer, nothing_more
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.norm import PieceNorms
+from bireme.sync.reduced import OwnPart, Reduced
+from bireme.sync.reducer import Reduction, SumsBatches, nothing_more
 
 __all__ = ["Finished", "Settings", "Updates"]
 
@@ -47,20 +52,20 @@ class Finished:
 class Updates:
     """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to.
 
-    With `norms_apart` each stage's gradients are looked at when the stage has all of them, because they may
-    be elsewhere when the last stage has.
+    With `norms_of` each stage's gradients are looked at when the stage has all of them, because they may be
+    elsewhere when the last stage has.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
         batches: Batches,
-        reducer: Reducer,
+        reducer: SumsBatches,
         settings: Settings,
         *,
-        norms_apart: bool = False,
+        norms_of: Callable[[Mapping[str, Tensor]], PieceNorms] | None = None,
     ) -> None:
-        self._norms_apart = norms_apart
+        self._norms_of = norms_of
         self._stages = stages
         self._batches = batches
         self._reducer = reducer
@@ -74,18 +79,17 @@ class Updates:
         """What this rank gives along with a batch, to be summed over all."""
         self.more: Callable[[int], Sequence[float]] | None = None
         """What else it gives along with the batch of that number."""
+        self.before_update: Callable[[Stage, int], None] | None = None
+        """Is called before a stage makes the update of a batch."""
 
-    def reduce(self, step: Instruction, stamp: int, *, counts: bool) -> None:
-        """A stage has all its gradients of a batch, which has this stamp on all ranks.
-
-        `counts` says whether anything in the batch counts for the loss.
-        """
+    def reduce(self, step: Instruction, portion: Portion) -> None:
+        """A stage has all its gradients of a batch, of which this replica has that portion."""
         end = self._batches[step.batch]
-        end.counts = counts
+        end.counts = self._reducer.weighs or portion.weight > 0
         end.num_ended += 1
-        if self._norms_apart:
+        if self._norms_of is not None:
             own = self._stages[step.stage].part(step.batch).sums()
-            end.norms[step.stage] = self._reducer.norms_of(
+            end.norms[step.stage] = self._norms_of(
                 {name: view for name, view in own.items() if view is not None}
             )
         if end.num_ended < len(self._stages):
@@ -101,9 +105,10 @@ class Updates:
             step.batch,
             gradients,
             loss_sum=end.loss(),
-            stamp=stamp,
+            stamp=portion.stamp,
             votes=self.votes(),
             more=nothing_more if self.more is None else partial(self.more, step.batch),
+            own=OwnPart(portion.weight, portion.weights.nominal, portion.num_samples),
         )
 
     def wait(self, batch: int) -> None:
@@ -126,6 +131,8 @@ class Updates:
         reduced = end.reduced
         assert reduced is not None, "the interpreter waits first"
         stage = self._stages[step.stage]
+        if self.before_update is not None:
+            self.before_update(stage, step.batch)
         part = stage.part(step.batch)
         stage.banks.update(
             step.version,
@@ -134,6 +141,10 @@ class Updates:
             scale=self.scale,
             skip=not reduced.is_finite,
         )
+        if stage.banks.gradients.principal is not None:
+            stage.banks.gradients.principal.settle(
+                step.version, part.components() if reduced.is_finite else {}
+            )
         if not reduced.is_finite:
             stage.put_back_buffers(step.batch)
         part.release()
@@ -152,6 +163,20 @@ class Updates:
                 )
             )
 
+    def follow(self, batch: int, start: Callable[[int, BatchGradients], Reduction]) -> None:
+        """Make the next updates of all stages from the sum that others made of a batch, when nothing is under
+        way; `start` begins to get that.
+        """
+        end = self._batches[batch]
+        for stage in self._stages.values():
+            stage.part(batch)
+        gradients = end.gather(summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False)
+        end.reduction = start(batch, gradients)
+        self.wait(batch)
+        for index in sorted(self._stages):
+            self.update(Instruction(Kind.UPDATE, index, batch, None, batch + 1))
+        self.finished.clear()
+
     def trial(self, step: Instruction) -> None:
         """Make a stage's weights for a batch from what is known of the gradient of the batch before."""
         assert step.version is not None
@@ -159,7 +184,7 @@ class Updates:
         part = stage.part(step.batch - 1)
         stage.banks.trial(
             step.version,
-            dict(part.sums().items()) if part.seen else None,
+            dict(part.sums().all_items()) if part.seen else None,
             gradient_scale=1.0 / part.seen if part.seen else 1.0,
             lr_factor=self.settings.lr_factor(step.batch - 1),
             scale=self.scale,

@@ -70,7 +70,6 @@ class Watch:
         # While somebody waits here; the store has to bear it from every rank, with a pulse of every rank.
         self._hurried_s = min(self._beat_s, 0.02 * size)
         self._ends_quietly = ends_quietly
-        self._acts: list[Callable[[], None]] = []
         self._abortables: WeakSet[Abortable] = WeakSet()
         self._poke = threading.Event()
         self._changed = threading.Condition()
@@ -99,17 +98,16 @@ class Watch:
         self._stopping = True
         self._poke.set()
 
-    def on_failure(self, act: Callable[[], None]) -> None:
-        """Have something called, from the watch's thread, when another rank has failed.
-
-        It is for what frees the main thread from a wait.
-        """
-        self._acts.append(act)
-
     def abort_on_failure(self, abortable: Abortable) -> None:
-        """Have this aborted, from the watch's thread, when another rank has failed while it is in use."""
+        """Have this aborted, from the watch's thread, when another rank has failed while it is in use.
+
+        That frees the main thread from a wait. If a rank has failed before, it is aborted now.
+        """
         with self._changed:
             self._abortables.add(abortable)
+            is_late = self._cause_since is not None
+        if is_late:
+            abortable.abort()
 
     def wait_for_everyone(self, limit_s: float) -> None:
         """Wait until every rank has given a sign of life. Raises `RankFailed` if that does not happen."""
@@ -293,13 +291,13 @@ class Watch:
             return
         now = time.monotonic()
         if self._cause_since is None:
-            self._cause_since = now
             with self._changed:
-                acts = [*self._acts, *(abortable.abort for abortable in self._abortables)]
-            for act in acts:
+                self._cause_since = now
+                abortables = list(self._abortables)
+            for abortable in abortables:
                 # The failure is there already; another one here would only hide it.
                 with suppress(Exception):
-                    act()
+                    abortable.abort()
         if now - self._cause_since > grace_s(self._timeout_s):
             self._end(cause.to_others())
 

@@ -2,8 +2,9 @@
 
 One message instead of one for each tensor costs one latency, and its header tells whose it is, so that a
 tensor of another micro-batch, shape or dtype is never taken for the right one. Both ends make the format from
-the same graph and micro-batch size; shapes are not sent, only compared. An encoded tensor takes as many bytes
-as its shape and its codec say, so no lengths are sent either.
+the same graph and micro-batch size; shapes are not sent, only compared. Most codecs say how many bytes a
+tensor of a shape takes. Of others only the most is known: a message has room for that, and ends where the
+last of its tensors ends.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,10 +46,11 @@ class _Place:
 class WireFormat:
     """How tensors lie in a message. It never changes; make one for each border and micro-batch size.
 
-    `num_bytes` is the length of a message, a multiple of 64; `signature` tells formats apart.
+    `num_bytes` is the length of a message, a multiple of 64, or the most that it may be if it `is_bounded`;
+    `signature` tells formats apart.
     """
 
-    __slots__ = ("_encoded", "_places", "num_bytes", "signature", "specs")
+    __slots__ = ("_encoded", "_places", "is_bounded", "num_bytes", "signature", "specs")
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
@@ -60,6 +62,7 @@ class WireFormat:
             end = _aligned(end + spec.num_bytes)
         self._places = tuple(places)
         self._encoded = tuple(spec for spec in self.specs if spec.is_encoded)
+        self.is_bounded = bool(self.specs) and self.specs[-1].codec.is_bounded
         self.num_bytes = end
         written = ";".join(spec.form for spec in self.specs)
         self.signature = int.from_bytes(blake2b(written.encode(), digest_size=8).digest(), "little")
@@ -89,9 +92,22 @@ class WireFormat:
             found[spec.name] = coding.decode(key, spec, found[spec.name])
         return found
 
-    def header(self, key: Message) -> bytes:
-        """What a message begins with."""
-        return header_of(key, self.num_bytes, self.signature)
+    def header(self, key: Message, num_bytes: int | None = None) -> bytes:
+        """What a message begins with that has so many bytes."""
+        return header_of(key, self.num_bytes if num_bytes is None else num_bytes, self.signature)
+
+    def takes(self, header: bytes, key: Message) -> bool:
+        """Whether a message with that header, which is not the one expected, is a shorter one of this."""
+        come = read_header(header)
+        return (
+            self.is_bounded
+            and come == (key, come.num_bytes, self.signature)
+            and (come.num_bytes <= self.num_bytes)
+        )
+
+    def end_of(self, used: int) -> int:
+        """The length of a message of whose last tensor so many bytes are used."""
+        return self._places[-1].offset + used
 
     def mismatch(self, header: bytes, key: Message) -> BiremeError:
         """Why a message with that header is not the one that `key` names."""
@@ -113,11 +129,13 @@ class WireFormat:
 class Parcel:
     """The memory of a message to be sent, with its tensors as views, made once and packed many times."""
 
-    __slots__ = ("_header", "_key", "_views", "message", "wire_format")
+    __slots__ = ("_header", "_key", "_views", "message", "num_bytes", "wire_format")
 
     def __init__(self, wire_format: WireFormat, message: Tensor) -> None:
         self.wire_format = wire_format
         self.message = message
+        self.num_bytes = wire_format.num_bytes
+        """Of the message that is packed."""
         views = wire_format.views(message)
         self._views = [(spec, views[spec.name]) for spec in wire_format.specs]
         self._header = message.numpy().data[:HEADER_BYTES] if message.is_cpu else None
@@ -126,7 +144,10 @@ class Parcel:
     def address(self, key: Message) -> None:
         """Write down which message it is."""
         self._key = key
-        header = self.wire_format.header(key)
+        self.num_bytes = self.wire_format.num_bytes
+        self._write(self.wire_format.header(key))
+
+    def _write(self, header: bytes) -> None:
         if self._header is not None:
             self._header[:] = header
         else:
@@ -134,6 +155,7 @@ class Parcel:
 
     def pack(self, tensors: Mapping[str, Tensor], coding: Coding | None = None) -> None:
         """Copy the tensors into it, or let `coding` write them. More than are sent may be given."""
+        used = 0
         for spec, view in self._views:
             tensor = tensors[spec.name]
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
@@ -147,9 +169,13 @@ class Parcel:
             if spec.is_encoded:
                 assert coding is not None, "what is encoded needs a codec"
                 assert self._key is not None, "address() comes first"
-                coding.encode(self._key, spec, own, view)
+                used = coding.encode(self._key, spec, own, view)
             else:
                 view.copy_(own)
+        if self.wire_format.is_bounded:
+            assert self._key is not None
+            self.num_bytes = self.wire_format.end_of(used)
+            self._write(self.wire_format.header(self._key, self.num_bytes))
 
 
 class Arrival:
@@ -177,7 +203,7 @@ class Arrival:
         """
         header = self._header
         came = self.message[:HEADER_BYTES].cpu().numpy().tobytes() if header is None else bytes(header)
-        if came != self._expected:
+        if came != self._expected and not self._wire_format.takes(came, self._key):
             raise self._wire_format.mismatch(came, self._key)
         # Torch knows of the copy, and does not give pinned memory away before it is made.
         here = self.message.to(device, non_blocking=True) if self._is_staged else self.message

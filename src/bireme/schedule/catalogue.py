@@ -60,6 +60,7 @@ def generate(
     recompute: Iterable[int] = (),
     first_batch: int = 0,
     updates_early: bool = False,
+    average_lag: int | None = None,
     lowered: bool = True,
 ) -> Program:
     """A program of the schedule `name`; long windows come as loops.
@@ -69,7 +70,8 @@ def generate(
     that is best for equal stages whose backward takes twice the forward. `lookahead` lets 1f1b, 2bw and
     2bw-fresh run further ahead where links are slow; it counts sweeps of `sweep` micro-batches, which go
     through a stage one after the other. `recompute` names the stages that keep only their
-    inputs. `updates_early` is for pipelines that sum no gradients over ranks: see `weave.py`.
+    inputs. `updates_early` is for pipelines that sum no gradients over ranks, and `average_lag` for replicas
+    that average weights: see `weave.py`.
     """
     schedule = schedule_named(name)
     name = schedule.name
@@ -101,6 +103,7 @@ def generate(
             first_batch=first_batch,
             recompute=stages,
             updates_early=updates_early,
+            average_lag=average_lag,
         )
         return lower(program) if lowered else program
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
-from bireme.schedule.instruction import COMPUTE, HALF_LETTERS, Instruction, Kind
+from bireme.schedule.instruction import AVERAGES, COMPUTE, HALF_LETTERS, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.ticks import clock
 
@@ -29,7 +29,8 @@ __all__ = [
     "rank_name",
 ]
 
-MAKES_VERSION = frozenset({Kind.UPDATE, Kind.TRIAL})
+MAKES_VERSION = frozenset({Kind.UPDATE, Kind.TRIAL, *AVERAGES})
+"""The steps that make a weight version or a part of one."""
 LETTERS = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
@@ -47,7 +48,13 @@ NAMES = {
 MARKS = {
     frozenset({Kind.UPDATE}): ("|", "update"),
     frozenset({Kind.TRIAL}): ("'", "trial step"),
-    MAKES_VERSION: ("!", "update and trial step"),
+    frozenset({Kind.UPDATE, Kind.TRIAL}): ("!", "update and trial step"),
+    frozenset({Kind.UPDATE, Kind.AVERAGE_START}): ("{", "update, average starts"),
+    frozenset({Kind.AVERAGE_END}): ("}", "average ends"),
+    frozenset({Kind.UPDATE, *AVERAGES}): ("#", "update, average starts and ends"),
+    frozenset({Kind.AVERAGE_END, Kind.TRIAL}): (")", "average ends, trial step"),
+    frozenset({Kind.UPDATE, Kind.AVERAGE_START, Kind.TRIAL}): ("(", "update, average starts, trial step"),
+    MAKES_VERSION: ("@", "update, average starts and ends, trial step"),
 }
 """What is seen of the steps that make weight versions, instead of the space before the next cell."""
 

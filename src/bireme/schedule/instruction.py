@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 __all__ = [
+    "AVERAGES",
     "BACKWARDS",
     "COMPUTE",
     "PAGING",
@@ -47,6 +48,10 @@ class Kind(StrEnum):
     They are this replica's own sum, which the step must not change; on the last stage it comes right after
     the REDUCE of that sum, which therefore must work on a copy.
     """
+    AVERAGE_START = "AVERAGE_START"
+    """Say that the weights of an update are ready to be averaged with replicas. It does not wait."""
+    AVERAGE_END = "AVERAGE_END"
+    """Wait for the mean over the group that was granted, and make it part of a weight version."""
     FETCH = "FETCH"
     """Post the copy of a chunk from the tier below. It does not wait: the instruction that uses it does."""
     EVICT = "EVICT"
@@ -58,6 +63,7 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """The kinds that take a gradient from the next stage and give one to the stage before."""
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+AVERAGES = frozenset({Kind.AVERAGE_START, Kind.AVERAGE_END})
 PAGING = frozenset({Kind.FETCH, Kind.EVICT})
 
 HALF_LETTERS = "ab"
@@ -117,10 +123,10 @@ class Page(NamedTuple):
 class Instruction:
     """One step of a rank.
 
-    `version` is the weight version that a compute instruction runs on, and the one that UPDATE and TRIAL
-    make; communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for
-    TRIAL, how many micro-batches of the batch before have their gradient in the accumulator. `page` is what
-    FETCH and EVICT move.
+    `version` is the weight version that a compute instruction runs on, the one that UPDATE and TRIAL make,
+    and the one that AVERAGE_START reads and AVERAGE_END completes; communication has none. `half` is 0 or 1
+    where a micro-batch's forward is sliced. `seen` is, for TRIAL, how many micro-batches of the batch before
+    have their gradient in the accumulator. `page` is what FETCH and EVICT move.
     """
 
     kind: Kind
@@ -183,6 +189,8 @@ class Instruction:
         text = f"{self.stage}{self.kind.value}{where}{half} of batch {self.batch}"
         if self.kind in (Kind.UPDATE, Kind.TRIAL):
             text += f" making version {self.version}"
+        elif self.kind is Kind.AVERAGE_END:
+            text += f" completing version {self.version}"
         elif self.version is not None:
             text += f" on version {self.version}"
         if self.seen is not None:

@@ -113,6 +113,9 @@ class Program:
     """The stages that keep only their inputs and run their forward again before the backward."""
     tiers: tuple[RankTiers | None, ...] = ()
     """For each rank how its memory is cut, None where all stays on the device; empty where no rank pages."""
+    average_lag: int | None = None
+    """Where replicas average weights after each update: how many updates later the mean may become part of
+    the weights. None where they do not."""
 
     @property
     def num_stages(self) -> int:
@@ -162,6 +165,10 @@ class Program:
             num_microbatches=self.num_microbatches,
             first_batch=self.first_batch,
         )
+
+    def completed_by(self, batch: int) -> int:
+        """The version that the mean after a batch's update becomes a part of; not past the window's last."""
+        return min(batch + 1 + (self.average_lag or 0), self.batches.stop)
 
     def tiers_of(self, rank: int) -> RankTiers | None:
         """How a rank's memory is cut into chunks and tiers; None where all stays on the device."""

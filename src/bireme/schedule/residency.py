@@ -273,6 +273,10 @@ class _Ledger:
             if recomputed:
                 gives.append((4, inputs))
             entry.unstashes = 1
+        elif step.kind is Kind.AVERAGE_START:
+            takes.append((5, self.sizes.version[step.stage]))
+        elif step.kind is Kind.AVERAGE_END:
+            gives.append((5, self.sizes.version[step.stage]))
         entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry

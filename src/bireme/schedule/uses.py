@@ -63,6 +63,8 @@ def uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
                 yield Use(Item.GRADIENT, stage, step.batch - 1, Mode.READ)
             yield Use(Item.OPTIMIZER, stage, 0, Mode.READ)
             yield _weights(program, step, Mode.MAKE)
+        case Kind.AVERAGE_START | Kind.AVERAGE_END:
+            yield from _averaged(program, step, master=master)
 
 
 def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
@@ -83,6 +85,16 @@ def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[U
         before = ((step.version or 0) - 1) % program.banks[step.stage]
         yield Use(Item.WEIGHTS, step.stage, before, Mode.READ)
         yield _weights(program, step, Mode.MAKE)
+
+
+def _averaged(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
+    """What AVERAGE_START reads and AVERAGE_END changes: the newest weights, wherever they are."""
+    is_end = step.kind is Kind.AVERAGE_END
+    if master or program.rule is Rule.FRESH:
+        yield Use(Item.OPTIMIZER, step.stage, 0, Mode.CHANGE if is_end else Mode.READ)
+    if program.rule is not Rule.FRESH and (is_end or not master):
+        made = Mode.MAKE if master else Mode.CHANGE
+        yield _weights(program, step, made if is_end else Mode.READ)
 
 
 def _weights(program: Program, step: Instruction, mode: Mode) -> Use:

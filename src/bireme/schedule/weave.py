@@ -11,11 +11,16 @@ others have. It updates before the first backward of the next batch, and so keep
 it kept two. The other stages cannot without waiting for it: they update before the first micro-batch that
 the first stage sends after its update. So the delay that an update is goes down the pipeline once, and no
 stage waits for the sum.
+
+Where replicas average weights (`average_lag`), the sum stays inside the pipeline too, so updates are as
+early. AVERAGE_START follows each, and AVERAGE_END comes as late as the first use of the version allows: the
+exchange hides behind the next batch. With a lag the mean becomes part of the version of a later update.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bireme.errors import BiremeError
 from bireme.schedule.instruction import BACKWARDS, SENDS, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule, banks_needed, updates_per_batch
@@ -45,11 +50,15 @@ def weave(
     first_batch: int = 0,
     recompute: Iterable[int] = (),
     updates_early: bool = False,
+    average_lag: int | None = None,
 ) -> Program:
     """A program from compute orders whose batches count from 0; communication is still missing.
 
-    Orders may already hold sends and receives (a file's may); they stay where they are.
+    Orders may already hold sends and receives (a file's may); they stay where they are. With `average_lag`
+    replicas average their weights after each update, and the mean may come so many updates late.
     """
+    if average_lag is not None:
+        _check_average(name, rule, average_lag)
     num_stages = len(rank_of_stage)
     recomputed = frozenset(recompute)
     program = Program(
@@ -62,8 +71,13 @@ def weave(
         tracks=(),
         first_batch=first_batch,
         recomputed=recomputed,
+        average_lag=average_lag,
     )
-    is_early = updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
+    is_early = (
+        (updates_early or average_lag is not None)
+        and rule in (Rule.DELAYED, Rule.FRESH)
+        and _are_whole(orders)
+    )
     markers = _markers(orders[program.rank_of_stage[0]]) if is_early else None
     tracks = []
     for rank, order in enumerate(orders):
@@ -90,8 +104,20 @@ def weave(
         for batch in program.batches:
             for weaver in stages.values():
                 woven.extend(weaver.finish(batch))
+        for weaver in stages.values():
+            woven.extend(weaver.last_averages())
         tracks.append(Track(tuple(woven), versions_per_batch=updates_per_batch(rule, num_microbatches)))
     return replace(program, tracks=tuple(tracks))
+
+
+def _check_average(name: str, rule: Rule, lag: int) -> None:
+    if rule is Rule.STASHED:
+        raise BiremeError(
+            f"Replicas cannot average their weights under {name}, which updates after every micro-batch. "
+            "1f1b, 2bw and 2bw-fresh update once a batch."
+        )
+    if lag < 0:
+        raise BiremeError(f"The lag of averages is {lag}; it must be 0 or more batches.")
 
 
 def _are_whole(orders: Orders) -> bool:
@@ -156,7 +182,7 @@ class _StageWeaver:
         version = self.program.version_of(step)
         if step.kind is Kind.FORWARD:
             yield from self._make(version, step.batch)
-        yield from self._updates_up_to(self.early.version(step))
+        yield from self._updates_early(self.early.version(step))
         if self.recompute and step.kind in BACKWARDS:
             yield Instruction(Kind.RECOMPUTE, self.stage, step.batch, step.microbatch, version)
         yield Instruction(step.kind, self.stage, step.batch, step.microbatch, version, step.half)
@@ -165,9 +191,15 @@ class _StageWeaver:
 
     def finish(self, batch: int) -> list[Instruction]:
         """The batch's updates that nothing in the window has asked for."""
-        left = [update for update in self.pending if update.batch == batch]
-        self.pending = [update for update in self.pending if update.batch != batch]
+        left = [step for step in self.pending if _ends(step) == batch]
+        self.pending = [step for step in self.pending if _ends(step) != batch]
         return left
+
+    def last_averages(self) -> Iterator[Instruction]:
+        """The means that come after the window's last update."""
+        batches = self.program.batches
+        for batch in batches[max(len(batches) - (self.program.average_lag or 0), 0) :]:
+            yield self._average_end(batch)
 
     def _make(self, version: int, batch: int) -> Iterator[Instruction]:
         """What must be done before the first instruction on `version`."""
@@ -183,6 +215,28 @@ class _StageWeaver:
         while self.pending and (self.pending[0].version or 0) <= version:
             yield self.pending.pop(0)
 
+    def _updates_early(self, version: int) -> Iterator[Instruction]:
+        """The same, without the means of the last of these updates: they may still be on their way."""
+        made = [place for place, step in enumerate(self.pending) if (step.version or 0) <= version]
+        while made and _follows_its_start(self.pending[made[-1]]):
+            made.pop()
+        for _ in made:
+            yield self.pending.pop(0)
+
+    def _average_end(self, batch: int) -> Instruction:
+        return Instruction(Kind.AVERAGE_END, self.stage, batch, version=self.program.completed_by(batch))
+
+    def _averages(self, batch: int) -> Iterator[Instruction]:
+        """What follows the update of a batch where replicas average."""
+        lag = self.program.average_lag
+        if lag is None:
+            return
+        if lag and batch - lag in self.program.batches:
+            yield self._average_end(batch - lag)
+        yield Instruction(Kind.AVERAGE_START, self.stage, batch, version=batch + 1)
+        if not lag:
+            yield self._average_end(batch)
+
     def _gradient_done(self, batch: int, microbatch: int) -> Iterator[Instruction]:
         m = self.program.num_microbatches
         done = self.num_gradients[batch] = self.num_gradients.get(batch, 0) + 1
@@ -194,6 +248,17 @@ class _StageWeaver:
             yield Instruction(Kind.REDUCE, self.stage, batch)
             self.early.num_reduced += self.stage == 0
             self.pending.append(Instruction(Kind.UPDATE, self.stage, batch, version=batch + 1))
+            self.pending.extend(self._averages(batch))
+
+
+def _ends(step: Instruction) -> int:
+    """The batch at whose end a pending instruction belongs."""
+    return (step.version or 1) - 1 if step.kind is Kind.AVERAGE_END else step.batch
+
+
+def _follows_its_start(step: Instruction) -> bool:
+    """Whether this is the end of an average without lag, whose start comes right before it."""
+    return step.kind is Kind.AVERAGE_END and step.version == step.batch + 1
 
 
 _COMPUTE_TO_WEAVE = GRADIENT_DONE | {Kind.FORWARD, Kind.BACKWARD_INPUT}

@@ -203,6 +203,8 @@ class Costs:
             case Kind.REDUCE:
                 busy_s = self.reduce_busy_s[step.stage] if self.reduce_busy_s else 0.0
                 return busy_s + self.engine.reduce_s + self.engine.batch_s
+            case Kind.AVERAGE_START | Kind.AVERAGE_END:
+                return 0.0
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 return self.engine.sending_s(self.border_bytes(step)) + self._encode_s(step)
             case _:

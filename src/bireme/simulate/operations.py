@@ -4,17 +4,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
+from bireme.schedule.instruction import AVERAGES, COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path
 from bireme.simulate.parcels import Channel
 
-__all__ = ["AGREED", "LOCAL", "RECEIVE", "REDUCE", "SEND", "UPDATE", "USE", "Op", "Operations"]
+__all__ = ["AGREED", "AVERAGE", "LOCAL", "RECEIVE", "REDUCE", "SEND", "UPDATE", "USE", "Op", "Operations"]
 
 LOCAL, USE, SEND, RECEIVE, REDUCE, UPDATE = range(6)
 
+AVERAGE = 6
+"""The place of a stage's average among its keys."""
 AGREED = 1
 """From the key of a sync to the key of the agreement of all ranks after it."""
 
@@ -50,7 +52,7 @@ class Operations:
         self._costs = costs
         self._network = network
         self._agree = agree
-        self._number_of_channel: dict[tuple[int, int], int] = {}
+        self._number_of_channel: dict[tuple[int, int, bool], int] = {}
 
     def of_rank(self, rank: int) -> Iterator[tuple[Op, int]]:
         """A rank's track as operations, each with the shift of its key."""
@@ -88,11 +90,17 @@ class Operations:
             return _Like(code, costs.seconds(step, rank), key, self._channel(*ends), num_bytes)
         if step.kind in (Kind.REDUCE, Kind.UPDATE):
             key = step.stage * 8 + 4
-            num_bytes = costs.reduce_bytes[step.stage]
+            num_bytes = costs.reduce_bytes[step.stage] if program.average_lag is None else 0.0
             code = REDUCE if step.kind is Kind.REDUCE else UPDATE
             if code == UPDATE and self._agree:
                 key += AGREED
             return _Like(code, costs.seconds(step, rank), key, self._channel(rank, rank), num_bytes)
+        if step.kind in AVERAGES:
+            # What gradients would move with replicas, weights move; only REDUCE and UPDATE agree on a batch.
+            key, channel = step.stage * 8 + AVERAGE, self._channel(rank, rank, averages=True)
+            if step.kind is Kind.AVERAGE_START:
+                return _Like(REDUCE, costs.seconds(step, rank), key, channel, costs.reduce_bytes[step.stage])
+            return _Like(UPDATE, costs.seconds(step, rank), key, channel, 0.0)
         needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
         if needed is not None:
             source = program.rank_of_stage[needed.from_stage]
@@ -101,11 +109,11 @@ class Operations:
                 return _Like(USE, seconds, _key(needed), self._channel(source, rank), 0.0)
         return _Like(LOCAL, costs.seconds(step, rank), 0, -1, 0.0)
 
-    def _channel(self, source: int, destination: int) -> int:
+    def _channel(self, source: int, destination: int, *, averages: bool = False) -> int:
         ends = source, destination
-        number = self._number_of_channel.get(ends)
+        number = self._number_of_channel.get((*ends, averages))
         if number is None:
-            number = self._number_of_channel[ends] = len(self.channels)
+            number = self._number_of_channel[*ends, averages] = len(self.channels)
             path = self._sync_path(source) if source == destination else self._path(ends)
             self.channels.append(Channel(source, destination, path))
         return number

@@ -5,7 +5,8 @@ has arrived. A message sets out when it has been sent, its receive posted, and t
 channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank waits while a
 message crosses, as blocking runtimes do; messages of one pair of ranks then cross in the order they are
 used. A gradient sync runs beside the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
-batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks.
+batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
+replicas average weights, that sync runs from AVERAGE_START until AVERAGE_END waits for it instead.
 
 Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
 can; else all ranks go forward together in the order of time, so that messages and work meet when they would.
@@ -23,7 +24,7 @@ from bireme.schedule.rule import Rule
 from bireme.simulate.copies import RankMover, TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Traffic
-from bireme.simulate.operations import AGREED, LOCAL, RECEIVE, REDUCE, SEND, USE, Op, Operations
+from bireme.simulate.operations import AGREED, AVERAGE, LOCAL, RECEIVE, REDUCE, SEND, USE, Op, Operations
 from bireme.simulate.parcels import Channel, Parcel
 from bireme.simulate.processors import Processors
 from bireme.timeline.timeline import RankTimeline, Timeline
@@ -213,7 +214,7 @@ class _Run:
                     rank.since_s = begun
                     self._hold(rank, op, shift, now, arrival)
                     return
-                if code != REDUCE or self.agree:
+                if code != REDUCE or (self.agree and key % 8 != AVERAGE):
                     del self.arrival_s[key]
                 if code != REDUCE:
                     now = max(now, arrival)
@@ -294,8 +295,10 @@ class _Run:
     def _sync(self, op: Op, key: int, index: int, now: float) -> None:
         parcel = Parcel(key, op.channel)
         parcel.num_bytes = op.num_bytes
-        parcel.late_s = self.costs.reduce_s[op.instruction.stage]
-        if self.agree:
+        is_average = key % 8 == AVERAGE
+        if is_average or self.program.average_lag is None:
+            parcel.late_s = self.costs.reduce_s[op.instruction.stage]
+        if self.agree and not is_average:
             parcel.late_s += self.costs.engine.agree_s
         parcel.ready_s = now
         parcel.sent_by = parcel.received_by = index
@@ -338,7 +341,7 @@ class _Run:
     def _arrive(self, channel: Channel, parcel: Parcel, start: float, through: float) -> None:
         arrival = through + channel.path.latency_s + parcel.late_s
         channel.book(parcel, start, arrival)
-        if self.agree and channel.transfers.is_sync:
+        if self.agree and channel.transfers.is_sync and parcel.key % 8 != AVERAGE:
             if not self.overlap_reduce:
                 self._arrived(parcel.key, arrival)
             batch = parcel.key // 8 // self.program.num_stages

@@ -50,7 +50,8 @@ class CodedSums:
         views = {name: gradients.views[name] for name in names}
         flags = held_flags(names, gradients)
         sent.note(group.size, raw=flags.nbytes + sum(view.nbytes for view in views.values()))
-        coded = {name: view for name, view in views.items() if self._codes(view)}
+        begins = self.feedback is None or self.feedback.num_batches >= self.codec.whole_steps
+        coded = {name: view for name, view in views.items() if begins and self._codes(view)}
         plain = [view for name, view in views.items() if name not in coded]
         # What no member has a gradient of is opened too, and left as it is.
         staged = self.feedback.open(coded) if self.feedback is not None and coded else {}

@@ -32,6 +32,11 @@ class Feedback:
         """Which copy there was after so many batches; of the last two."""
 
     @property
+    def num_batches(self) -> int:
+        """How many batches have been settled."""
+        return self._num_batches
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of both copies."""
         return sum(one.nbytes for copy in self._copies for kept in copy.values() for one in kept.values())

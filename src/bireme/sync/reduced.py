@@ -9,13 +9,24 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 
-__all__ = ["NUMBERS_BYTES", "Reduced", "numbers_of", "reduced_of"]
+__all__ = ["NUMBERS_BYTES", "OwnPart", "Reduced", "numbers_of", "reduced_of"]
 
 NUMBERS_BYTES = 5 * 8
 """What a rank keeps of a batch until all ranks' numbers are added."""
 
 STAMP_LIMIT = 2**20
 """Squares of stamps, summed over thousands of ranks, are exact in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What a replica has of a batch: so much `weight` in so many samples. Its gradients and its loss are
+    means of `nominal` in weight, which is that of the whole batch where it knows it.
+    """
+
+    weight: float
+    nominal: float
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
 from bireme.sync.norm import PieceNorms, piece_norms, squared_norm, squared_norm_of
-from bireme.sync.reduced import Reduced, numbers_of, reduced_of
+from bireme.sync.principal_sums import merge_components
+from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
 
-__all__ = ["More", "Reducer", "Reduction", "nothing_more"]
+__all__ = ["More", "Reducer", "Reduction", "SumsBatches", "nothing_more"]
 
 More = Callable[[], Sequence[float]]
 """Gives further numbers to be summed over all ranks. It is asked when the batch's gradients are there, by
@@ -53,6 +55,47 @@ class Reduction:
     error: BaseException | None = None
 
 
+class SumsBatches(Protocol):
+    """What brings a batch's gradients together, and the numbers that all ranks must agree on.
+
+    It `weighs` where it finds out by itself if anything in a batch counts.
+    """
+
+    weighs: bool
+    sent: SentBytes
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed with other ranks, and so change."""
+
+    @property
+    def summed_apart(self) -> Set[str]:
+        """The parameters that are summed over other ranks than the rest."""
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """What a codec has not sent yet, where it keeps that."""
+
+    def start(
+        self,
+        batch: int,
+        gradients: BatchGradients,
+        *,
+        loss_sum: float | Tensor,
+        stamp: int = 0,
+        votes: float = 0.0,
+        more: More = nothing_more,
+        own: OwnPart | None = None,
+    ) -> Reduction:
+        """Begin with a batch; returns at once."""
+
+    def finish(self, reduction: Reduction) -> Reduced:
+        """Wait for a batch that was started; raises what went wrong."""
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End what runs in the background."""
+
+
 class Reducer:
     """Sums up the batches of one rank's stages.
 
@@ -68,6 +111,8 @@ class Reducer:
 
     Every rank must start the same batches in the same order.
     """
+
+    weighs = False
 
     def __init__(
         self,
@@ -122,14 +167,15 @@ class Reducer:
         stamp: int = 0,
         votes: float = 0.0,
         more: More = nothing_more,
+        own: OwnPart | None = None,
     ) -> Reduction:
         """Begin to sum up a batch; returns at once.
 
         `loss_sum` is this rank's part of the batch's loss; all ranks' parts are added, as are their `votes`
         and what `more` gives, which is as many numbers on every rank.
         Nothing given may be read or written before `finish`, but by the reducer. `stamp` tells batches apart:
-        where it is not the same on all ranks, `finish` raises a `BiremeError` on all of them. Raises what
-        went wrong in a batch before.
+        where it is not the same on all ranks, `finish` raises a `BiremeError` on all of them. All replicas
+        take part, so what this one has of its `own` changes nothing. Raises what went wrong in a batch before.
         """
         self._check_usable(batch)
         reduction = Reduction(batch, gradients, loss_sum, stamp, votes, more)
@@ -221,6 +267,8 @@ class Reducer:
             sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
         else:
             self._coded.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
+        if gradients.streams:
+            merge_components(self._replicas, gradients, sent)
         for group, names in self._tied_groups():
             views = [gradients.views[name] for name in names]
             sum_in_slices(group, names, gradients, views, size, sent)
@@ -228,7 +276,9 @@ class Reducer:
             squared = squared_norm_of(gradients.norms)
         else:
             held = {name: view for name, view in gradients.views.items() if name in gradients.held}
-            squared = squared_norm(self._counted_of(held))
+            # Their values alone have the norm of components.
+            values = {name: one.values for name, one in gradients.components.items()}
+            squared = squared_norm(self._counted_of(held | values))
         numbers = reduction.numbers = numbers_of(
             loss_sum=reduction.loss_sum,
             squared_norm=squared,

@@ -15,10 +15,24 @@ from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.residency import Residency
 
-__all__ = ["BUSY", "Copies", "Interval", "RankCopies", "RankTimeline", "Timeline", "Transfers"]
+__all__ = [
+    "AVERAGE_SYNC",
+    "BUSY",
+    "GRADIENT_SYNC",
+    "Copies",
+    "Interval",
+    "RankCopies",
+    "RankTimeline",
+    "Timeline",
+    "Transfers",
+    "sync_name",
+]
 
 BUSY = COMPUTE | {Kind.UPDATE, Kind.TRIAL}
 """The kinds that use the device."""
+
+GRADIENT_SYNC, AVERAGE_SYNC = "gradient sync", "weight average"
+"""What a rank does with its replicas beside its track."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +76,10 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What went from one rank to another, in order; `rank` to itself stands for its gradient sync.
+    """What went from one rank to another, in order; `rank` to itself stands for its sync with replicas.
 
     `sent_by` and `received_by` are indices into the two ranks' tracks: of the send and of the receive, or
-    twice of the REDUCE.
+    twice of the REDUCE or AVERAGE_START.
     """
 
     source: int
@@ -78,7 +92,7 @@ class Transfers:
 
     @property
     def is_sync(self) -> bool:
-        """Whether this is the gradient sync of a rank with its replicas."""
+        """Whether this is the sync of a rank with its replicas."""
         return self.source == self.destination
 
 
@@ -163,3 +177,10 @@ class Timeline:
                         ends[batch] = max(ends[batch], rank.start_s[index + place])
                 index += len(block.instructions)
         return ends
+
+
+def sync_name(timeline: Timeline, transfers: Transfers) -> str:
+    """Which sync with replicas these transfers are."""
+    track = timeline.ranks[transfers.source].track
+    is_average = any(track[index].kind is Kind.AVERAGE_START for index in transfers.sent_by[:1])
+    return AVERAGE_SYNC if is_average else GRADIENT_SYNC

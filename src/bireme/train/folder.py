@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.sync.coordinator.ledger_line import LEDGER
 from bireme.train.run_file import (
     RunFile,
     load_run_file,
@@ -149,6 +150,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """What happened, a line each."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """Which samples each committed round trained, where a coordinator deals them."""
+        return self.path / LEDGER
 
     @property
     def private(self) -> Path:

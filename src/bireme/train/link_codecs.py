@@ -4,16 +4,18 @@ They depend on the number of the batch alone, so a run that is resumed goes on t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from bireme.codec.border import AS_IT_IS, BorderCodecs, CodecPhase, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.plan.plan_file import load_plan
+from bireme.plan.plan_file import SavedPlan, load_plan
+from bireme.runtime.coding import checked
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.links import AUTO
+from bireme.train.run_file.links import AUTO, Links
 
-__all__ = ["check_borders", "link_codecs", "main_codecs", "tell_changed_codecs"]
+__all__ = ["check_borders", "link_codecs", "main_codecs", "tell_changed_codecs", "with_own_codecs"]
 
 
 def main_codecs(run: RunFile, plan: Plan) -> tuple[BorderCodecs, ...]:
@@ -46,14 +48,24 @@ def link_codecs(run: RunFile, plan: Plan) -> LinkCodecs:
     return LinkCodecs(tuple(CodecPhase(begin, phases[begin]) for begin in sorted(phases)))
 
 
+def with_own_codecs(found: SavedPlan, run: RunFile) -> SavedPlan:
+    """A plan from a file, for a run that may send over its borders by other codecs than the file's: what the
+    file promises is then not of this run, and left out.
+    """
+    check_borders(run, found.plan)
+    usual = main_codecs(run.model_copy(update={"links": Links()}), found.plan)
+    return found if main_codecs(run, found.plan) == usual else replace(found, forecast=None)
+
+
 def check_borders(run: RunFile, plan: Plan) -> None:
-    """Refuse codecs for borders that the plan does not have."""
+    """Refuse codecs for borders that the plan does not have, and codecs of one's own that are wrong."""
     for one in run.links.borders or ():
         if one.number >= plan.num_stages - 1:
             raise BiremeError(
                 f"links.borders names the border {one.border}, but the plan has {plan.num_stages} stages, 0 "
                 f"to {plan.num_stages - 1}. Name a border between two of them, or set plan.depth."
             )
+    checked(link_codecs(run, plan))
 
 
 def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Callable[[str], None]) -> None:

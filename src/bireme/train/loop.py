@@ -26,6 +26,7 @@ from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
+from bireme.train.replica import LeaderWriter, Replica
 from bireme.train.run_evaluations import RunEvaluations
 from bireme.train.run_file import RunFile
 from bireme.train.slow_stages import ReplicaNotes
@@ -59,7 +60,7 @@ class Loop:
 
     The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
     the weights in `not_saved`. `notes` are warnings about the data; `home` is what this rank reads in the
-    place of `data.training` where some is private.
+    place of `data.training` where some is private. `member` is its replica where replicas may die.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Loop:
         run: RunFile,
         pipeline: Pipeline,
         data: RunData,
-        writer: CheckpointWriter,
+        writer: CheckpointWriter | LeaderWriter,
         meta: CheckpointMeta,
         *,
         tell: Tell,
@@ -81,6 +82,7 @@ class Loop:
         notes: Sequence[str] = (),
         replicas: ReplicaNotes | None = None,
         home: HomeData | None = None,
+        member: Replica | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
@@ -105,10 +107,11 @@ class Loop:
         self._tiers: tuple[TierMoves, ...] = ()
         """What was paged before it."""
         self._notes, self._not_saved, self._home = notes, not_saved, home
+        self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
-        self._to_record = True
+        self._to_record = member is None or not member.has_come_late
         self._record_from = self._recorded_first()
 
     @property
@@ -120,7 +123,7 @@ class Loop:
         """Train to the end, or until somebody asks to stop."""
         steps = self.run.training.steps
         for text in self._notes:
-            self._warn(text)
+            self.warn(text)
         if self._home is not None:
             self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
         with ExitStack() as self._reading:
@@ -154,9 +157,10 @@ class Loop:
                 num_bytes=event.num_bytes,
             )
         else:
-            self._warn(event.text, event.step)
+            self.warn(event.text, event.step)
 
-    def _warn(self, text: str, step: int | None = None) -> None:
+    def warn(self, text: str, step: int | None = None) -> None:
+        """Note a warning, and tell of it."""
         self._warnings.append(text)
         self.tell("warning", self.step if step is None else step, text=text)
 
@@ -221,7 +225,8 @@ class Loop:
     def _train_until(self, end: int) -> None:
         records = self._records
         self._to_record = self._to_record and not records
-        results = self.pipeline.train(self._batches(end), record=records, votes=self.stops.vote)
+        votes = self.stops.vote if self._member is None else self._member.votes(self.stops)
+        results = self.pipeline.train(self._batches(end), record=records, votes=votes)
         for number, result in enumerate(results):
             self._note(result, is_first=number == 0)
         if records and self._ends is None:
@@ -238,7 +243,8 @@ class Loop:
         if self._home is not None:
             samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
         if self._read is None:
-            loader = RankBatches(
+            make = RankBatches if self._member is None else self._member.batches
+            loader = make(
                 samples,
                 order,
                 self.run.training.batch_size,
@@ -263,6 +269,8 @@ class Loop:
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the request to stop."""
         step = result.batch + 1
+        if self._member is not None:
+            self._member.note(result, self.tell)
         tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
             for place, value in enumerate((result.seconds, result.num_samples, tokens)):
@@ -273,7 +281,7 @@ class Loop:
                 self._control.time_if_due()
         warning = self._replicas.note(result, self.pipeline.plan.source)
         if warning is not None:
-            self._warn(warning, step)
+            self.warn(warning, step)
         self._note_skipped(result)
         if not result.is_skipped:
             self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
@@ -299,7 +307,7 @@ class Loop:
     def _note_skipped(self, result: Result) -> None:
         self._num_skipped += result.is_skipped
         if not result.weight:
-            self._warn(
+            self.warn(
                 f"Step {result.batch + 1} is skipped: nothing in its batch counts for the loss.",
                 result.batch + 1,
             )
@@ -307,7 +315,7 @@ class Loop:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
         most = self.run.training.most_skipped_in_a_row
         if result.is_skipped:
-            self._warn(f"Step {result.batch + 1} is skipped: its gradient is not finite.", result.batch + 1)
+            self.warn(f"Step {result.batch + 1} is skipped: its gradient is not finite.", result.batch + 1)
         if self._skipped_in_a_row > most:
             self.tell("stop", result.batch + 1, reason="not finite")
             raise BiremeError(
@@ -341,6 +349,8 @@ class Loop:
 
     def _save(self) -> None:
         self.stops.saved()
+        if self._member is not None and not self._member.leads:
+            return
         begin_s = perf_counter()
         snapshot = self.pipeline.snapshot(but=self._not_saved)
         extra = dict(self.meta.extra)
@@ -361,7 +371,7 @@ class Loop:
             return
         told = self._evaluations.evaluate(self.pipeline, self.step)
         if self._evaluations.figures is None:
-            self._warn("The evaluation has no loss: nothing in its batches counts for one.")
+            self.warn("The evaluation has no loss: nothing in its batches counts for one.")
         self.tell("evaluation", self.step, **told)
 
     def _sent_by_pipeline(self) -> list[LinkBytes]:

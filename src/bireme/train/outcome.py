@@ -6,7 +6,7 @@ from typing import Any
 from bireme.balance.slow_stage import SlowStage
 from bireme.runtime.paging.rank_paging import TierMoves
 
-__all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome"]
+__all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome", "SyncFigures"]
 
 REPLAN = "new plan"
 """The reason of a run that has ended so that a new plan takes over."""
@@ -40,6 +40,19 @@ class RankOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncFigures:
+    """What came of a run whose replicas may die: epochs of the membership, committed rounds and samples, and
+    samples that had to be trained again.
+    """
+
+    mode: str
+    epochs: int
+    rounds: int
+    samples_committed: int
+    samples_redone: int
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What one rank can tell at the end. What is not of the rank itself is the same on all.
 
@@ -66,3 +79,4 @@ class Outcome:
     warnings: tuple[str, ...] = field(default=())
     slow: SlowStage | None = None
     placement: dict[str, Any] | None = None
+    sync: SyncFigures | None = None

@@ -17,7 +17,7 @@ from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
-from bireme.plan.homes import check_homes, check_servers
+from bireme.plan.homes import check_homes
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.summary import summarize
 from bireme.profile.here import torch_device
@@ -30,12 +30,12 @@ from bireme.train.base_weights import keep_base
 from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
-from bireme.train.data.checks import check_sizes
-from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
+from bireme.train.early_checks import check_depth, check_devices, check_samples
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
-from bireme.train.link_codecs import check_borders, tell_changed_codecs
+from bireme.train.kept_gradients import check_gradient, check_schedule, gradient_document, with_kept_gradients
+from bireme.train.link_codecs import check_borders, tell_changed_codecs, with_own_codecs
 from bireme.train.machines import Machines, machines_of
 from bireme.train.micro_batch_sizes import micro_batches
 from bireme.train.model import RunModel
@@ -84,6 +84,7 @@ class Prepared:
 
     def __post_init__(self) -> None:  # refuses shares that cannot be
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
+        check_schedule(self.run, self.plan.plan)
 
 
 def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepared:
@@ -94,7 +95,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     check_trackers(run.log.trackers)
     progress(0.0, "loading the model")
     machines = with_tiers_here(run, _machines(run))
-    _check_devices(run, machines)
+    check_devices(run, machines)
     sizes = micro_batches(run)
     with evaluation_beside(run, max(sizes), sizes[0]) as captured:
         model = RunModel.of(run, max(sizes))
@@ -102,23 +103,25 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         progress(0.0, "capturing the model")
         graph = model.training.graph(sizes[0])
         model.check_loss(graph)
-        _check_samples(data, graph)
+        check_samples(data, graph)
         evaluation = captured(model)
+    check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
     owners = sorted(run.data.private or ())
     census = census_of(run, model, graph, data, owners if is_alone else ())
     if run.plan.file is not None:
-        plan = _of_file(Path(run.plan.file), graph, machines)
+        plan = with_own_codecs(_of_file(Path(run.plan.file), graph, machines), run)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
-        check_borders(run, plan.plan)
         check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
         return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
+    check_depth(run, graph)
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
         sizes = sizes[::-2]
-    measured = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
+    found = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
+    measured = with_kept_gradients(run, graph, found)
     begin_s = perf_counter()
     answer = planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
@@ -157,7 +160,7 @@ def prepared_again(
         if plan.plan.paging is not None:  # with the speeds that it was planned with
             machines = replace(machines, cluster=read_cluster(folder.cluster))
         data = data_of(run, model, progress)
-        _check_samples(data, graph)
+        check_samples(data, graph)
         census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
         identity = data_identity(run, data)
         found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
@@ -196,6 +199,7 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         sorted(run.data.private or ()),
         run.training.batch_size,
         run.training.optimizer,
+        run.training.gradient_form,
         run.links.codec == AUTO,
         run.memory.model_copy(update={"disk": bool(run.memory.disk)}),
     )
@@ -247,37 +251,15 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
 def prepared_document(prepared: Prepared) -> dict[str, Any]:
     """The plan of a run in the words of `bireme plan --json`."""
     sync = sync_document(plan_request_of(prepared.run, prepared.graph))
+    kept = gradient_document(prepared.run, prepared.graph)
     if prepared.answer is None or prepared.profile is None or prepared.planning_s is None:
         names = [unit.name for unit in units_of(prepared.graph)]
         run = prepared.run
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
-        return found | {"sync": sync, "notes": [], "exports": {}}
+        return found | {"sync": sync, "notes": [], "exports": {}} | kept
     found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
     notes = plan_notes(prepared.profile, prepared.machines.cluster)
-    return found | {"sync": sync, "notes": notes, "exports": {}}
-
-
-def _check_devices(run: RunFile, machines: Machines) -> None:
-    """A plan for more devices than there are is refused before anything is measured."""
-    check_servers(run.data.private or (), machines.cluster)
-    needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
-    for name in run.plan.devices or ():
-        machines.cluster.number_of(name)
-    if needed > num_devices:
-        remedy = "Plan for fewer devices, or name a larger cluster."
-        if run.cluster.source is None:
-            remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
-        raise BiremeError(
-            f"plan.depth times plan.width is {needed}, but the run has {num_devices} devices: each of them "
-            f"is a process. {remedy}"
-        )
-
-
-def _check_samples(data: RunData, graph: Graph) -> None:
-    """Samples that the captured model cannot take are found here, and not by a rank."""
-    for what, samples in (("training", data.training), ("evaluation", data.evaluation)):
-        for one in () if samples is None else sources_of(samples).values():
-            check_sizes(one, graph.inputs, what, is_text=data.is_text)
+    return found | {"sync": sync, "notes": notes, "exports": {}} | kept
 
 
 def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:

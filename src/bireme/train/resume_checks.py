@@ -39,7 +39,7 @@ SAME_RATE = 0.01
 """Rates that differ by no more than this part of the higher one are not worth a word."""
 
 BATCH_SIZE, NUM_SAMPLES, OPTIMIZER, DATA = "batch_size", "num_samples", "optimizer", "data"
-SUM_CODEC = "sum_codec"
+SUM_CODEC, GRADIENT = "sum_codec", "gradient"
 
 
 def run_conditions(
@@ -54,6 +54,8 @@ def run_conditions(
     }
     if base is not None:
         found[BASE] = base.plain()
+    if run.training.gradient_form is not None:
+        found[GRADIENT] = run.training.gradient
     return found if run.sync.codec == "none" else found | {SUM_CODEC: run.sync.codec}
 
 
@@ -148,6 +150,12 @@ def check_same_run(
                 "be missed or repeated. Set it back, or start a new run."
             )
     _tell_codec(str(manifest.extra.get(SUM_CODEC, "none")), run.sync.codec, tell)
+    form = str(manifest.extra.get(GRADIENT, "whole"))
+    if form != run.training.gradient:
+        tell(
+            f"Gradients were kept with training.gradient = {form} before, and with {run.training.gradient} "
+            "now. Components of another rank begin anew."
+        )
     kept = manifest.extra.get(DATA)
     known = load_identity(folder.data) if kept is None else identity_from(kept, str(where))
     if known is None:

@@ -14,6 +14,7 @@ from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
+from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome
 from bireme.train.prepare import Prepared
@@ -153,18 +154,21 @@ class Summary:
     """How many private samples each server holds."""
     placement: Mapping[str, Any] | None = None
     """What an epoch takes of them and of public ones; both are in the document where there are any."""
-    tiers: tuple[TierSummary, ...] = ()
-    """In the document where anything is paged."""
+    tiers: tuple[TierSummary, ...] | None = None
+    """In the document where anything may be paged; empty if all has fitted."""
     joules_per_sample: float | None = None
     """By the watts of the devices, in the document where they are known."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What is kept of gradients, where they are not whole; see `kept_gradients`."""
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
         names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte", "eval_loss_through_codecs")
         found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
+        found |= found.pop("kept")
         if not self.private_samples:
             del found["private_samples"], found["placement"]
-        if not self.tiers:
+        if self.tiers is None:
             del found["tiers"]
         if self.joules_per_sample is None:
             del found["joules_per_sample"]
@@ -213,8 +217,9 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         shares=_shares(folder),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
-        tiers=_tiers(outcomes),
+        tiers=_tiers(outcomes) if prepared.run.memory.is_on or saved.plan.paging else None,
         joules_per_sample=_joules(prepared, own),
+        kept=gradient_document(prepared.run, prepared.graph),
     )
 
 

@@ -2,6 +2,7 @@
 
 from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
 from bireme.model.graph import Graph
+from bireme.model.linear_maps import chosen_maps
 from bireme.plan.plan import Plan
 from bireme.train.run_file import RunFile
 
@@ -10,7 +11,12 @@ __all__ = ["idle_codec", "sums_of"]
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients."""
-    return sum_cost(parse_sum_codec(run.sync.codec), graph.gradient_shapes)
+    form = run.training.gradient_form
+    if form is None:
+        return sum_cost(parse_sum_codec(run.sync.codec), graph.gradient_shapes)
+    apart = chosen_maps(graph, form)  # these go by their components, and through no codec
+    shapes = [one.shape for one in graph.parameters if one.trainable and one.name not in apart]
+    return sum_cost(parse_sum_codec(run.sync.codec), shapes)
 
 
 def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:

@@ -23,9 +23,10 @@ from bireme.runtime.balancer import Sharing
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.quorum.launch import Seat
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base
-from bireme.train.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.chosen_batch import grown
@@ -44,6 +45,7 @@ from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
 from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
+from bireme.train.replica import LeaderLog, LeaderWriter, Replica
 from bireme.train.resume_checks import run_conditions
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
@@ -53,7 +55,7 @@ from bireme.train.shares import measures_first, mode_of, sharing_of
 from bireme.train.slow_stages import ReplicaNotes, sample_seconds, stage_watch_of
 from bireme.train.stops import Stops
 
-__all__ = ["Start", "train_rank"]
+__all__ = ["Start", "train_rank", "train_replica"]
 
 LEAST_KEPT = 2
 """The newest checkpoint may turn out to be damaged when it is needed."""
@@ -80,7 +82,12 @@ class Start:
     census: Census = field(default_factory=dict)
 
 
-def train_rank(world: World, start: Start) -> Outcome:
+def train_replica(world: World, seat: Seat, start: Start) -> Outcome:
+    """Train as one rank of a replica that may die, whose ranks are the world."""
+    return train_rank(world, start, seat)
+
+
+def train_rank(world: World, start: Start, seat: Seat | None = None) -> Outcome:
     """Train as one rank of a world, until the end or until all are asked to stop."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
@@ -94,12 +101,14 @@ def train_rank(world: World, start: Start) -> Outcome:
             step = open_checkpoint(start.checkpoint).manifest.step
             find_place(data, run.data.seed, step * run.training.batch_size, is_shown=not world.rank)
         with MemoryUsed(world.device) as memory:
-            return _trained(_Part(world, start, folder, run, model, data), memory, stops)
+            return _trained(_Part(world, start, folder, run, model, data, seat=seat), memory, stops)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank has before it has a pipeline; `home` is what it reads where some samples are private."""
+    """What a rank has before it has a pipeline; `home` is what it reads where some samples are private. With
+    a `seat` it is of a replica that may die, which `member` is then.
+    """
 
     world: World
     start: Start
@@ -108,6 +117,8 @@ class _Part:
     model: RunModel
     data: RunData
     home: HomeData | None = None
+    seat: Seat | None = None
+    member: Replica | None = None
 
     @property
     def samples(self) -> Samples:
@@ -139,6 +150,10 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         step = checkpoint.manifest.step
         if checkpoint.manifest.schedule == saved.plan.schedule:
             begin = min(begin, step)  # a run that was made longer does not go back
+    if part.seat is not None:
+        part, saved = _as_member(part, part.seat, saved)
+    if part.member is not None:
+        step = part.member.begin(step)
     pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
     if checkpoint is None and measures_first(run, saved.plan, part.cluster):
         shares = measured_shares(pipeline, run, part.data.training)
@@ -149,19 +164,32 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             run = part.run
             pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
         pipeline.begin_with(shares)
-    log = RunLog(folder, run, part.start.words, is_shown=part.start.is_shown) if world.rank == 0 else None
+    log = _log(part) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
+    if part.member is not None:
+        pipeline.join()
     loop: Loop | None = None
-    writer = CheckpointWriter(
-        folder.checkpoints(run),
-        world.rank,
-        world.size,
-        world.store,
-        keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
-        on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
-        resumed_from=checkpoint,
-    )
+
+    def open_writer(resumed_from: Checkpoint | None) -> CheckpointWriter:
+        return CheckpointWriter(
+            folder.checkpoints(run),
+            world.rank,
+            world.size,
+            world.store,
+            keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
+            on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
+            resumed_from=resumed_from,
+        )
+
+    writer: CheckpointWriter | LeaderWriter
+    if part.member is None:
+        writer = open_writer(checkpoint)
+    else:
+        writer = LeaderWriter(
+            lambda: open_writer(newest_good(folder.checkpoints(run))),
+            lambda text: None if loop is None else loop.warn(text),
+        )
     with writer:
         loop = Loop(
             run,
@@ -184,6 +212,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
                 may_replan=run.balance.replan and part.start.may_replan,
             ),
             home=part.home,
+            member=part.member,
         )
         del pipeline  # the loop may have another one later, and no room for two
         if log is not None:
@@ -195,7 +224,31 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
                 write_recorded(loop.timeline, folder.measured_timeline)
         log.end(outcome)
     loop.pipeline.close()
+    if part.member is not None:
+        part.member.leave(outcome.steps)
     return outcome
+
+
+def _as_member(part: _Part, seat: Seat, saved: SavedPlan) -> tuple[_Part, SavedPlan]:
+    """The part of a replica that may die, and the plan of this replica alone."""
+    plan, replica = saved.plan, seat.life.replica
+    balances = mode_of(part.run, plan, part.cluster) == "measured"
+    member = Replica(part.world, seat, plan.width, part.run.training.batch_size, balances=balances)
+    alone = replace(
+        plan,
+        width=1,
+        devices=tuple((names[replica],) for names in plan.devices),
+        micro_batch_sizes=(),
+        updates_early=plan.is_early,
+    )
+    return replace(part, member=member), replace(saved, plan=alone)
+
+
+def _log(part: _Part) -> RunLog | LeaderLog:
+    def make() -> RunLog:
+        return RunLog(part.folder, part.run, part.start.words, is_shown=part.start.is_shown)
+
+    return make() if part.member is None else LeaderLog(make, part.member)
 
 
 def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:
@@ -268,14 +321,17 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         sharing=_sharing(part, plan),
         reads_apart=bool(part.start.census),
         sum_codec=run.sync.codec,
+        gradient=run.training.gradient,
+        gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
         paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
+        agreement=None if part.member is None else part.member.agreement,
     )
 
 
 def _sharing(part: _Part, saved: SavedPlan) -> Sharing | None:
     """How batches are shared out. Where nothing follows, nothing is read for it."""
-    if mode_of(part.run, saved.plan, part.cluster) == "off":
+    if part.member is not None or mode_of(part.run, saved.plan, part.cluster) == "off":
         return None
     return sharing_of(part.run, saved, part.cluster, part.profile, part.samples)
 

@@ -6,7 +6,7 @@ chain of half-layers with fewer places to cut.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -89,6 +89,11 @@ class Chain:
             returned_bytes=self.returned_bytes[[end - 1 for end in bounds[1:]]],
             bytes=self.bytes.between(bounds),
         )
+
+    def with_residuals(self, share: float) -> "Chain":
+        """The chain that keeps, beside the optimiser's state, so many bytes for each byte of gradients."""
+        kept = np.round(share * self.bytes.gradient).astype(np.int64)
+        return replace(self, bytes=replace(self.bytes, optimizer=self.bytes.optimizer + kept))
 
 
 def chain_of(profile: Profile, micro_batch: int) -> Chain:

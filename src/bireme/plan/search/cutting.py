@@ -126,7 +126,7 @@ def loads_on(ground: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
         setting = Setting(schedule, num_microbatches, ground.wishes.recompute, outline.updates_early)
-        of_group.append(loads_of(ground.merged(group.size), DeviceRow(seats, links), setting))
+        of_group.append(loads_of(ground.merged(group.size, outline.width), DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(
         replace(seat, name=ground.names[min(row, key=lambda device: ground.limits[device])])
@@ -187,7 +187,7 @@ def _pinned(ground: PlanningProblem, loads: Loads, grid: Grid) -> Loads:
 def _folded(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """Stages of equal seconds: without a limit, within the memory, and running all again."""
     ranks = outline.rank_of_stage
-    chain = ground.merged(max(outline.sizes))
+    chain = ground.merged(max(outline.sizes), outline.width)
     width = chain.num_units - outline.num_stages + 1
     is_empty = np.tri(width, width, -1, np.bool_)
     wish = ground.wishes.recompute

@@ -188,7 +188,7 @@ def _devices_more(ground: PlanningProblem, near: _Near) -> int | None:
         DeviceSlot(ground.names[own], ground.speeds[own], ground.limits[own])
         for own in (min(one, key=lambda d: ground.limits[d]) for one in near.grid)
     ]
-    chain = ground.merged(max(outline.sizes))
+    chain = ground.merged(max(outline.sizes), outline.width)
     for more in range(1, MOST_MORE + 1):
         depth = outline.num_ranks + more
         if depth > chain.num_units:

@@ -28,7 +28,7 @@ class Search(Protocol):
     """An ordinary search on a cluster; `is_tight` where hardly any plan fits."""
 
     def __call__(
-        self, machines: Cluster, wishes: PlanRequest, *, is_tight: bool = False
+        self, machines: Cluster, wishes: PlanRequest, /, *, is_tight: bool = False
     ) -> Answer | NothingFits:
         """What it finds."""
 

@@ -16,7 +16,7 @@ from bireme.errors import BiremeError
 from bireme.plan.codec_costs import with_fewer_bytes
 from bireme.plan.homes import check_servers
 from bireme.plan.partition.chain import Chain, chain_of
-from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.rule import Rule
@@ -72,12 +72,13 @@ class PlanningProblem:
         self.bounds = _bounds(wishes, len(profile.units))
         self.pins = self._pins()
         self.schedules = _schedules(wishes)
-        self.codec = BorderCodecs(wishes.codec, wishes.codec)
+        word = "none" if wishes.codec == AUTO else wishes.codec
+        self.codec = BorderCodecs(word, word)
         """That of all borders between ranks, unless a draft has its own."""
         self.sizes = self._sizes()
         self._check_numbers()
         self._chains: dict[int, Chain] = {}
-        self._merged: dict[int, Chain] = {}
+        self._merged: dict[tuple[int, float], Chain] = {}
         self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
 
     @property
@@ -141,20 +142,30 @@ class PlanningProblem:
             self._chains[micro_batch] = chain_of(self.profile, micro_batch)
         return self._chains[micro_batch]
 
-    def merged(self, micro_batch: int) -> Chain:
-        """The chain of what may be cut apart, with the bytes that are sent over its cuts."""
-        if micro_batch not in self._merged:
+    def merged(self, micro_batch: int, width: int = 1) -> Chain:
+        """The chain of what may be cut apart, with the bytes that are sent over its cuts, and what a codec
+        keeps of the sums over so many replicas.
+        """
+        kept_share = self.wishes.sums.kept_share if width > 1 else 0.0
+        key = micro_batch, kept_share
+        if key not in self._merged:
             chain = self.whole(micro_batch)
             is_plain = len(self.bounds) == chain.num_units + 1
             merged = chain if is_plain else chain.merged(self.bounds)
-            self._merged[micro_batch] = with_fewer_bytes(merged, self.codec, self.wishes.value_bytes)
-        return self._merged[micro_batch]
+            coded = with_fewer_bytes(merged, self.codec, self.wishes.value_bytes)
+            self._merged[key] = coded.with_residuals(kept_share) if kept_share else coded
+        return self._merged[key]
 
     def codecs(
         self, rank_of_stage: Sequence[int], own: tuple[BorderCodecs, ...] = ()
     ) -> tuple[BorderCodecs, ...]:
-        """The codecs of the borders between stages: a draft's own, or the one that is wished for."""
+        """The codecs of the borders between stages: those asked for of single borders, and of the others a
+        draft's own, or the one that is wished for.
+        """
         asked = own or (self.codec,) * (len(rank_of_stage) - 1)
+        if self.wishes.borders:
+            single = dict(self.wishes.borders)
+            asked = tuple(single.get(border, one) for border, one in enumerate(asked))
         far = (one != other for one, other in pairwise(rank_of_stage))
         return tuple(one if is_far else AS_IT_IS for one, is_far in zip(asked, far, strict=False))
 
@@ -245,7 +256,9 @@ def _bounds(wishes: PlanRequest, num_units: int) -> tuple[int, ...]:
 def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
     if wishes.schedule == "auto":
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
-        return tuple(n for n in found if not wishes.synchronous or SCHEDULES[n].rule is Rule.SYNCHRONOUS)
+        if wishes.synchronous:
+            found = [name for name in found if SCHEDULES[name].rule is Rule.SYNCHRONOUS]
+        return tuple(n for n in found if not (wishes.whole_backwards and SCHEDULES[n].splits_backward))
     schedule = schedule_named(wishes.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(

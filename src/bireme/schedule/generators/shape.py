@@ -101,6 +101,8 @@ class Schedule:
     stages_per_rank: int = 1
     """How many stages a rank has unless the user says otherwise."""
     slices: bool = False
+    splits_backward: bool = False
+    """Whether gradients of weights are made apart from those that go on to the stage before."""
     most_lookahead: Callable[[Shape], int] | None = None
     """The greatest lookahead of a shape, for schedules that have one."""
 

@@ -48,4 +48,5 @@ ZERO_BUBBLE_H1 = Schedule(
     rule=Rule.SYNCHRONOUS,
     picture=PICTURE,
     orders=_orders,
+    splits_backward=True,
 )

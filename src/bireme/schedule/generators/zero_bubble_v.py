@@ -101,6 +101,7 @@ ZERO_BUBBLE_V = Schedule(
     rule=Rule.SYNCHRONOUS,
     picture=PICTURE,
     orders=_orders,
+    splits_backward=True,
     placement=_placement,
     check=_check,
     stages_per_rank=2,

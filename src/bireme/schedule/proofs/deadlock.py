@@ -7,11 +7,17 @@ at once. In both a receive only posts, and the instruction that uses the message
 In both, the UPDATE of a batch waits until every stage of every rank has come to the batch's REDUCE, for all
 ranks agree on a batch before any of them steps.
 
+Replicas that average weights run the same program side by side, and meet at AVERAGE_END alone: it waits until
+every member of the group that was granted has come to its AVERAGE_START. A grant names for each member its
+batch, for replicas may be batches apart. Without grants the longest wait of all is taken: every replica is in
+the group of every batch. Any grant that names only replicas that are there already lets its members go on at
+once, so a program that ends with that wait ends with all such grants.
+
 Waiting never helps: a rank that can go on still can later. So it is enough to let each rank run as far as
 it gets, in any order, and to look at what waits in the end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
@@ -19,12 +25,26 @@ from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.ticks import circle, sum_of
 
-__all__ = ["Standstill", "run_to_end"]
+__all__ = ["Grant", "Standstill", "run_to_end"]
+
+TWO = 2
+"""Replicas that are enough to show a circle between replicas that run alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A group that may average the weights of a stage: for each member, by its number, the batch."""
+
+    stage: int
+    members: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """Ranks that wait for ever: in a circle, or for what nobody does."""
+    """Ranks that wait for ever: in a circle, or for what nobody does.
+
+    With several replicas the ranks of the second are counted on after those of the first.
+    """
 
     waits: dict[int, str]
     """For each rank that waits, where and for what."""
@@ -32,12 +52,27 @@ class Standstill:
     """Ranks that each wait for the next and the last for the first; empty where there is no circle."""
 
 
-def run_to_end(program: Program, *, synchronous_sends: bool) -> Standstill | None:
-    """None where the program ends, else the ranks that wait for ever."""
-    sums: dict[int, _Sum] = {}
-    ranks = [_Rank(program, rank, sums) for rank in range(program.num_ranks)]
+def run_to_end(
+    program: Program,
+    *,
+    synchronous_sends: bool,
+    num_replicas: int | None = None,
+    grants: Iterable[Grant] | None = None,
+) -> Standstill | None:
+    """None where the program ends, else the ranks that wait for ever.
+
+    Replicas are simulated together where they average weights: two, or as many as the `grants` are for.
+    """
+    num = num_replicas or (1 if program.average_lag is None else TWO)
+    meetings = _Meetings(num, grants)
+    sums: dict[tuple[int, int], _Sum] = {}
+    ranks = [
+        _Rank(program, replica, rank, sums, meetings)
+        for replica in range(num)
+        for rank in range(program.num_ranks)
+    ]
     channels: dict[tuple[int, int], _Channel] = {}
-    runnable = list(range(program.num_ranks))
+    runnable = list(range(len(ranks)))
     while runnable:
         runnable.extend(ranks[runnable.pop()].run(channels, synchronous_sends=synchronous_sends))
     stuck = {rank.number: rank for rank in ranks if rank.waits_for is not None}
@@ -47,6 +82,44 @@ def run_to_end(program: Program, *, synchronous_sends: bool) -> Standstill | Non
         {number: rank.describe() for number, rank in stuck.items()},
         circle({number: rank.waits_for for number, rank in stuck.items() if rank.waits_for is not None}),
     )
+
+
+class _Meetings:
+    """Where replicas meet: who has offered which average, and whom each average waits for."""
+
+    def __init__(self, num_replicas: int, grants: Iterable[Grant] | None) -> None:
+        self.num_replicas = num_replicas
+        self.groups = None if grants is None else _groups(grants)
+        self.offered: set[tuple[int, int, int]] = set()
+        """Replica, stage and batch."""
+        self.waiting: dict[tuple[int, int, int], list[int]] = {}
+        """By what they wait for, the ranks."""
+
+    def offer(self, replica: int, step: Instruction) -> list[int]:
+        """A replica has come to an AVERAGE_START; the ranks that may go on now."""
+        what = replica, step.stage, step.batch
+        self.offered.add(what)
+        return self.waiting.pop(what, [])
+
+    def missing(self, replica: int, step: Instruction) -> tuple[int, int, int] | None:
+        """A member of the group whose mean an AVERAGE_END waits for that is not there yet."""
+        stage = step.stage
+        if self.groups is None:
+            members = dict.fromkeys(range(self.num_replicas), step.batch)
+        else:
+            members = dict(self.groups.get((replica, stage, step.batch), {replica: step.batch}))
+        for member, batch in members.items():
+            if (member, stage, batch) not in self.offered:
+                return member, stage, batch
+        return None
+
+
+def _groups(grants: Iterable[Grant]) -> dict[tuple[int, int, int], Mapping[int, int]]:
+    return {
+        (replica, grant.stage, batch): grant.members
+        for grant in grants
+        for replica, batch in grant.members.items()
+    }
 
 
 class _Channel:
@@ -66,13 +139,24 @@ class _Sum:
 
 
 class _Rank:
-    """One rank and how far it has got. `sums` are those of all ranks, by batch."""
+    """One rank of a replica and how far it has got. `sums` are by replica and batch."""
 
-    def __init__(self, program: Program, number: int, sums: dict[int, _Sum]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        replica: int,
+        rank: int,
+        sums: dict[tuple[int, int], _Sum],
+        meetings: _Meetings,
+    ) -> None:
         self.program = program
-        self.number = number
+        self.replica = replica
+        self.first = replica * program.num_ranks
+        """The number of the replica's first rank."""
+        self.number = self.first + rank
         self.sums = sums
-        self.rest: Iterator[Instruction] = iter(program.tracks[number])
+        self.meetings = meetings
+        self.rest: Iterator[Instruction] = iter(program.tracks[rank])
         self.current: Instruction | None = next(self.rest, None)
         self.expected: dict[Message, tuple[tuple[int, int], int]] = {}
         """The messages whose receive is posted, each with its place in its channel."""
@@ -90,10 +174,20 @@ class _Rank:
             elif step.kind in SENDS or step.kind in RECEIVES:
                 self._communicate(step, channels, freed, synchronous_sends=synchronous_sends)
             elif (batch := sum_of(step)) is not None:
-                self._sum(step, self.sums.setdefault(batch, _Sum()), freed)
+                self._sum(step, self.sums.setdefault((self.replica, batch), _Sum()), freed)
+            elif step.kind is Kind.AVERAGE_START:
+                freed.extend(self.meetings.offer(self.replica, step))
+            elif step.kind is Kind.AVERAGE_END:
+                self._meet(step)
             if self.waits_for is None:
                 self.current = next(self.rest, None)
         return freed
+
+    def _meet(self, step: Instruction) -> None:
+        missing = self.meetings.missing(self.replica, step)
+        if missing is not None:
+            self.meetings.waiting.setdefault(missing, []).append(self.number)
+            self.waits_for = missing[0] * self.program.num_ranks + self.program.rank_of_stage[step.stage]
 
     def _compute(self, step: Instruction, channels: dict[tuple[int, int], _Channel]) -> None:
         message = step.needs(self.program.num_stages)
@@ -114,9 +208,10 @@ class _Rank:
         *,
         synchronous_sends: bool,
     ) -> None:
-        ends = channel_of(self.program, step)
-        if ends is None or ends[0] == ends[1]:
+        between = channel_of(self.program, step)
+        if between is None or between[0] == between[1]:
             return
+        ends = self.first + between[0], self.first + between[1]
         channel = channels.setdefault(ends, _Channel())
         if step.kind in RECEIVES:
             self.expected[step.carries()] = ends, channel.num_posted
@@ -132,7 +227,7 @@ class _Rank:
         missing = set(range(self.program.num_stages)) - batch_sum.reduced
         if step.kind is Kind.UPDATE and missing:
             batch_sum.waiting.append(self.number)
-            self.waits_for = self.program.rank_of_stage[min(missing)]
+            self.waits_for = self.first + self.program.rank_of_stage[min(missing)]
         elif step.kind is Kind.REDUCE:
             batch_sum.reduced.add(step.stage)
             freed.extend(batch_sum.waiting)
@@ -144,6 +239,8 @@ class _Rank:
             return f"rank {self.number} has ended"
         if step.kind is Kind.UPDATE:
             return f"rank {self.number} waits at {step} for rank {other} to reach that batch's REDUCE"
+        if step.kind is Kind.AVERAGE_END:
+            return f"rank {self.number} waits at {step} for rank {other} to reach its AVERAGE_START"
         if step.kind in SENDS:
             return f"rank {self.number} waits at {step} for rank {other} to post the receive"
         message = step.needs(self.program.num_stages)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
+from bireme.schedule.proofs.averages import StageAverages
 from bireme.schedule.rule import Rule
 
 __all__ = ["stage_problems"]
@@ -50,6 +51,7 @@ class _StageProof:
         self.newest_reduced = program.first_batch - 1
         self.reduced: set[tuple[int, int | None]] = set()
         self.updated: set[tuple[int, int | None]] = set()
+        self.averages = StageAverages(program, stage)
 
     def step(self, instruction: Instruction) -> Iterator[str]:
         """Take one instruction in; say what is wrong with it."""
@@ -68,6 +70,8 @@ class _StageProof:
                 yield from self._update(instruction)
             case Kind.TRIAL:
                 yield from self._trial(instruction)
+            case Kind.AVERAGE_START | Kind.AVERAGE_END:
+                yield from self.averages.step(instruction, self.newest)
 
     def finish(self) -> Iterator[str]:
         """What is missing at the end of the window."""
@@ -78,6 +82,7 @@ class _StageProof:
                 if (batch, k) not in self.updated:
                     where = f"batch {batch}" if k is None else f"micro-batch {k} of batch {batch}"
                     yield from self._missing(batch, where)
+        yield from self.averages.finish()
 
     def _missing(self, batch: int, where: str) -> Iterator[str]:
         m = self.program.num_microbatches
@@ -180,8 +185,10 @@ class _StageProof:
             yield f"{step} is labelled wrongly: that update makes version {made}."
         elif made != self.newest + 1:
             yield f"{step} steps from version {self.newest}, not {made - 1}: updates are out of order."
-        elif self.program.rule is not Rule.FRESH:
-            yield from self._overwrite(step, made - self.banks)
+        else:
+            yield from self.averages.missing(step, made - 1)
+            if self.program.rule is not Rule.FRESH:
+                yield from self._overwrite(step, made - self.banks)
         self.newest = max(self.newest, made)
         self.reduced.discard(key)
         self.updated.add(key)
@@ -199,6 +206,7 @@ class _StageProof:
             yield f"{step} follows the trial of batch {self.newest_trial}, not that of batch {before}."
         if self.newest != before:
             yield f"{step} steps from W({self.newest}), not from W({before})."
+        yield from self.averages.missing(step, before)
         finished = self.finished.get(before, set())
         if step.seen != len(finished):
             yield f"{step}, but then {len(finished)} micro-batches of batch {before} have their gradient."
@@ -228,6 +236,8 @@ class _StageProof:
             yield f"{step} comes before version {version} has been made."
         elif version < self.oldest:
             yield f"{step} comes after version {version} has been overwritten."
+        elif self.program.rule is not Rule.FRESH:
+            yield from self.averages.missing(step, version)
 
     def _made_by(self, step: Instruction) -> int:
         if step.microbatch is None:

@@ -42,6 +42,7 @@ def check_together(tables: Tables) -> None:
         )
     _check_links(tables.links)
     _check_memory(tables.memory, tables.plan)
+    _check_quorum(tables)
 
 
 def _check_model_and_data(tables: Tables) -> None:
@@ -74,6 +75,28 @@ def _check_model_and_data(tables: Tables) -> None:
             "data.evaluation_fraction is None, and so is data.evaluation_source. Give one of them; a "
             "fraction of 0 is no evaluation."
         )
+
+
+def _check_quorum(tables: Tables) -> None:
+    """With replicas that may die the coordinator deals out samples, and sums go over lines of their own."""
+    sync, balance, data = tables.sync, tables.balance, tables.data
+    if sync.mode != "quorum":
+        return
+    refused = {
+        "sync.codec": (sync.codec, "none"),
+        "balance.mode": (balance.mode, balance.mode if balance.mode != "start" else "measured"),
+        "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
+        "balance.replan": (balance.replan, False),
+        "data.private": (data.private, None),
+        "training.gradient": (tables.training.gradient, "whole"),
+        "memory.device": (tables.memory.device, None),
+    }
+    for key, (value, usual) in refused.items():
+        if value != usual:
+            raise BiremeError(
+                f'{key} is {value!r}, but sync.mode is "quorum", in which samples are dealt out by speed and '
+                f'gradients are sent as they are. Leave {key} out, or use sync.mode = "all".'
+            )
 
 
 def _check_part(model: Model) -> None:
@@ -110,6 +133,11 @@ def _check_optimizer(training: Training) -> None:
         raise BiremeError(
             f'training.momentum is {training.momentum:g}, but training.optimizer is "{name}", which uses '
             "training.betas instead. Leave training.momentum out."
+        )
+    if training.gradient_of is not None and training.gradient_form is None:
+        raise BiremeError(
+            'training.gradient_of is set, but training.gradient is "whole". Leave it out, or set '
+            "training.gradient, such as principal:8."
         )
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 __all__ = [
     "Devices",
     "Samples",
+    "Seconds",
     "Seed",
     "Share",
     "Steps",
@@ -54,6 +55,7 @@ Devices = Annotated[int, Field(ge=1, le=4096)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
 StepsOrNever = Annotated[int, Field(ge=0, le=10**9)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 

@@ -1,0 +1,260 @@
+"""Replicas that need not wait and replicas that may die: how many samples each mode trains, simulated.
+
+    python benchmarks/agreement.py [--quick] [--json]
+
+Everything here is on the simulator's clock, with the coordinator's own rules as event handlers; nothing ran
+in the engine. A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and on 8 of 1.
+
+(a) Equal replicas: each mode beside `all`.
+(b) One replica k times slower: each mode beside `all` and beside the ideal, the sum of all replicas' speeds.
+    AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on how far one may
+    be before the slowest, with a server on one link.
+(c) Each forward and each backward is held up for h seconds with a probability of a tenth: each mode beside
+    `all`, and `groups` beside the bounds of a simulation without any cost of messages.
+(d) A replica is killed every 30 seconds for ten minutes, in `quorum`, on 4 replicas of 2 stages with batches
+    of a second: the samples that count, of those without kills; the time from a kill to the next batch of
+    the others; the time until all replicas train again. How long a start and a snapshot take is assumed.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.command import Findings, Section, benchmark
+from bireme.bench.document import Verdict, at_least, at_most
+from bireme.schedule.catalogue import generate
+from bireme.schedule.program import Program
+from bireme.simulate.agreements import AsynchronousPairs, BoundedStaleness, Everyone, Groups, OuterRounds
+from bireme.simulate.quorum_rounds import QuorumRounds
+from bireme.simulate.together import Agreement, Exchange, Kill, Ran, Speed, Together, Work
+from bireme.sync.coordinator.settings import GroupSettings
+
+BATCH_S = 0.1
+CONNECT_EVERY, OUTER_EVERY, MOST_BEFORE = 10, 50, 10
+"""P of `groups`, H of `outer`, and the bound of the HetPipe-like baseline."""
+SHARE = 16
+"""Samples of a batch for each replica, where shares are equal."""
+EXCHANGE = Exchange(num_bytes=1e6, bytes_per_s=1e9, latency_s=1e-4, control_s=5e-4)
+"""A megabyte of weights a stage over ten gigabits a second; half a millisecond to ask the coordinator."""
+GRACE_S, LEASE_S = 1.0, 3.0
+OUTER_GRACE_S = BATCH_S / 2
+"""So that the batch of overlap hides it."""
+UNTIL_S, QUICK_S, BEGIN = 120.0, 20.0, 0.25
+"""Seconds of a run, and the share of them that does not count."""
+SLOWER = (2.0, 5.0, 10.0, 20.0)
+HELD = {0.1: 1.36, 0.5: 2.4, 1.0: 3.1}
+"""Seconds of the hold-ups, and how many times `all` a simulation without costs of messages reaches."""
+HELD_CHANCE = 0.1
+LEAST_STEADY, LEAST_OF_IDEAL, LEAST_GOODPUT, MOST_LEASES = 0.97, 0.9, 0.9, 1.5
+KILL_EVERY_S, KILLS_UNTIL_S, KILL_BATCH_S = 30.0, 600.0, 1.0
+DEATHS = ((0.1, 4.0, 2.0), (LEASE_S, 4.0, 2.0), (0.1, 10.0, 5.0))
+"""Seconds until a death is known (a launcher says so, or the lease ends), until the replica runs again, and
+until it has a snapshot of its weights: assumed.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Replicas of so many stages, and the schedule of each."""
+
+    replicas: int
+    stages: int
+    schedule: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.replicas} of {self.stages}"
+
+    @property
+    def microbatches(self) -> int:
+        return 4 if self.stages > 1 else 1
+
+
+SHAPES = (Shape(4, 2, "2bw-fresh"), Shape(8, 1, "1f1b"))
+MODES: dict[str, Callable[[Shape], Agreement]] = {
+    "ideal": lambda _: Agreement(),
+    "all": lambda _: Everyone(),
+    "quorum": lambda _: QuorumRounds(grace_s=GRACE_S, noticed_s=LEASE_S),
+    "groups": lambda shape: Groups(GroupSettings(CONNECT_EVERY), shape.stages),
+    "outer": lambda _: OuterRounds(OUTER_EVERY, OUTER_GRACE_S),
+    "AD-PSGD": lambda _: AsynchronousPairs(),
+    "HetPipe-like": lambda _: BoundedStaleness(MOST_BEFORE),
+}
+
+
+@cache
+def program_of(shape: Shape, average_lag: int | None, num_batches: int, first_batch: int) -> Program:
+    return generate(
+        shape.schedule,
+        num_stages=shape.stages,
+        num_microbatches=shape.microbatches,
+        num_batches=num_batches,
+        first_batch=first_batch,
+        updates_early=True,
+        average_lag=average_lag,
+        lowered=False,
+    )
+
+
+def ran(
+    shape: Shape,
+    agreement: Agreement,
+    speeds: list[Speed],
+    until_s: float,
+    batch_s: float = BATCH_S,
+    kills: tuple[Kill, ...] = (),
+) -> Ran:
+    """A stage takes a third of a batch's time for its forwards. The ideal holds nobody up."""
+    part_s = batch_s / SHARE / 3
+    work = Work((part_s,) * shape.stages, (2 * part_s,) * shape.stages, message_s=batch_s / 500)
+    lag = agreement.average_lag
+    together = Together(
+        lambda num_batches, first_batch: program_of(shape, lag, num_batches, first_batch),
+        work,
+        speeds,
+        agreement,
+        EXCHANGE,
+        batch_size=SHARE * shape.replicas,
+        kills=kills,
+    )
+    return together.until(until_s, round(2 * until_s / batch_s))
+
+
+def rates(shape: Shape, speeds: list[Speed], until_s: float) -> dict[str, float]:
+    return {
+        name: ran(shape, agreement(shape), speeds, until_s).samples_per_s(BEGIN * until_s)
+        for name, agreement in MODES.items()
+    }
+
+
+def modes(about: dict[str, Any], found: dict[str, float]) -> Iterator[dict[str, Any]]:
+    for mode, rate in found.items():
+        yield about | {
+            "mode": mode,
+            "measured": "simulated",
+            "samples_per_s": rate,
+            "times_all": rate / found["all"],
+            "of_ideal": rate / found["ideal"],
+        }
+
+
+def steady(until_s: float) -> Iterator[dict[str, Any]]:
+    for shape in (*SHAPES, Shape(4, 2, "1f1b")):
+        about = {"replicas": shape.name, "schedule": shape.schedule}
+        yield from modes(about, rates(shape, [Speed()] * shape.replicas, until_s))
+
+
+def one_slower(until_s: float) -> Iterator[dict[str, Any]]:
+    for shape in SHAPES:
+        for times in SLOWER:
+            speeds = [Speed(((0.0, times),)), *[Speed()] * (shape.replicas - 1)]
+            about = {"replicas": shape.name, "schedule": shape.schedule, "slower": times}
+            yield from modes(about, rates(shape, speeds, until_s))
+
+
+def held_up(until_s: float) -> Iterator[dict[str, Any]]:
+    for shape in SHAPES:
+        for held_s, bound in HELD.items():
+            speeds = [Speed(held_s=held_s, held_chance=HELD_CHANCE)] * shape.replicas
+            about = {"replicas": shape.name, "schedule": shape.schedule, "held_s": held_s}
+            for row in modes(about, rates(shape, speeds, until_s)):
+                yield row | {"bound_times_all": bound if shape.stages == 1 else None}
+
+
+def killed(until_s: float) -> Iterator[dict[str, Any]]:
+    shape = Shape(4, 2, "1f1b")
+    speeds = [Speed()] * shape.replicas
+    for known_s, back_s, heal_s in DEATHS:
+
+        def quorum(known_s: float = known_s, heal_s: float = heal_s) -> QuorumRounds:
+            return QuorumRounds(grace_s=GRACE_S, noticed_s=known_s, heal_s=heal_s)
+
+        # At odd moments of a batch, and one replica after the other.
+        kills = tuple(
+            Kill(number % shape.replicas, at_s, back_s) for number, at_s in enumerate(kill_times(until_s))
+        )
+        calm = ran(shape, quorum(), speeds, until_s, KILL_BATCH_S)
+        agreement = quorum()
+        found = ran(shape, agreement, speeds, until_s, KILL_BATCH_S, kills)
+        waits = [next_s(found, kill, shape.replicas, whole=False) for kill in kills]
+        whole = [next_s(found, kill, shape.replicas, whole=True) for kill in kills]
+        yield {
+            "replicas": shape.name,
+            "schedule": shape.schedule,
+            "mode": "quorum",
+            "measured": "simulated",
+            "known_s": known_s,
+            "back_s": back_s,
+            "snapshot_s": heal_s,
+            "lease_s": LEASE_S,
+            "kills": len(kills),
+            "goodput": found.samples_per_s() / calm.samples_per_s(),
+            "samples_redone": agreement.redone,
+            "median_to_next_batch_s": median(waits),
+            "longest_to_next_batch_s": max(waits),
+            "median_to_full_strength_s": median(whole),
+        }
+
+
+def kill_times(until_s: float) -> Iterator[float]:
+    number = 1
+    while number * KILL_EVERY_S < until_s:
+        yield number * KILL_EVERY_S + 0.37 * number % KILL_BATCH_S
+        number += 1
+
+
+def next_s(found: Ran, kill: Kill, num_replicas: int, *, whole: bool) -> float:
+    """From a kill to the next committed batch, of all replicas or of the others; else to the end."""
+    after = (
+        one.at_s
+        for one in found.trained
+        if one.at_s > kill.at_s
+        and (len(one.replicas) == num_replicas if whole else kill.replica not in one.replicas)
+    )
+    return min(after, default=found.until_s) - kill.at_s
+
+
+def verdicts(
+    a: list[dict[str, Any]], b: list[dict[str, Any]], c: list[dict[str, Any]], d: list[dict[str, Any]]
+) -> Iterator[Verdict]:
+    for row in a:
+        if row["mode"] in ("quorum", "groups"):
+            what = f"(a) {row['replicas']}, {row['schedule']}: {row['mode']}, of all"
+            yield at_least(what, row["times_all"], LEAST_STEADY)
+    for row in b:
+        if row["mode"] == "groups" and row["slower"] <= CONNECT_EVERY:
+            what = f"(b) {row['replicas']}, one {row['slower']:g} times slower: groups, of the ideal"
+            yield at_least(what, row["of_ideal"], LEAST_OF_IDEAL)
+    for row in c:
+        if row["mode"] == "groups":
+            what = f"(c) {row['replicas']}, held up for {row['held_s']} s: groups, times all"
+            yield at_least(what, row["times_all"], 1.0)
+    for row in d:
+        what = f"(d) known after {row['known_s']:g} s, back after {row['back_s'] + row['snapshot_s']:g} s"
+        yield at_least(f"{what}: goodput", row["goodput"], LEAST_GOODPUT)
+        leases = row["median_to_next_batch_s"] / LEASE_S
+        yield at_most(f"{what}: leases from a kill to the next batch, median", leases, MOST_LEASES)
+
+
+def measure(asked: Namespace) -> Findings:
+    until_s = QUICK_S if asked.quick else UNTIL_S
+    a, b, c = list(steady(until_s)), list(one_slower(until_s)), list(held_up(until_s))
+    d = list(killed(KILLS_UNTIL_S / 5 if asked.quick else KILLS_UNTIL_S))
+    sections = [
+        Section("(a) Equal replicas, simulated", a),
+        Section("(b) One replica k times slower, simulated", b),
+        Section("(c) Forwards and backwards held up at chance, simulated", c),
+        Section("(d) A replica killed every 30 seconds, simulated", d),
+    ]
+    return Findings(sections, list(verdicts(a, b, c, d)))
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, measure, quick="20 simulated seconds instead of 120, and two minutes of kills")

@@ -1,0 +1,101 @@
+"""The loss that a codec costs against the bits that it sends, as a picture."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bireme.report.axes import round_step
+from bireme.report.palette import AXIS, HUES, INK, PALE_INK
+from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text
+
+__all__ = ["Point", "against_bits"]
+
+WIDTH, HEIGHT = 860, 480
+LEFT, RIGHT, TOP, BOTTOM = 60, 40, 80, 50
+SIZE = 13
+MARK = 8.0
+MOST_MARKS = 8
+MOST_BITS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A codec over a run: bits a value, and how much more loss than none, as a part of it; over the seeds
+    the median, the least and the greatest. `series` is what it belongs to.
+    """
+
+    name: str
+    series: int
+    bits: float
+    excess: float
+    least: float
+    greatest: float
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """From bits and excesses to pixels."""
+
+    least: float
+    most: float
+
+    def x(self, bits: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * bits / MOST_BITS
+
+    def y(self, excess: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (self.most - excess) / (self.most - self.least)
+
+
+def against_bits(title: str, series: Sequence[str], points: Sequence[Point]) -> Picture:
+    """Each point with its name, a line from the least of its seeds to the greatest, and a legend on top. A
+    pale line joins the points of the first series that no other beats in both bits and loss. What has more
+    bits than the axis is at its end.
+    """
+    least, most = min(one.least for one in points), max(one.greatest for one in points)
+    room = 0.08 * max(most - least, 0.01)
+    view = _View(min(least, 0.0) - room, most + room)
+    shapes = [*_axes(view, title)]
+    for one, other in pairwise(
+        _best([point for point in points if point.series == 0 and point.bits < MOST_BITS])
+    ):
+        shapes.append(
+            Line(view.x(one.bits), view.y(one.excess), view.x(other.bits), view.y(other.excess), PALE_INK)
+        )
+    for number, name in enumerate(series):
+        if all(point.series != number for point in points):
+            continue
+        begin = LEFT + 230.0 * number
+        shapes.append(Rect(begin, TOP - 32, MARK, MARK, HUES[number]))
+        shapes.append(Text(begin + 14, TOP - 28, name, SIZE, INK))
+    for one in points:
+        x, y, hue = view.x(one.bits), view.y(one.excess), HUES[one.series]
+        shapes.append(Line(x, view.y(one.greatest), x, view.y(one.least), hue, 2.0))
+        shapes.append(Rect(x - MARK / 2, y - MARK / 2, MARK, MARK, hue, title=one.name))
+        is_last = one.bits >= MOST_BITS
+        side, anchor = (-MARK, Anchor.END) if is_last else (MARK, Anchor.START)
+        shapes.append(Text(x + side, y - MARK, one.name, SIZE - 2, INK, anchor))
+    return Picture(WIDTH, HEIGHT, title, tuple(shapes))
+
+
+def _best(points: Sequence[Point]) -> list[Point]:
+    """From few bits to many, those that no point with as few bits has less loss than."""
+    found: list[Point] = []
+    for one in sorted(points, key=lambda point: (point.bits, point.excess)):
+        if not found or one.excess < found[-1].excess:
+            found.append(one)
+    return found
+
+
+def _axes(view: _View, title: str) -> Iterator[Shape]:
+    yield Text(LEFT, TOP / 3, title, SIZE + 2, INK, bold=True)
+    step = round_step((view.most - view.least) / MOST_MARKS)
+    mark = (int(view.least / step) - 1) * step
+    while mark <= view.most:
+        if mark >= view.least:
+            yield Line(LEFT, view.y(mark), WIDTH - RIGHT, view.y(mark), AXIS)
+            yield Text(LEFT - 8, view.y(mark), f"{100 * mark:+.1f} %", SIZE, PALE_INK, Anchor.END)
+        mark += step
+    for bits in range(int(MOST_BITS) + 1):
+        yield Text(view.x(bits), HEIGHT - BOTTOM + 18, str(bits), SIZE, PALE_INK, Anchor.MIDDLE)
+    words = "bits a value, mean of both ways over the run"
+    yield Text(view.x(MOST_BITS / 2), HEIGHT - BOTTOM + 38, words, SIZE, PALE_INK, Anchor.MIDDLE)

@@ -1,0 +1,90 @@
+"""When replicas average their weights, and which: the order of trainings and averages of a run.
+
+`groups:P` has the groups that the coordinator forms on the simulator's clock, where each forward and
+backward is held up at chance for as long as a batch takes; all are connected at least about every P batches
+of each. `groups:P:k` has besides one replica that is k times slower. `outer:H` and `outer:H:RATE:MOMENTUM`
+have a round of all replicas every H batches, with a step of Nesterov's on their mean.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bireme.errors import BiremeError
+from bireme.schedule.catalogue import generate
+from bireme.schedule.program import Program
+from bireme.simulate.agreements import Groups
+from bireme.simulate.together import Exchange, Speed, Together, Work
+from bireme.sync.coordinator.settings import GroupSettings
+
+__all__ = ["Agreed", "agreed_named", "meetings"]
+
+BATCH_S, HELD_CHANCE = 0.1, 0.1
+PARTS = (1 / 3, 2 / 3)
+"""Of a batch's time in the forward and in the backward."""
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """How replicas agree: by groups of those that are ready, or by outer steps every so many batches."""
+
+    every: int
+    is_outer: bool = False
+    slowness: float = 1.0
+    held_s: float = BATCH_S
+    rate: float = OUTER_RATE
+    momentum: float = OUTER_MOMENTUM
+
+
+def agreed_named(word: str) -> Agreed:
+    """Such as `groups:5`, `groups:5:10` or `outer:50:0.7:0.9`."""
+    mode, *values = word.split(":")
+    try:
+        if mode == "groups" and 1 <= len(values) <= 2:
+            return Agreed(int(values[0]), slowness=float(values[1]) if values[1:] else 1.0)
+        if mode == "outer" and len(values) in (1, 3):
+            rate, momentum = map(float, values[1:] or (OUTER_RATE, OUTER_MOMENTUM))
+            return Agreed(int(values[0]), is_outer=True, rate=rate, momentum=momentum)
+    except ValueError:
+        pass
+    raise BiremeError(
+        f"{word!r} says no agreement. Write groups:5, groups:5:10, outer:50 or outer:50:0.7:0.9."
+    )
+
+
+def meetings(agreed: Agreed, num_replicas: int, num_updates: int, seed: int = 0) -> Iterator[dict[int, int]]:
+    """The groups in the order of time, each as its members and the batch after which each of them is there.
+
+    They are enough for as many updates of a replica, all added up; a replica alone is a group too.
+    """
+    seconds = 2 * BATCH_S * num_updates / num_replicas
+    while True:
+        ran = _simulated(agreed, num_replicas, seed).until(seconds, round(4 * seconds / BATCH_S) + 100)
+        found = [dict(members) for _, _, members in sorted(ran.groups, key=lambda one: one[0])]
+        if sum(map(len, found)) >= num_updates:
+            yield from found
+            return
+        seconds *= 2
+
+
+def _simulated(agreed: Agreed, num_replicas: int, seed: int) -> Together:
+    """Replicas of one stage; `until` may be asked once."""
+
+    def make(num_batches: int, first_batch: int) -> Program:
+        return generate(
+            "1f1b",
+            num_stages=1,
+            num_microbatches=1,
+            num_batches=num_batches,
+            first_batch=first_batch,
+            average_lag=0,
+        )
+
+    forward, backward = (BATCH_S * part for part in PARTS)
+    speeds = [
+        Speed(((0.0, agreed.slowness if replica == 0 else 1.0),), agreed.held_s, HELD_CHANCE)
+        for replica in range(num_replicas)
+    ]
+    work = Work((forward,), (backward,))
+    groups = Groups(GroupSettings(agreed.every), 1)
+    return Together(make, work, speeds, groups, Exchange(), batch_size=num_replicas, seed=seed)

@@ -1,0 +1,112 @@
+"""A recommender in two stages and two replicas: what it loses and how many bytes it saves, codec by codec.
+
+    python benchmarks/recommender.py [--quick] [--json] [--steps 400] [--seeds 2]
+
+The model and its made-up clicks are those of `examples/recommender.py`: embedding tables in the first stage,
+all pairs of their vectors and a network in the second, two replicas of both, Adagrad. Thresholding was
+published for this kind of model (DCT, Gupta et al. 2021): 20 times fewer entries of activations on a border,
+and 100 times fewer of gradients in sums. The last rows ask for just these shares, those before for more.
+
+AUC is the chance that a clicked sample is ranked above one that was not, on samples that nobody trained on.
+Bytes are as they are sent, places, scales and masks included, over all ranks and the whole run. The best AUC
+that a model can have is that of the chances which the clicks were drawn by; the title of the table says it.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples.recommender import (
+    KEEP,
+    NUM_REPLICAS,
+    THRESHOLD,
+    Clicks,
+    Trained,
+    recommender,
+    together,
+    train,
+)
+
+import bireme
+from benchmarks.common.command import Findings, Section, benchmark, log
+from bireme.bench.document import Verdict, at_least
+
+PUBLISHED_KEEP, PUBLISHED_THRESHOLD = "keep:0.05:8", "threshold:0.01:50"
+WAYS = (
+    ("none", "none"),
+    (KEEP, "none"),
+    ("none", THRESHOLD),
+    (KEEP, THRESHOLD),
+    (PUBLISHED_KEEP, "none"),
+    ("none", PUBLISHED_THRESHOLD),
+    (PUBLISHED_KEEP, PUBLISHED_THRESHOLD),
+)
+"""The codecs of the border and of the sums."""
+QUICK_STEPS = 20
+MOST_LOST_AUC = 0.01
+
+
+def measure(asked: Namespace) -> Findings:
+    steps = QUICK_STEPS if asked.quick else asked.steps
+    seeds, ways = (range(1), WAYS[::3]) if asked.quick else (range(asked.seeds), WAYS)
+    graph = recommender()
+    rows = []
+    for way in ways:
+        log(f"border {way[0]}, sums {way[1]}")
+        found = [
+            together(
+                bireme.launch(
+                    train, 2 * NUM_REPLICAS, graph, *way, steps, seed, threads_per_process=1, timeout_s=300.0
+                )
+            )
+            for seed in seeds
+        ]
+        rows.append(_row(found))
+    for row in rows:
+        row["auc_over_dense"] = row["auc"] - rows[0]["auc"]
+    best = fmean(Clicks(seed).best_auc() for seed in seeds)
+    title = f"{steps} steps, {len(seeds)} seeds, best AUC {best:.4f}"
+    return Findings([Section(title, rows)], _verdicts(rows))
+
+
+def _row(found: list[Trained]) -> dict[str, Any]:
+    return {
+        "border": found[0].border,
+        "sums": found[0].sums,
+        "auc": fmean(one.auc for one in found),
+        "border_bytes": round(fmean(one.border_bytes for one in found)),
+        "border_times_fewer": fmean(one.raw_border_bytes / one.border_bytes for one in found),
+        "sum_bytes": round(fmean(one.sum_bytes for one in found)),
+        "sum_times_fewer": fmean(one.raw_sum_bytes / one.sum_bytes for one in found),
+    }
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
+    found = [
+        at_least(
+            f"AUC with {row['border']} on the border and {row['sums']} in sums, less that of dense",
+            row["auc_over_dense"],
+            -MOST_LOST_AUC,
+        )
+        for row in rows[1:]
+    ]
+    of_border = {row["border"]: row["border_times_fewer"] for row in rows}
+    of_sums = {row["sums"]: row["sum_times_fewer"] for row in rows}
+    limits = {KEEP: 9.0, THRESHOLD: 30.0, PUBLISHED_KEEP: 20.0, PUBLISHED_THRESHOLD: 60.0}
+    for codec, times in (of_border | of_sums).items():
+        if codec in limits:
+            found.append(at_least(f"times fewer bytes of {codec}", times, limits[codec]))
+    return found
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=400, help="steps of each run")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each way")
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, measure, quick=f"{QUICK_STEPS} steps, dense and both codecs", options=options)

@@ -1,0 +1,178 @@
+"""The largest entries of a whole tensor, by a threshold that is found once and lives for some batches.
+
+Dynamic communication thresholding (Gupta et al. 2021, arXiv 2010.08899) as it was published for activations:
+the message says which entries it holds, so only the sender knows a threshold, and the gradient goes back for
+the same entries. A message is as long as its entries are many, up to a bound that follows from the shape.
+
+On an accelerator, where a count would be waited for, a message is always as long as its bound.
+"""
+
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.codec.blocks import Blocks
+from bireme.codec.description import BLOCK, DENSITY_SLACK, blocks_bytes, mask_bytes, most_above
+from bireme.codec.packing import pack_mask, unpack_mask
+from bireme.codec.selection import as_magnitudes, largest_of_rows, places_first, selected, spread
+
+__all__ = ["KeepAbove", "KeptAbove", "Thresholds"]
+
+MOST_SPANS = 16
+"""Life spans whose thresholds are remembered: of more batches than are ever under way at once."""
+
+
+SCALE_BYTES = 2
+
+
+class KeepAbove:
+    """Sends the entries from a threshold on, in `bits` (4 or 8) and blocks of 32 that share a scale.
+
+    `encode` takes the threshold, or finds that for the share `share` of the entries. Where an old one would
+    send `DENSITY_SLACK` times more or fewer than asked for, that message gets one of its own.
+    """
+
+    def __init__(self, share: float, bits: int, life: int = 1) -> None:
+        self.life = life
+        self._share = share
+        self._bits = bits
+
+    @property
+    def word(self) -> str:
+        """What thresholds are for: others have others."""
+        return f"keep:{self._share:g}:{self._bits}:{self.life}"
+
+    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """The most that a tensor of that shape takes."""
+        return mask_bytes(prod(shape)) + self.back(torch.empty(0)).most_bytes(shape, dtype)
+
+    def threshold_of(self, tensor: Tensor) -> Tensor:
+        """The size of the least entry that is sent if exactly the share is; the bits of it, as an integer."""
+        sizes = as_magnitudes(tensor.detach().reshape(-1))
+        wanted = self._wanted(sizes.numel())
+        if not sizes.is_cpu:
+            return sizes.topk(wanted).values[-1].long()
+        place = sizes.numel() - wanted
+        return torch.tensor(int(np.partition(sizes.numpy(), place)[place]))
+
+    def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0, threshold: Tensor | None = None) -> int:
+        """Write the mask and the values; nothing is drawn."""
+        flat = tensor.detach().reshape(-1)
+        mask = self._chosen(flat, self.threshold_of(flat) if threshold is None else threshold)
+        begin = mask_bytes(flat.numel())
+        pack_mask(mask, out[:begin])
+        return begin + self.back(mask).encode(flat, out[begin:], seed=seed)
+
+    def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor, with zeros where nothing was sent."""
+        mask = self.mask_of(message, shape)
+        return self.back(mask).decode(message[mask.numel() :], shape, dtype)
+
+    def mask_of(self, message: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Which entries a message holds, as it says it: one bit an entry."""
+        return message[: mask_bytes(prod(shape))]
+
+    def back(self, mask: Tensor) -> "KeptAbove":
+        """The codec of the gradient of a tensor that was sent with this mask."""
+        return KeptAbove(mask, self._share, self._bits)
+
+    def _wanted(self, num_entries: int) -> int:
+        return max(1, round(self._share * num_entries))
+
+    def _chosen(self, flat: Tensor, threshold: Tensor) -> Tensor:
+        sizes, wanted = as_magnitudes(flat), self._wanted(flat.numel())
+        if not sizes.is_cpu:
+            num_above = (sizes >= threshold).sum()
+            is_near = (num_above <= DENSITY_SLACK * wanted) & (DENSITY_SLACK * num_above >= wanted)
+            order = sizes.sort(descending=True, stable=True).indices
+            are_sent = torch.arange(len(order), device=flat.device) < torch.where(is_near, num_above, wanted)
+            return torch.empty_like(sizes, dtype=torch.bool).scatter_(0, order, are_sent)
+        chosen = sizes.numpy() >= int(threshold)
+        num_chosen = int(np.count_nonzero(chosen))
+        if num_chosen > DENSITY_SLACK * wanted or DENSITY_SLACK * num_chosen < wanted:
+            return largest_of_rows(flat.view(1, -1), wanted).view(-1)
+        return torch.from_numpy(chosen)
+
+
+class KeptAbove:
+    """Sends the entries of a mask that both ends know; the others arrive as zeros.
+
+    `mask` is of bools, or of bits as in the message of `KeepAbove`; the numbers are those of `KeepAbove`.
+    """
+
+    def __init__(self, mask: Tensor, share: float, bits: int) -> None:
+        self._mask = mask
+        self._share = share
+        self._bits = bits
+
+    def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """The most that the gradient of a tensor of that shape takes."""
+        return blocks_bytes(most_above(prod(shape), self._share), self._bits)
+
+    def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
+        """Write the values of the entries."""
+        flat = tensor.detach().reshape(-1)
+        mask = self._as_bools((flat.numel(),))
+        if flat.is_cpu:
+            values = selected(flat, mask, int(np.count_nonzero(mask.numpy())))
+        else:
+            places = places_first(mask, most_above(flat.numel(), self._share))
+            values = torch.where(mask.take(places), flat.take(places), 0)
+        return Blocks(self._bits).encode(values, out, seed=seed)
+
+    def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor, with zeros outside the mask."""
+        mask = self._as_bools(shape)
+        # How many blocks there are follows from the bytes: a scale and the codes of each, and a little to
+        # align the codes.
+        num_blocks = message.numel() // (SCALE_BYTES + self._bits * BLOCK // 8)
+        num_sent = min(num_blocks * BLOCK, mask.numel())
+        values = Blocks(self._bits).decode(message, (num_sent,), dtype)
+        if mask.is_cpu:
+            return spread(values[: int(np.count_nonzero(mask.numpy()))], mask)
+        places = places_first(mask.view(-1), num_sent)
+        whole = torch.zeros(shape, dtype=dtype, device=message.device)
+        whole.view(-1).put_(places, torch.where(mask.take(places), values, 0))
+        return whole
+
+    def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
+        return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
+
+
+class Thresholds:
+    """What one sender remembers: the thresholds of its tensors, by their names and life spans.
+
+    The first message of a life span finds its threshold. Spans begin with batches whose number they divide,
+    so what a batch uses depends on no message of a later one: a run can be stopped after any batch.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], dict[int, Tensor]] = {}
+
+    def of(self, name: str, codec: KeepAbove, batch: int, tensor: Tensor) -> Tensor:
+        """The threshold for a tensor of that name in a batch."""
+        spans = self._kept.setdefault((name, codec.word), {})
+        span = batch // codec.life
+        if span not in spans:
+            spans[span] = codec.threshold_of(tensor)
+            for old in [one for one in spans if one <= span - MOST_SPANS]:
+                del spans[old]
+        return spans[span]
+
+    def after(self, num_batches: int) -> dict[str, Tensor]:
+        """Those that the next batch takes from earlier ones, as `NAME/CODEC`."""
+        found = {}
+        for (name, word), spans in self._kept.items():
+            span, age = divmod(num_batches, int(word.rpartition(":")[2]))
+            if age and span in spans:
+                found[f"{name}/{word}"] = spans[span]
+        return found
+
+    def load(self, found: dict[str, Tensor], num_batches: int) -> None:
+        """Go on with what `after` gave."""
+        self._kept.clear()
+        for key, threshold in found.items():
+            name, _, word = key.rpartition("/")
+            self._kept[name, word] = {num_batches // int(word.rpartition(":")[2]): threshold}

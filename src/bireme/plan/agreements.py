@@ -1,0 +1,117 @@
+"""What other ways for the replicas to agree would give a plan: simulated, from links and the spread of times.
+
+Each replica is one here, not its stages. Its batch takes as long as the forecast says, without the sum over
+replicas where that is not hidden; it is longer or shorter at chance, as far as measurements of the profile
+lie apart. The exchange goes over the slowest link between replicas. Steps for one are those of a pilot
+(`agreement_penalties`), and the engine has not run these modes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from bireme.cluster.cluster import Cluster
+from bireme.plan.agreement_penalties import PILOT, AgreementSteps
+from bireme.plan.forecast import Candidate
+from bireme.profile.profile import Profile
+from bireme.schedule.catalogue import generate
+from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
+from bireme.simulate.agreements import Everyone, Groups, OuterRounds
+from bireme.simulate.together import Agreement, Exchange, Speed, Together, Work
+from bireme.sync.coordinator.settings import GroupSettings
+
+__all__ = ["AgreementForecast", "agreements"]
+
+BATCHES, BEGIN = 200, 0.2
+"""Of a simulated run, and the share that does not count."""
+SHARE = 12
+"""Samples of a replica's batch in the simulation; only ratios are taken from it."""
+QUARTERS = 1.349
+"""Standard deviations that the middle half of a normal distribution is wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementForecast:
+    """A mode beside `all`: samples per second, steps for one, and the gain in samples' worth per second."""
+
+    mode: str
+    every: int
+    samples_per_s: float
+    steps: float
+    is_at_least: bool
+    gain: float
+
+
+def agreements(best: Candidate, profile: Profile, cluster: Cluster) -> tuple[AgreementForecast, ...]:
+    """Of a plan with replicas whose devices are known, `all` first; of any other nothing."""
+    plan = best.plan
+    if plan.width < 2 or not plan.devices:
+        return ()
+    exchange = _exchange(best, profile, cluster)
+    own_s = best.forecast.batch_s
+    if plan.source.rule is Rule.SYNCHRONOUS:
+        busy_s = max(stage.busy_s for stage in best.forecast.stages)
+        own_s = max(own_s - exchange.seconds(plan.width), busy_s)
+    return tuple(_forecasts(best, own_s, profile.spread / QUARTERS, exchange))
+
+
+def _forecasts(
+    best: Candidate, own_s: float, deviation: float, exchange: Exchange
+) -> Iterator[AgreementForecast]:
+    all_rate = _rate(Everyone(), best.plan.width, own_s, deviation, exchange)
+    modes: Sequence[tuple[AgreementSteps, Agreement]] = [
+        (AgreementSteps("all", 1, 1.0), Everyone()),
+        *((one, _agreement(one, own_s)) for one in PILOT),
+    ]
+    for steps, agreement in modes:
+        times = _rate(agreement, best.plan.width, own_s, deviation, exchange) / all_rate
+        yield AgreementForecast(
+            mode=steps.mode,
+            every=steps.every,
+            samples_per_s=times * best.forecast.samples_per_s,
+            steps=steps.steps,
+            is_at_least=steps.is_at_least,
+            gain=times / steps.steps,
+        )
+
+
+def _agreement(steps: AgreementSteps, own_s: float) -> Agreement:
+    if steps.mode == "groups":
+        return Groups(GroupSettings(steps.every), 1)
+    return OuterRounds(steps.every, own_s / 2)
+
+
+def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
+    """Of the stage with the most weights, over the slowest link between its replicas."""
+    weights = [
+        sum(unit.parameter_bytes for unit in profile.units[stage.begin : stage.end])
+        for stage in best.forecast.stages
+    ]
+    numbers = [[cluster.number_of(name) for name in names] for names in best.plan.devices]
+    pairs = [pair for own in numbers for pair in combinations(own, 2)]
+    return Exchange(
+        num_bytes=max(weights),
+        bytes_per_s=min(cluster.bandwidth(*pair) for pair in pairs),
+        latency_s=max(cluster.latency(*pair) for pair in pairs),
+    )
+
+
+def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exchange: Exchange) -> float:
+    lag = agreement.average_lag
+
+    def make(num_batches: int, first_batch: int) -> Program:
+        return generate(
+            "1f1b",
+            num_stages=1,
+            num_microbatches=1,
+            num_batches=num_batches,
+            first_batch=first_batch,
+            average_lag=lag,
+        )
+
+    work = Work((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
+    speeds = [Speed(deviation=deviation)] * width
+    run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)
+    until_s = BATCHES * (own_s + exchange.seconds(width))
+    return run.until(until_s, 4 * BATCHES + round(until_s / own_s)).samples_per_s(BEGIN * until_s)

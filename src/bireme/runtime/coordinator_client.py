@@ -1,0 +1,222 @@
+"""A rank's way to the coordinator: it says all that holds of this rank, and knows the last word.
+
+A thread of its own talks: at once when something has changed, and often enough for the lease. If the
+connection breaks, it calls the hosts in their order, and tells the one that answers what it knew.
+"""
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from bireme.errors import BiremeError
+from bireme.sync.coordinator.messages import Known, RankId, Report, RoundAt, Word, decode, encode
+
+__all__ = ["Address", "CoordinatorClient", "Dropped", "NoWord"]
+
+Found = TypeVar("Found")
+
+Address = tuple[str, int]
+
+BEATS = 5
+"""Reports in a lease, where nothing changes."""
+PATIENCE, LONG_PATIENCE = 0.5, 2.0
+"""Leases without a word after which to call the next host; the long one where none has come from this one."""
+
+NOTHING = Word(epoch=0, number=-1)
+
+
+class Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
+    """The others go on without this replica: its ranks end, and it begins anew."""
+
+
+class NoWord(Exception):  # noqa: N818 (it is an event, which the caller acts on)
+    """What was waited for has not come in time."""
+
+
+class CoordinatorClient:
+    """The client of one rank, for any thread. `address` is where other ranks of its stage reach it."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Address],
+        token: str,
+        rank: RankId,
+        address: str,
+        *,
+        lease_s: float,
+        num_lines: int = 1,
+        first: int = 0,
+    ) -> None:
+        self._hosts, self._token, self._lease_s = tuple(hosts), token.encode(), lease_s
+        rounds = tuple(RoundAt(committed=first) for _ in range(num_lines))
+        self._report = Report(rank, 0, 0, address, rounds=rounds)
+        self._known = Known()
+        self._has_word = False
+        self._is_dropped = self._is_closing = self._is_due = self._was_silent = False
+        self._changed = threading.Condition()
+        self._act: Callable[[], None] = lambda: None
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="bireme client", daemon=True)
+
+    def start(self) -> None:
+        """Begin to talk."""
+        self._thread.start()
+
+    @property
+    def word(self) -> Word:
+        """The last word; before the first one it says that nobody is a member."""
+        return self._known.last or NOTHING
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called after each word, from the client's thread."""
+        self._act = act
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the others go on without this replica."""
+        return self._is_dropped
+
+    @property
+    def report(self) -> Report:
+        """What this rank says now."""
+        return self._report
+
+    def say(self, **changes: Any) -> None:
+        """Change fields of the report."""
+        with self._changed:
+            self._report = replace(self._report, **changes)
+        self._wake()
+
+    def say_of(self, line: int, **changes: Any) -> None:
+        """Change fields of what the report says of a line of rounds."""
+        with self._changed:
+            rounds = list(self._report.rounds)
+            rounds[line] = replace(rounds[line], **changes)
+            self._report = replace(self._report, rounds=tuple(rounds))
+        self._wake()
+
+    def wait(self, find: Callable[[Word], Found | None], limit_s: float) -> Found:
+        """What `find` finds in a word, once that is something.
+
+        Raises `Dropped` if this replica is a member no more, and `NoWord` after the limit.
+        """
+        ends_s = time.monotonic() + limit_s
+        with self._changed:
+            while True:
+                if self._is_dropped:
+                    raise Dropped(f"Replica {self._report.rank.replica} was dropped by the others.")
+                found = find(self.word)
+                if found is not None:
+                    return found
+                left_s = ends_s - time.monotonic()
+                if left_s <= 0:
+                    raise NoWord(f"The coordinator has not said in {limit_s:g} s what this rank waits for.")
+                self._changed.wait(left_s)
+
+    def close(self, *, is_leaving: bool = True) -> None:
+        """End the talk. One that is leaving says that it will not be back."""
+        if is_leaving:
+            self.say(is_leaving=True)
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        with self._changed:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_write = -1
+
+    def _wake(self) -> None:
+        self._is_due = True
+        with self._changed:
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        first = 0
+        while not self._is_closing:
+            talk = self._connected(first)
+            if talk is None:
+                time.sleep(self._lease_s / BEATS)
+                first = 0
+                continue
+            number, made = talk
+            self._has_word = False
+            with made, suppress(OSError, BiremeError):
+                self._talk(made)
+            # One that has hung up may be there again; one that says nothing is passed over.
+            first = number + 1 if self._was_silent else 0
+
+    def _connected(self, first: int) -> tuple[int, socket.socket] | None:
+        """The first host from that one on that takes a connection."""
+        for place in range(len(self._hosts)):
+            number = (first + place) % len(self._hosts)
+            with suppress(OSError):
+                made = socket.create_connection(self._hosts[number], timeout=PATIENCE * self._lease_s)
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return number, made
+        return None
+
+    def _talk(self, made: socket.socket) -> None:
+        """Talk over a connection until it breaks, or nothing comes over it for long."""
+        self._was_silent, come = False, b""
+        made.sendall(self._token + b"\n")
+        heard_s = time.monotonic()
+        beat_s, said_s = self._lease_s / BEATS, 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(made, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            while True:
+                now_s = time.monotonic()
+                if self._is_due or now_s >= said_s + beat_s:
+                    said_s = now_s
+                    self._send(made)
+                    if self._is_closing:
+                        return
+                for key, _ in selector.select(max(said_s + beat_s - now_s, 0.0)):
+                    if key.fileobj == self._wake_read:
+                        os.read(self._wake_read, 4096)
+                        continue
+                    more = made.recv(1 << 16)
+                    if not more:
+                        return
+                    *lines, come = (come + more).split(b"\n")
+                    for line in lines:
+                        self._take(decode(Word, line))
+                        heard_s = time.monotonic()
+                patience = PATIENCE if self._has_word else LONG_PATIENCE
+                if time.monotonic() > heard_s + patience * self._lease_s:
+                    self._was_silent = True
+                    return
+
+    def _send(self, made: socket.socket) -> None:
+        with self._changed:
+            self._is_due = False
+            self._report = replace(
+                self._report,
+                number=self._report.number + 1,
+                epoch=self.word.epoch,
+                known=None if self._has_word else self._known,
+            )
+            line = encode(self._report) + b"\n"
+        made.sendall(line)
+
+    def _take(self, word: Word) -> None:
+        with self._changed:
+            last = self.word
+            if word.is_dropped and word.place >= last.place:
+                self._is_dropped = True
+            known = self._known.with_word(word)
+            if known is not None:
+                self._known, self._has_word = known, True
+                # The coordinator waits for this rank to confirm an epoch.
+                self._is_due = self._is_due or last.epoch != word.epoch
+            elif word.place == last.place:
+                self._has_word = True  # the connection is a new one, the coordinator is not
+            self._changed.notify_all()
+        self._act()

@@ -1,0 +1,125 @@
+"""The coordinator as a process of its own, and who starts it again if it dies.
+
+It has its port as long as the run, so that ranks find it again. One that is started again reads the ledger:
+that says which batches count, and that it was the one who wrote it.
+"""
+
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from bireme.errors import BiremeError
+from bireme.runtime.coordinator_server import CoordinatorServer, listener
+from bireme.runtime.ledger import Ledger
+from bireme.runtime.processes import Process, start_process
+from bireme.sync.coordinator.host import Host, beginner, waiting
+from bireme.sync.coordinator.messages import Life
+from bireme.sync.coordinator.settings import Settings
+from bireme.sync.coordinator.succession import Candidate
+
+__all__ = ["CoordinatorOrder", "CoordinatorProcess", "serve_host"]
+
+START_S = 60.0
+"""How long a process may take to say where it listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorOrder:
+    """What a coordinator's process is told. The host with the number 0 begins the run, if it `begins`."""
+
+    settings: Settings
+    number: int
+    num_hosts: int
+    token: str
+    ledger: Path
+    address: str = ""
+    port: int = 0
+    begins: bool = False
+
+
+class CoordinatorProcess:
+    """The coordinator of one host. The process ends with the one that started it."""
+
+    def __init__(self, order: CoordinatorOrder) -> None:
+        self._order = order
+        self._process: Process | None = None
+        self._talk: Connection | None = None
+        self.starts = 0
+        """How often it was started."""
+
+    def start(self) -> None:
+        """Start the process, and learn its port."""
+        self._process, self._talk = start_process("bireme coordinator", serve_host, self._order)
+        self.starts += 1
+        if not self._talk.poll(START_S):
+            raise BiremeError(f"The coordinator's process has not said in {START_S:g} s where it listens.")
+        try:
+            port = self._talk.recv()
+        except EOFError:
+            raise BiremeError("The coordinator's process has ended; what it printed may say why.") from None
+        order = self._order
+        self._order = CoordinatorOrder(
+            order.settings, order.number, order.num_hosts, order.token, order.ledger, order.address, port
+        )
+
+    @property
+    def port(self) -> int:
+        """Where it listens, whichever process it is."""
+        return self._order.port
+
+    @property
+    def process(self) -> Process | None:
+        """The process that serves now."""
+        return self._process
+
+    def keep(self) -> bool:
+        """Start it again if it has died; whether it had."""
+        if self._process is None or self._process.status is None:
+            return False
+        self.close()
+        self.start()
+        return True
+
+    def ended(self, life: Life) -> None:
+        """Say that a start of a replica is over for certain."""
+        if self._talk is not None:
+            with suppress(OSError):
+                self._talk.send(life)
+
+    def close(self) -> None:
+        """End it."""
+        if self._talk is not None:
+            self._talk.close()
+        if self._process is not None:
+            self._process.close()
+
+
+def serve_host(talk: Connection, order: CoordinatorOrder) -> None:
+    """Serve until the starter hangs up: first its port goes to that one, then ends of replicas come."""
+    ledger = Ledger(order.ledger)
+    server = CoordinatorServer(_host(order, ledger), listener(order.address, order.port), order.token, ledger)
+    server.start()
+    talk.send(server.port)
+
+    def hear() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                server.ended(talk.recv())
+        server.close()
+
+    threading.Thread(target=hear, name="bireme coordinator talk", daemon=True).start()
+    server.join()
+    ledger.close()
+    if server.failure is not None:
+        raise server.failure
+
+
+def _host(order: CoordinatorOrder, ledger: Ledger) -> Host:
+    used = ledger.last_term
+    if order.begins:
+        return beginner(order.settings, order.num_hosts, used=used)
+    is_own = used >= 0 and used % order.num_hosts == order.number
+    recorded = ledger.num_committed if is_own else None
+    return waiting(order.settings, Candidate(order.number, order.num_hosts, recorded, used))

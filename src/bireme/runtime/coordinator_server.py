@@ -1,0 +1,197 @@
+"""The server of a coordinator: one thread, one connection for each rank, a line of JSON for each message.
+
+A caller's first line is the token of the run; whoever has another one is refused. What a step leads to is in
+the ledger before a word of it is sent. A rank that reads slowly gets only the last word: it says all.
+"""
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+from bireme.errors import BiremeError
+from bireme.runtime.ledger import Ledger
+from bireme.sync.coordinator.host import Host, host_step, host_wake_s
+from bireme.sync.coordinator.messages import Life, RankId, Report, Word, decode, encode
+from bireme.sync.coordinator.state import Ended, Event, Tick
+
+__all__ = ["CoordinatorServer", "listener"]
+
+MOST_BYTES = 1 << 24
+"""Of a line; a longer one is not from a rank."""
+SHORTEST_S = 0.001
+LONGEST_S = 1.0
+
+
+def listener(address: str = "", port: int = 0) -> socket.socket:
+    """A socket that takes connections; port 0 is a free one."""
+    return socket.create_server((address, port), backlog=256)
+
+
+class _Caller:
+    """A connection, and what has come and what has yet to go over it."""
+
+    def __init__(self, made: socket.socket) -> None:
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = made
+        self.is_known = False
+        self.come = b""
+        self.going = b""
+        self.next: Word | None = None
+
+    def lines(self) -> list[bytes]:
+        """The whole lines that have come. Raises an `OSError` if the caller has hung up."""
+        more = self.socket.recv(1 << 16)
+        if not more:
+            raise ConnectionResetError("the caller has hung up")
+        *lines, self.come = (self.come + more).split(b"\n")
+        if len(self.come) > MOST_BYTES:
+            raise ConnectionError("no rank sends such a line")
+        return lines
+
+    def flush(self) -> bool:
+        """Send what can be sent; whether more is to go."""
+        while True:
+            if not self.going and self.next is not None:
+                self.going, self.next = encode(self.next) + b"\n", None
+            if not self.going:
+                return False
+            try:
+                self.going = self.going[self.socket.send(self.going) :]
+            except BlockingIOError:
+                return True
+
+
+class CoordinatorServer:
+    """Serves one host of a run, from `start` to `close`. `failure` is why it ended by itself."""
+
+    def __init__(self, host: Host, listening: socket.socket, token: str, ledger: Ledger | None) -> None:
+        self.failure: Exception | None = None
+        self._host, self._token, self._ledger = host, token.encode(), ledger
+        self._listening = listening
+        listening.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._ranks: dict[RankId, _Caller] = {}
+        self._ended: deque[Life] = deque()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="bireme coordinator", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._listening.getsockname()[1]
+        return port
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def ended(self, life: Life) -> None:
+        """Say that a start of a replica is over for certain."""
+        self._ended.append(life)
+        self._wake()
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """End it."""
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._serve()
+        except Exception as error:  # it is told where somebody asks
+            self.failure = error
+        finally:
+            self._hang_up()
+            self._selector.close()
+            self._listening.close()
+
+    def _serve(self) -> None:
+        """Wait for the next event, and do what follows."""
+        now_s = time.monotonic()
+        wait_s = min(max(host_wake_s(self._host, now_s) - now_s, SHORTEST_S), LONGEST_S)
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.fileobj == self._wake_read:
+                os.read(self._wake_read, 4096)
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
+                self._hear(self._callers[key.fileobj])
+        while self._ended:
+            self._step(Ended(self._ended.popleft()))
+        if time.monotonic() >= host_wake_s(self._host, now_s):
+            self._step(Tick())
+        for caller in list(self._callers.values()):
+            self._flush(caller)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            caller = _Caller(self._listening.accept()[0])
+            self._callers[caller.socket] = caller
+            self._selector.register(caller.socket, selectors.EVENT_READ)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            for line in caller.lines():
+                if caller.is_known:
+                    report = decode(Report, line)
+                    self._ranks[report.rank] = caller
+                    self._step(report)
+                elif line == self._token:
+                    caller.is_known = True
+                else:
+                    raise ConnectionError("the caller does not know the token of this run")
+        except BlockingIOError:
+            pass
+        except (OSError, BiremeError):
+            self._forget(caller)
+
+    def _step(self, event: Event) -> None:
+        done = host_step(self._host, event, time.monotonic())
+        if self._ledger is not None:
+            self._ledger.append(done.lines)
+        self._host = done.host
+        if done.resigns:
+            self._hang_up()
+        for rank, word in done.words:
+            if rank in self._ranks:
+                self._ranks[rank].next = word
+
+    def _flush(self, caller: _Caller) -> None:
+        try:
+            has_more = caller.flush()
+        except OSError:
+            self._forget(caller)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_more else 0)
+        if self._selector.get_key(caller.socket).events != events:
+            self._selector.modify(caller.socket, events)
+
+    def _hang_up(self) -> None:
+        for caller in list(self._callers.values()):
+            self._forget(caller)
+
+    def _forget(self, caller: _Caller) -> None:
+        if self._callers.pop(caller.socket, None) is not None:
+            self._selector.unregister(caller.socket)
+            caller.socket.close()
+            self._ranks = {rank: one for rank, one in self._ranks.items() if one is not caller}

@@ -1,0 +1,154 @@
+"""Gradients of a stage that are kept as principal components: a stream for each batch, and what streams go
+on from.
+
+What one batch has found takes effect at the stage's UPDATE, as its weights do, so it depends on the program
+alone. A batch goes on from what was settled when its weights were: one batch before it, or two where updates
+are delayed.
+"""
+
+from collections.abc import Iterator, Mapping
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from bireme.codec.gradient_words import GradientForm
+from bireme.codec.principal import Components, PrincipalStream, Product, first_components
+from bireme.model.linear_maps import LinearMap
+
+__all__ = ["BatchStreams", "PrincipalGradients"]
+
+Settled = Mapping[str, Components]
+
+PARTS = ("left", "values", "right")
+
+
+class BatchStreams:
+    """The streams of one batch, and the components of the whole batch once they are known."""
+
+    __slots__ = ("components", "shapes", "streams")
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], streams: Mapping[str, PrincipalStream]) -> None:
+        self.shapes = shapes
+        self.streams = streams
+        self.components: Mapping[str, Components] | None = None
+
+    def feed(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Take pairs of a weight."""
+        self.streams[name].feed(left, right)
+
+    def items(self) -> Iterator[tuple[str, Product | None]]:
+        """Each weight with its gradient, if it has one: of the whole batch where that is known."""
+        for name, stream in self.streams.items():
+            if self.components is None:
+                found = Product(*stream.factors(), self.shapes[name]) if stream.num_pairs else None
+            else:
+                known = self.components.get(name)
+                found = None if known is None else known.product(self.shapes[name])
+            yield name, found
+
+    def summed(self) -> "BatchStreams":
+        """The same streams, for components of their own."""
+        return BatchStreams(self.shapes, self.streams)
+
+    @property
+    def num_bytes(self) -> int:
+        """What streams and components take."""
+        found = sum(stream.num_bytes for stream in self.streams.values())
+        return found + sum(one.num_bytes for one in (self.components or {}).values())
+
+
+class PrincipalGradients:
+    """The components of some weights of one stage. With `is_delayed` a batch goes on from those that the
+    batch two before it has left.
+    """
+
+    def __init__(
+        self,
+        maps: Mapping[str, LinearMap],
+        form: GradientForm,
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        is_delayed: bool,
+        device: torch.device,
+    ) -> None:
+        self._form = form
+        self._delay = int(is_delayed)
+        self._dtypes, self._device = dict(dtypes), device
+        self.shapes = {name: one.shape for name, one in maps.items()}
+        """The weights, by name."""
+        self._settled: dict[int, Settled] = {
+            0: {
+                name: first_components(
+                    one.rows,
+                    one.columns,
+                    form.rank,
+                    seed=crc32(name.encode()),
+                    dtype=dtypes[name],
+                    device=device,
+                )
+                for name, one in maps.items()
+            }
+        }
+        """What there was after so many updates; the last of them, and where updates are delayed one more."""
+
+    def open(self, batch: int) -> BatchStreams:
+        """Streams for a batch that begins."""
+        before = self.after(batch - self._delay)
+        return BatchStreams(
+            self.shapes,
+            {name: PrincipalStream(one, piece=self._form.piece) for name, one in before.items()},
+        )
+
+    def after(self, num_updates: int) -> Settled:
+        """What was settled after so many updates, or after the first that is known."""
+        return self._settled[max(num_updates, min(self._settled))]
+
+    def settle(self, num_updates: int, found: Settled) -> None:
+        """Keep what a batch has found after so many updates; the rest stays as it was."""
+        last = self.after(num_updates - 1)
+        self._settled = {
+            num_updates - 1: last,
+            num_updates: {name: found.get(name, one) for name, one in last.items()},
+        }
+        if not self._delay:
+            del self._settled[num_updates - 1]
+
+    def state(self, num_updates: int) -> dict[str, Tensor]:
+        """What the next batches go on from, as `AGE/NAME/PART`: age 0 is after so many updates. No copies."""
+        return {
+            f"{age}/{name}/{part}": getattr(one, part)
+            for age in range(self._delay + 1)
+            for name, one in self.after(num_updates - age).items()
+            for part in PARTS
+        }
+
+    def load(self, saved: Mapping[str, Tensor], *, num_updates: int) -> None:
+        """Go on from such a state after so many updates. What is missing or of another rank begins anew."""
+        first = self.after(0)
+        found: dict[int, Settled] = {}
+        for age in range(self._delay + 1):
+            own = {name: self._loaded(saved, f"{age}/{name}", one) for name, one in first.items()}
+            newest = found.get(num_updates, first)
+            found[num_updates - age] = {name: one or newest[name] for name, one in own.items()}
+        self._settled = {number: one for number, one in found.items() if number >= 0}
+
+    def _loaded(self, saved: Mapping[str, Tensor], key: str, like: Components) -> Components | None:
+        parts = [saved.get(f"{key}/{part}") for part in PARTS]
+        wanted = [getattr(like, part) for part in PARTS]
+        found = [
+            part.to(self._device, one.dtype, copy=True)
+            for part, one in zip(parts, wanted, strict=True)
+            if part is not None and part.shape == one.shape
+        ]
+        return Components(*found) if len(found) == len(PARTS) else None
+
+    @property
+    def most_itemsize(self) -> int:
+        """The bytes of the largest kind of number."""
+        return max(dtype.itemsize for dtype in self._dtypes.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """What is settled takes, after each number of updates that is kept."""
+        return sum(one.num_bytes for settled in self._settled.values() for one in settled.values())

@@ -1,0 +1,1 @@
+"""The engine's side of replicas that may die: what a rank does so that its replica and the others agree."""

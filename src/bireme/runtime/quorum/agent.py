@@ -1,0 +1,452 @@
+"""A rank's agent: a thread that takes part in the rounds of its stage with the ranks of other replicas.
+
+It says where the rank is, does what the coordinator grants, and gives each batch its committed sum. What the
+coordinator says is always all that holds, so the agent looks at the last word only, and does the next step
+that it allows.
+
+    job (batch b) ── ready ──▶ grant ── sum over members ──▶ summed ──▶ commit ──▶ result
+                       ▲         │ a member is lost: its line broke     │ not of the members:
+                       └─────────┘ the next attempt, same contribution  └─ the sum comes from a source
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.quorum.parcels import receive_into, receive_words, send_named, send_parcel
+from bireme.runtime.quorum.results import Buffers, Result
+from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
+from bireme.runtime.snapshot import Snapshot
+from bireme.sync.coordinator.messages import (
+    TERM,
+    Commit,
+    Deal,
+    Grant,
+    Heal,
+    Member,
+    RankId,
+    RoundAt,
+    Word,
+)
+from bireme.sync.quorum.line import LineBroken, Stamp
+from bireme.sync.quorum.ring import Contribution, Summed, sum_over
+
+__all__ = ["Agent", "Coordinator", "DroppedError", "Job"]
+
+KEPT_BYTES = 1 << 30
+"""Committed sums that replicas which are late may still ask for take so much at most, but for a few."""
+LEAST_KEPT = 4
+HEAL_SHARE = 0.25
+"""The share of a link's time that a snapshot for another replica may take."""
+LOOK_S = 0.5
+
+
+Found = TypeVar("Found")
+
+
+class DroppedError(Exception):
+    """This replica is no member any more: its life is over, and the launcher begins its next one."""
+
+
+class _SupersededError(Exception):
+    """The attempt is not wanted any more."""
+
+
+class Coordinator(Protocol):
+    """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
+
+    @property
+    def word(self) -> Word:
+        """The last word."""
+
+    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+        """Report this from now on. Does not wait."""
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called whenever there is a new word, from any thread that holds no lock."""
+
+    def close(self, *, is_leaving: bool) -> None:
+        """Say no more; where it is leaving, say so."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A batch that this rank wants the committed sum of, in flats `like` these.
+
+    `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept the
+    rank busy; without it this replica has no part in the batch.
+    """
+
+    batch: int
+    like: Sequence[Tensor]
+    prepare: Callable[["Job"], None] | None = None
+    busy_s: float = 0.0
+    contribution: Contribution | None = None
+    result: Result | None = None
+    parts: tuple[int, ...] = ()
+    """The replicas whose samples the committed sum is of."""
+    error: BaseException | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+
+class Agent:
+    """The agent of one rank."""
+
+    def __init__(
+        self,
+        own: RankId,
+        coordinator: Coordinator,
+        *,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        self.own = own
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s
+        self._buffers = Buffers(device)
+        self._changed, self._saying = threading.Condition(), threading.Lock()
+        self._jobs: dict[int, Job] = {}
+        self._at = RoundAt()
+        self._wants = 0
+        self._healed: int | None = None
+        self._result: Result | None = None
+        """The sum that was made and is not yet committed."""
+        self._failed: Grant | None = None
+        """The attempt in which a member was lost."""
+        self._kept: dict[int, Result] = {}
+        self._snapshots: dict[int, Snapshot] = {}
+        self._due: set[int] = set()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
+        coordinator.on_word(self._poke)
+
+    def begin(self, first: int, *, is_healed: bool = False) -> None:
+        """Report that this rank has all rounds below `first`, from a snapshot if it `is_healed`, and take part
+        from there on.
+        """
+        with self._changed:
+            self._at = RoundAt(committed=first)
+            self._healed = first if is_healed else None
+        self._say()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="bireme agent", daemon=True)
+            self._thread.start()
+
+    def add(self, job: Job) -> None:
+        """Have the committed sum of a batch got; returns at once."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self._jobs[job.batch] = job
+            self._changed.notify_all()
+
+    def give_back(self, result: Result) -> None:
+        """A committed sum is used."""
+        self._buffers.give_back(result)
+
+    def dealt(self, batch: int) -> Deal:
+        """The samples of a batch that this replica trains; waits until they are dealt."""
+        with self._changed:
+            is_new = batch >= self._wants
+            self._wants = max(self._wants, batch + 1)
+        if is_new:
+            self._say()
+        while True:
+            word = self.wait_for(lambda word: _deal(word, self.own, batch) is not None)
+            if (deal := _deal(word, self.own, batch)) is not None:
+                return deal
+
+    def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
+        """Wait until that is so of the last word, which it gives."""
+        with self._changed:
+            while True:
+                word = self._coordinator.word
+                self._check_usable(word)
+                if is_so(word):
+                    return word
+                self._changed.wait(LOOK_S)
+
+    @property
+    def word(self) -> Word:
+        """The last word of the coordinator."""
+        return self._coordinator.word
+
+    def is_due(self, batch: int) -> bool:
+        """Whether a snapshot after so many updates is wanted for another replica."""
+        return batch in self._due
+
+    def provide(self, snapshot: Snapshot) -> None:
+        """Here is one that was due."""
+        with self._changed:
+            self._due.discard(snapshot.num_trained)
+            self._snapshots[snapshot.num_trained] = snapshot
+            self._changed.notify_all()
+
+    def tell_lost(self, donor: int) -> None:
+        """A donor could not be reached."""
+        self._change(lost=(donor,))
+
+    def fetch(self, heal: Heal) -> socket.socket:
+        """A connection on which the donor of this replica sends what `heal` says, as named tensors."""
+        donor = _member(self.word, heal.donor)
+        return self._board.ask(heal.donor, donor.addresses[self.own.stage], SNAPSHOT, heal.batch)
+
+    def abort(self) -> None:
+        """Give up, from any thread: whoever waits here is told at once."""
+        self._end(ConnectionAbortedError("This rank has given its agent up."))
+        self._board.close()
+
+    def close(self, *, is_leaving: bool) -> None:
+        """End. One that is leaving has done all its rounds."""
+        self._end(None)
+        self._coordinator.close(is_leaving=is_leaving)
+        self._board.close()
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+
+    def wait_until_kept_by_all(self, batch: int) -> None:
+        """Wait until no replica needs a sum below that batch from this one, or there is no telling."""
+        with suppress(Exception):
+            self.wait_for(lambda word: not word.kept or word.kept[0] >= batch)
+
+    # The agent's own thread.
+
+    def _work(self) -> None:
+        try:
+            with torch.no_grad():
+                while not self._is_closed:
+                    word = self._coordinator.word
+                    self._check_usable(word)
+                    self._note(word)
+                    if not self._step(word):
+                        self._wait_for_news(word)
+        except BaseException as error:
+            self._end(error)
+
+    def _wait_for_news(self, seen: Word) -> None:
+        with self._changed:
+            known = self._jobs.get(self._at.committed)
+            self._changed.wait_for(
+                lambda: (
+                    self._is_closed
+                    or self._coordinator.word is not seen
+                    or self._jobs.get(self._at.committed) is not known
+                ),
+                LOOK_S,
+            )
+
+    def _note(self, word: Word) -> None:
+        """Take notice of what others need, before any sum is given away that an update is made from."""
+        asked = {heal.batch for heal in word.heals if heal.donor == self.own.replica}
+        with self._changed:
+            self._due |= asked - self._snapshots.keys()
+            self._due &= asked
+            self._snapshots = {batch: one for batch, one in self._snapshots.items() if batch in asked}
+            kept = word.kept[0] if word.kept else 0
+            free = [self._kept.pop(batch) for batch in list(self._kept) if batch < kept]
+            self._changed.notify_all()
+        for result in free:
+            self._buffers.give_back(result)
+
+    def _step(self, word: Word) -> bool:
+        """Do the next thing that a word allows; False if there is none."""
+        batch = self._at.committed
+        with self._changed:
+            job = self._jobs.get(batch)
+        if job is None:
+            return False
+        commit = next((one for one in word.commits if (one.line, one.round) == (0, batch)), None)
+        if commit is not None:
+            return self._settle(job, commit, word)
+        if job.prepare is not None and job.contribution is None:
+            job.prepare(job)
+        if job.contribution is None:
+            return False
+        if self._at.ready != batch:
+            if self._is_full:
+                return False
+            self._change(ready=batch, busy_s=job.busy_s)
+            return True
+        grant = next((one for one in word.grants if (one.line, one.round) == (0, batch)), None)
+        if grant is None or grant == self._failed or not _is_in(self.own, grant):
+            return False
+        if self._at.summed == batch and self._at.attempt == grant.attempt:
+            return False
+        self._attempt(job, grant, word)
+        return True
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether others have to catch up first, as this rank keeps all that it can for them."""
+        num = len(self._kept)
+        if num < LEAST_KEPT:
+            return False
+        size = sum(flat.nbytes for flat in next(iter(self._kept.values())).flats)
+        return num * size >= KEPT_BYTES
+
+    def _attempt(self, job: Job, grant: Grant, word: Word) -> None:
+        assert job.contribution is not None, "it is ready"
+        self._let_go()
+        result = self._buffers.take(job.like)
+        members = [part.replica for part in grant.parts]
+
+        def check() -> None:
+            now = self._coordinator.word
+            self._check_usable(now)
+            if grant not in now.grants:
+                raise _SupersededError
+
+        try:
+            lines = {
+                replica: self._board.line(replica, member.life, member.addresses[self.own.stage], check)
+                for replica in members
+                if replica != self.own.replica
+                for member in [_member(word, replica)]
+            }
+            result.summed = sum_over(
+                job.contribution,
+                result.flats,
+                me=self.own.replica,
+                members=members,
+                line_to=lines.__getitem__,
+                stamp=Stamp(word.epoch // TERM, job.batch, grant.attempt),
+                timeout_s=self._timeout_s,
+                check=check,
+            )
+        except (_SupersededError, LineBroken) as error:
+            self._buffers.give_back(result)
+            if isinstance(error, LineBroken):
+                self._board.drop(error.member)
+                self._failed = grant
+                self._change(summed=None, lost=(error.member,), attempt=grant.attempt)
+            return
+        result.attempt = grant.attempt
+        self._result = result
+        self._change(summed=job.batch, attempt=grant.attempt, lost=())
+
+    def _settle(self, job: Job, commit: Commit, word: Word) -> bool:
+        """A batch's sum is committed: give it to who waits for it, and keep it for who comes late."""
+        result, self._result = self._result, None
+        if result is not None and result.attempt != commit.attempt:
+            self._buffers.give_back(result)
+            result = None
+        if result is None:
+            result = self._pulled(job, commit, word)
+            if result is None:
+                return False
+        result.num_users = 2
+        job.parts = tuple(part.replica for part in commit.parts)
+        with self._changed:
+            self._kept[job.batch] = result
+            self._failed = None
+            del self._jobs[job.batch]
+            self._changed.notify_all()
+        job.contribution = job.prepare = None
+        job.result = result
+        self._at = RoundAt(committed=job.batch + 1)
+        self._say()
+        job.is_done.set()
+        return True
+
+    def _pulled(self, job: Job, commit: Commit, word: Word) -> Result | None:
+        """A committed sum that another replica has; None if it cannot be had from there."""
+        source = next((one.source for one in commit.sources if one.target == self.own.replica), None)
+        if source is None or source in self._at.lost:
+            return None
+        result = self._buffers.take(job.like)
+        try:
+            address = _member(word, source).addresses[self.own.stage]
+            with self._board.ask(source, address, SUM, job.batch, commit.attempt) as made:
+                words = receive_words(made)
+                receive_into(made, result.flats)
+        except (LineBroken, OSError):
+            self._buffers.give_back(result)
+            self._change(lost=(source,))
+            return None
+        result.attempt = commit.attempt
+        result.summed = Summed(
+            bytes.fromhex(words["holds"]), words["weight"], tuple(words["means"]), tuple(words["numbers"])
+        )
+        return result
+
+    def _let_go(self) -> None:
+        if self._result is not None:
+            self._buffers.give_back(self._result)
+            self._result = None
+            self._change(summed=None)
+
+    def _change(self, **changes: object) -> None:
+        self._at = replace(self._at, **changes)  # type: ignore[arg-type]
+        self._say()
+
+    def _say(self) -> None:
+        with self._saying:  # so that what is said last is the last
+            self._coordinator.say(
+                address=self._board.address, wants=self._wants, rounds=(self._at,), healed=self._healed
+            )
+
+    # Other threads.
+
+    def _answer(self, made: socket.socket, what: int, first: int, second: int) -> None:
+        """Give another replica what it asks for, once it is there; hang up where it will not be."""
+        if what == SUM:
+            result = self._found(lambda: self._kept.get(first))
+            if result is None or result.attempt != second or result.summed is None:
+                return
+            one = result.summed
+            words = {"holds": one.holds.hex(), "weight": one.weight, "means": one.means}
+            send_parcel(made, {**words, "numbers": one.numbers}, result.flats)
+        elif what == SNAPSHOT:
+            snapshot = self._found(lambda: self._snapshots.get(first))
+            if snapshot is not None:
+                words = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
+                send_named(made, words, snapshot.tensors, share=HEAL_SHARE)
+
+    def _found(self, find: Callable[[], Found | None]) -> Found | None:
+        with self._changed:
+            self._changed.wait_for(lambda: find() is not None or self._is_closed, self._timeout_s)
+            return find()
+
+    def _poke(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _check_usable(self, word: Word) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_closed:
+            raise ConnectionAbortedError("This rank's agent is closed.")
+        if word.is_dropped:
+            raise DroppedError(f"Replica {self.own.replica} is no member any more.")
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._is_closed = True
+            for job in self._jobs.values():
+                job.error = self._error
+                job.is_done.set()
+            self._changed.notify_all()
+
+
+def _deal(word: Word, own: RankId, batch: int) -> Deal | None:
+    return next((one for one in word.deals if (one.replica, one.batch) == (own.replica, batch)), None)
+
+
+def _is_in(own: RankId, grant: Grant) -> bool:
+    return any(part.replica == own.replica for part in grant.parts)
+
+
+def _member(word: Word, replica: int) -> Member:
+    found = next((one for one in word.members if one.replica == replica), None)
+    if found is None or not all(found.addresses):
+        raise LineBroken(replica, "it is no member any more")
+    return found

@@ -1,0 +1,140 @@
+"""What a pipeline needs where its replica is one of several that may die: its agent, and how to join.
+
+The pipeline itself is of one replica, with a plan of width 1, and knows no rank of another one.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.runtime.fabric import Fabric
+from bireme.runtime.layout import Layout
+from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.parcels import receive_named, receive_words
+from bireme.runtime.quorum.reducer import QuorumReducer
+from bireme.runtime.snapshot import Snapshot, sections_of
+from bireme.runtime.stage import Stage
+from bireme.runtime.transport import Transport
+from bireme.sync.coordinator.messages import Heal, Word
+from bireme.sync.group import Sums
+from bireme.sync.quorum.line import LineBroken
+
+__all__ = ["Agreement", "Donations", "join"]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How a pipeline agrees with others like it. A whole batch has `num_samples`; of `num_replicas` there are
+    at most, this one gets its part.
+    """
+
+    agent: Agent
+    num_replicas: int
+    num_samples: int
+    balances: bool = True
+    """Whether its ranks say how long batches keep them busy, so that samples are dealt by speed."""
+
+    def reducer(
+        self, fabric: Fabric, layout: Layout, transport: Transport, device: torch.device
+    ) -> QuorumReducer:
+        """What brings the batches of a rank together."""
+        if layout.tied:
+            raise BiremeError(
+                f"{', '.join(sorted(layout.tied))} is shared by stages of several ranks, and sync.mode = "
+                '"quorum" does not sum such parameters. Put these stages on one rank (plan.depth = 1), do '
+                'not tie the weights, or use sync.mode = "all".'
+            )
+        control: Sums | None = fabric.sums(transport) or fabric.group(range(fabric.size))
+        assert control is not None, "every rank is one of all"
+        return QuorumReducer(
+            control,
+            self.agent,
+            num_replicas=self.num_replicas,
+            speaks=layout.pipeline_rank == 0,
+            device=None if device.type == "cpu" else device,
+        )
+
+
+class Donations:
+    """Takes snapshots for other replicas, of each stage right before the update that they go on with."""
+
+    def __init__(self, agent: Agent, stages: Mapping[int, Stage], clip_scale: Callable[[], float]) -> None:
+        self._agent = agent
+        self._stages = stages
+        self._clip_scale = clip_scale
+        self._begun: dict[int, dict[int, dict[str, Tensor]]] = {}
+
+    def before_update(self, stage: Stage, batch: int) -> None:
+        """A stage is about to make the update of a batch."""
+        if not self._agent.is_due(batch):
+            return
+        names = [*stage.banks.newest(), *stage.buffers]
+        begun = self._begun.setdefault(batch, {})
+        begun[stage.index] = sections_of(stage, names, replica=0)
+        if len(begun) == len(self._stages):
+            tensors = {name: tensor for part in begun.values() for name, tensor in part.items()}
+            self._begun.clear()
+            self._agent.provide(Snapshot(batch, self._clip_scale(), tensors))
+
+
+def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: Callable[[int], None]) -> int:
+    """Come to where this replica contributes; gives the first batch that it does so in.
+
+    It has the state after `held` batches. If others have gone on it gets a snapshot from one of them, which
+    `restore` takes, and all sums that were committed since, each of which `follow` waits for and applies.
+    """
+    agent.begin(held)
+    own = agent.own
+    healed: Heal | None = None
+
+    def heal_in(word: Word) -> Heal | None:
+        return next((one for one in word.heals if one.replica == own.replica), None)
+
+    def is_new(heal: Heal) -> bool:
+        return healed is None or (heal.donor, heal.batch) != (healed.donor, healed.batch)
+
+    def first_in(word: Word) -> int | None:
+        heal = heal_in(word)
+        if heal is not None:
+            return heal.first
+        return next((one.first for one in word.members if one.own_life == own.own_life), None)
+
+    def goes_on(word: Word) -> bool:
+        heal, first = heal_in(word), first_in(word)
+        if heal is None and first is None:
+            return False
+        return (
+            (heal is not None and is_new(heal))
+            or (first is not None and held >= first)
+            or word.committed[0] > held
+        )
+
+    while True:
+        word = agent.wait_for(goes_on)
+        heal, first = heal_in(word), first_in(word)
+        if heal is not None and is_new(heal):
+            if (snapshot := _fetched(agent, heal)) is not None:
+                restore(snapshot)
+                held, healed = heal.batch, heal
+                agent.begin(held, is_healed=True)
+        elif first is not None and held >= first:
+            return held
+        else:  # the sum is committed without this replica, so it comes
+            follow(held)
+            held += 1
+
+
+def _fetched(agent: Agent, heal: Heal) -> Snapshot | None:
+    """What the donor sends; None if it could not be had, and another one is to be waited for."""
+    try:
+        with closing(agent.fetch(heal)) as made:
+            words = receive_words(made)
+            return Snapshot(words["num_trained"], words["clip_scale"], receive_named(made, words))
+    except (LineBroken, OSError):
+        agent.tell_lost(heal.donor)
+        agent.wait_for(lambda word: all(one.donor != heal.donor for one in word.heals))
+        return None

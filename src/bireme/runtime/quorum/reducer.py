@@ -1,0 +1,192 @@
+"""The end of a batch where replicas may die: its gradients are summed by rounds, its norm in the pipeline.
+
+It is in the place of a `Reducer`. The agent's thread gets the committed sum of a batch while the rank goes
+on; the few numbers that all ranks of the replica must agree on follow over the pipeline's own lines.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.quorum.agent import Agent, Job
+from bireme.runtime.quorum.results import Result
+from bireme.sync.exchange import SentBytes, held_flags
+from bireme.sync.feedback import Feedback
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.group import Sums
+from bireme.sync.norm import squared_norm
+from bireme.sync.quorum.ring import Contribution
+from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
+from bireme.sync.reducer import More, Reduction, nothing_more
+
+__all__ = ["QuorumReducer"]
+
+
+class QuorumReducer:
+    """Gets the sums of one rank's batches. `num_replicas` there are in all, of which this is `replica`.
+
+    `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must.
+    """
+
+    sums_gradients = True
+    weighs = True
+    """Whether it finds out by itself if anything in a batch counts."""
+
+    def __init__(
+        self,
+        control: Sums,
+        agent: Agent,
+        *,
+        num_replicas: int,
+        speaks: bool,
+        device: torch.device | None,
+    ) -> None:
+        self.agent = agent
+        self._control = control
+        self._num_replicas = num_replicas
+        self._speaks = speaks
+        self._device = device
+        self.sent = SentBytes()
+        self._jobs: dict[Hashable, Job] = {}
+        self.first = 0
+        """The first batch that this replica has a part in."""
+        self._copied: tuple[Result, torch.Event] | None = None
+        """A sum that the device may still be reading."""
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """There is no codec, so nothing is kept back."""
+        return None
+
+    @property
+    def summed_apart(self) -> Set[str]:
+        """No parameter is summed over other ranks than the rest."""
+        return frozenset()
+
+    def start(
+        self,
+        batch: int,
+        gradients: BatchGradients,
+        *,
+        loss_sum: float | Tensor,
+        stamp: int = 0,
+        votes: float = 0.0,
+        more: More = nothing_more,
+        own: OwnPart | None = None,
+    ) -> Reduction:
+        """Contribute this replica's part of a batch; returns at once. Nothing given may be written before
+        `finish`. `more` gives the seconds that this rank was busy with it.
+        """
+        assert own is not None, "a replica that may be alone must know what it has"
+        views = [*gradients.views]
+        holds = bytes(held_flags(views, gradients).tolist()) if views else b""
+        samples, firsts = [0.0] * self._num_replicas, [0.0] * self._num_replicas
+        samples[self.agent.own.replica] = float(own.num_samples)
+        firsts[self.agent.own.replica] = float(self.first)
+        ready = self._event()
+
+        def prepare(job: Job) -> None:
+            job.busy_s = sum(more())
+            job.contribution = Contribution(
+                self._on_host(gradients.flats, ready),
+                holds,
+                own.weight,
+                own.nominal,
+                (float(loss_sum),),
+                (votes, *samples, *firsts),
+            )
+
+        return self._begun(batch, gradients, prepare, stamp)
+
+    def follow(self, batch: int, gradients: BatchGradients) -> Reduction:
+        """Have the sum of a batch that this replica has no part in."""
+        return self._begun(batch, gradients, None)
+
+    @torch.no_grad()
+    def finish(self, reduction: Reduction) -> Reduced:
+        """Wait until a batch is committed; its gradients are the committed sum then.
+
+        Raises what went wrong.
+        """
+        job, gradients = self._jobs.pop(reduction.batch), reduction.gradients
+        job.is_done.wait()
+        if job.error is not None:
+            raise job.error
+        result = job.result
+        assert result is not None, "what is done has a result or an error"
+        assert result.summed is not None, "what is committed was summed"
+        for flat, found in zip(gradients.flats, result.flats, strict=True):
+            flat.copy_(found.view(flat.shape), non_blocking=True)
+        self._use_up(result)
+        summed = result.summed
+        gradients.held.clear()
+        gradients.held.update(name for name, one in zip(gradients.views, summed.holds, strict=True) if one)
+        held = [view for name, view in gradients.views.items() if name in gradients.held]
+        votes, *facts = summed.numbers
+        numbers = numbers_of(
+            loss_sum=summed.means[0],
+            squared_norm=squared_norm(held),
+            stamp=reduction.stamp,
+            votes=votes,
+            more=[summed.weight, *facts] if self._speaks else [0.0] * (1 + len(facts)),
+        )
+        self._control.all_reduce(numbers).wait()
+        reduced = reduced_of(numbers, reduction.batch, num_ranks=self._control.size)
+        if summed.weight:
+            return reduced
+        # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
+        return Reduced(math.nan, 0.0, False, reduced.votes, reduced.more)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """The agent belongs to who made it, and outlives a pipeline."""
+        del timeout_s
+        self._settle_copies()
+
+    def _begun(
+        self,
+        batch: int,
+        gradients: BatchGradients,
+        prepare: Callable[[Job], None] | None,
+        stamp: int = 0,
+    ) -> Reduction:
+        job = self._jobs[batch] = Job(batch, gradients.flats, prepare)
+        self.agent.add(job)
+        return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
+
+    def _event(self) -> torch.Event | None:
+        """What the rank's stream has had to do by now, on an accelerator."""
+        if self._device is None:
+            return None
+        event = torch.Event(self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def _on_host(self, flats: Sequence[Tensor], ready: torch.Event | None) -> Sequence[Tensor]:
+        """The gradients as others are sent them. Called from the agent's thread."""
+        if ready is None:
+            return flats
+        ready.synchronize()
+        found = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in flats]
+        for target, flat in zip(found, flats, strict=True):
+            target.copy_(flat, non_blocking=True)
+        torch.accelerator.current_stream(self._device).synchronize()
+        return found
+
+    def _use_up(self, result: Result) -> None:
+        """Give a sum's memory back, once the device has copied it."""
+        if self._device is None:
+            self.agent.give_back(result)
+            return
+        self._settle_copies()
+        event = self._event()
+        assert event is not None, "there is a device"
+        self._copied = result, event
+
+    def _settle_copies(self) -> None:
+        if self._copied is not None:
+            result, event = self._copied
+            event.synchronize()
+            self.agent.give_back(result)
+            self._copied = None

@@ -1,0 +1,47 @@
+"""Sums of batches on the host, in memory that is used again once nobody needs what lies in it."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.devices import is_accelerator
+from bireme.sync.quorum.ring import Summed
+
+__all__ = ["Buffers", "Result"]
+
+
+@dataclass(slots=True, eq=False)
+class Result:
+    """The sum of a batch as made in one attempt. Each of `num_users` gives it back once."""
+
+    flats: Sequence[Tensor]
+    attempt: int = -1
+    summed: Summed | None = None
+    num_users: int = 1
+
+
+class Buffers:
+    """Flats on the host like those of a rank's gradients; pinned where these are on an accelerator."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._is_pinned = device is not None and is_accelerator(device)
+        self._free: list[Sequence[Tensor]] = []
+        self._lock = threading.Lock()
+
+    def take(self, like: Sequence[Tensor]) -> Result:
+        """Memory for a sum of such flats. All calls are for flats alike."""
+        with self._lock:
+            if self._free:
+                return Result(self._free.pop())
+        made = [torch.empty(one.shape, dtype=one.dtype, pin_memory=self._is_pinned) for one in like]
+        return Result(made)
+
+    def give_back(self, result: Result) -> None:
+        """One user less; after the last one the memory is free."""
+        with self._lock:
+            result.num_users -= 1
+            if not result.num_users:
+                self._free.append(result.flats)

@@ -1,0 +1,172 @@
+"""Where ranks of other replicas reach this one, and how it reaches them: lines for sums, and requests.
+
+Of two ranks the one of the higher replica calls. A caller greets with the token that is in the address, which
+only ranks of this run know; whoever does not is refused, and holds up nobody.
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from struct import Struct
+
+from bireme.runtime.peer_sockets import called_locally, local_listener, own_address
+from bireme.sync.coordinator.messages import RankId
+from bireme.sync.quorum.line import LineBroken, PeerLine
+
+__all__ = ["LINE", "SNAPSHOT", "SUM", "Switchboard"]
+
+TOKEN_BYTES = 16
+GREETING = Struct(f"<{TOKEN_BYTES}sBiiqi")
+"""The token, what for, who calls (replica and life), and two numbers that say what is asked for."""
+GREETING_S = 5.0
+LOOK_S = 0.05
+LINE, SUM, SNAPSHOT = 1, 2, 3
+
+Answer = Callable[[socket.socket, int, int, int], None]
+"""Answers a request: on that socket, of that kind, with its two numbers."""
+
+
+class Switchboard:
+    """The connections of one rank to those of its stage in other replicas."""
+
+    def __init__(self, own: RankId, answer: Answer, *, timeout_s: float) -> None:
+        self._own = own
+        self._answer = answer
+        self._timeout_s = timeout_s
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._changed = threading.Condition()
+        self._called: dict[tuple[int, int], socket.socket] = {}
+        """Lines that others have called for and nobody has taken."""
+        self._lines: dict[int, tuple[int, PeerLine]] = {}
+        """The line to each replica, with its life."""
+        self._open: set[socket.socket] = set()
+        self._is_closed = False
+        self._listeners = [socket.create_server(("", 0), backlog=64)]
+        port, local = self._listeners[0].getsockname()[1], f"bireme-{secrets.token_hex(16)}"
+        with suppress(OSError):
+            self._listeners.append(local_listener(local, 64))
+        self._host = own_address()
+        self.address = f"{self._host} {port} {self._token.hex()} {local}"
+        """Where others call, for them to know."""
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="bireme calls", daemon=True).start()
+
+    def line(self, replica: int, life: int, address: str, check: Callable[[], None]) -> PeerLine:
+        """The line to the rank of a replica in one of its lives. `check` is called while it waits."""
+        with self._changed:
+            come = self._called.pop((replica, life), None)
+        known = self._lines.get(replica)
+        if come is None and known is not None and known[0] == life:
+            return known[1]
+        self.drop(replica)
+        if come is None:
+            calls = self._own.replica > replica
+            come = self._call(replica, address, LINE) if calls else self._awaited(replica, life, check)
+        line = PeerLine(replica, come)
+        self._lines[replica] = life, line
+        return line
+
+    def ask(self, replica: int, address: str, what: int, first: int, second: int = 0) -> socket.socket:
+        """A connection to another rank, on which it answers; it blocks, for the timeout at most."""
+        return self._call(replica, address, what, first, second)
+
+    def drop(self, replica: int) -> None:
+        """Let go of the line to a replica, if there is one."""
+        known = self._lines.pop(replica, None)
+        if known is not None:
+            self._forget(known[1].socket)
+            known[1].close()
+
+    def close(self) -> None:
+        """Close everything, which wakes whoever waits on it."""
+        with self._changed:
+            self._is_closed = True
+            sockets = [*self._listeners, *self._open]
+            self._open.clear()
+            self._changed.notify_all()
+        for one in sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _call(self, replica: int, address: str, what: int, first: int = 0, second: int = 0) -> socket.socket:
+        try:
+            host, port, token, local = address.split()
+            made = called_locally(local, self._timeout_s) if host == self._host else None
+            if made is None:
+                made = socket.create_connection((host, int(port)), timeout=self._timeout_s)
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = (bytes.fromhex(token), what, self._own.replica, self._own.life, first, second)
+            made.sendall(GREETING.pack(*greeting))
+        except (OSError, ValueError) as error:
+            raise LineBroken(
+                replica, f"it cannot be called at {address.rpartition(' ')[0]}: {error}"
+            ) from error
+        self._remember(replica, made)
+        return made
+
+    def _remember(self, replica: int, made: socket.socket) -> None:
+        with self._changed:
+            if self._is_closed:
+                made.close()
+                raise LineBroken(replica, "this rank has given its lines up")
+            self._open.add(made)
+
+    def _forget(self, made: socket.socket) -> None:
+        with self._changed:
+            self._open.discard(made)
+
+    def _awaited(self, replica: int, life: int, check: Callable[[], None]) -> socket.socket:
+        """The line that another rank calls for."""
+        ends_s = time.monotonic() + self._timeout_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: (replica, life) in self._called or self._is_closed, LOOK_S)
+                come = self._called.pop((replica, life), None)
+            if come is not None:
+                return come
+            check()
+            if time.monotonic() > ends_s or self._is_closed:
+                raise LineBroken(replica, f"it has not called within {self._timeout_s:g} s")
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._is_closed:
+            try:
+                made = listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(made,), name="bireme call", daemon=True).start()
+
+    def _greet(self, made: socket.socket) -> None:
+        """Hear what a caller wants, and do it."""
+        with suppress(OSError, LineBroken):
+            made.settimeout(GREETING_S)
+            token, what, replica, life, first, second = GREETING.unpack(_exactly(made, GREETING.size))
+            if not secrets.compare_digest(token, self._token):
+                made.close()
+                return
+            self._remember(replica, made)
+            if what == LINE:
+                if made.family != socket.AF_UNIX:
+                    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with self._changed:
+                    self._called[replica, life] = made
+                    self._changed.notify_all()
+                return
+            made.settimeout(self._timeout_s)
+            with made:
+                self._answer(made, what, first, second)
+            self._forget(made)
+
+
+def _exactly(made: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        more = made.recv(num_bytes - len(found))
+        if not more:
+            raise ConnectionResetError("the caller has hung up")
+        found += more
+    return found

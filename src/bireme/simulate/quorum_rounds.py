@@ -1,0 +1,154 @@
+"""`quorum` on the simulator's clock: rounds of those who are ready, samples by speed, replicas that die.
+
+The rounds and the samples are those of the real coordinator (`bireme.sync.coordinator`), as event handlers.
+What it learns from messages is put simply here: a replica is one, not a rank for each stage, and a death is
+known after `noticed_s`: its launcher says so, or its lease ends.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+from bireme.balance.shares import Limits
+from bireme.simulate.together import Agreement, Together, Trained
+from bireme.sync.coordinator.dealing import Dealing
+from bireme.sync.coordinator.messages import Grant
+from bireme.sync.coordinator.rounds import Line, next_grant
+from bireme.sync.coordinator.samples import Pool
+
+__all__ = ["QuorumRounds"]
+
+READ_AHEAD = 2
+"""After so many batches new shares hold, for nobody has read further."""
+
+
+class QuorumRounds(Agreement):
+    """Gradients of the living are summed in every batch; whoever comes too late gets the sum of the others.
+
+    A round goes on without some once more than half of the members are ready and no other has come for
+    `grace_s`. One that returns after a death has the weights of a donor after `heal_s`.
+    """
+
+    def __init__(self, *, grace_s: float, noticed_s: float, heal_s: float = 0.0) -> None:
+        self.grace_s = grace_s
+        self.noticed_s = noticed_s
+        self.heal_s = heal_s
+
+    def begin(self, run: Together) -> None:
+        """Everybody is a member, with an equal share."""
+        self.line = Line(0)
+        self.pool = Pool()
+        self.members = set(range(run.num_replicas))
+        self.dealt: dict[int, dict[int, int]] = {}
+        """By batch and replica, as long as the batch is not committed."""
+        self.taken: dict[tuple[int, int], int] = {}
+        """What replicas train of the batches that they have begun with."""
+        self.there: dict[int, set[int]] = {}
+        """By batch, whose contributions have come."""
+        most = (run.batch_size,) * run.num_replicas
+        self.dealing = Dealing(run.batch_size, Limits((1,) * run.num_replicas, most))
+        self.redone = 0
+        super().begin(run)
+
+    def share(self, replica: int, batch: int) -> int | None:
+        """What was dealt; nothing of a batch that was committed before it could begin with it."""
+        taken = self.taken.get((replica, batch))
+        if taken is None:
+            if batch >= self.line.committed and batch not in self.dealt:
+                self._deal(batch)
+            taken = self.taken[replica, batch] = self.dealt.get(batch, {}).get(replica, 0)
+        return taken
+
+    def contributed(self, replica: int, batch: int, now_s: float) -> None:
+        """One more is ready, or one is late."""
+        if batch < self.line.committed:
+            self.run.update(replica, batch, now_s + self.run.exchange.seconds(2))
+            return
+        self.there.setdefault(batch, set()).add(replica)
+        self._grant(now_s)
+
+    def woke(self, now_s: float) -> None:
+        """The grace window may be over."""
+        self._grant(now_s)
+
+    def died(self, replica: int, now_s: float) -> None:
+        """The coordinator hears of it, or its lease ends."""
+        self.run.at(now_s + self.noticed_s, partial(self._drop_dead, replica))
+
+    def returned(self, replica: int, now_s: float) -> None:
+        """Its earlier life is over; it takes the weights of a donor."""
+        self._drop(replica, now_s)
+        self.run.at(now_s + self.heal_s, partial(self._join, replica))
+
+    def _join(self, replica: int, now_s: float) -> None:
+        self.taken = {place: own for place, own in self.taken.items() if place[0] != replica}
+        self.members.add(replica)
+        self.run.start(replica, self.line.committed, now_s)
+
+    def _drop_dead(self, replica: int, now_s: float) -> None:
+        if not self.run.is_alive(replica):
+            self._drop(replica, now_s)
+
+    def _drop(self, replica: int, now_s: float) -> None:
+        """What it had goes back, and a round that it was in is made again without it."""
+        if replica not in self.members:
+            return
+        self.members.discard(replica)
+        self._return(replica, self.dealt)
+        for batch in self.there.values():
+            batch.discard(replica)
+        if self.line.grant is not None and any(one.replica == replica for one in self.line.grant.parts):
+            self.line = self.line.with_epoch()
+        self._grant(now_s)
+
+    def _return(self, replica: int, batches: Iterable[int]) -> None:
+        for batch in batches:
+            self.redone += self.dealt[batch].pop(replica, 0)
+        self.pool = self.pool.with_returned(replica)
+
+    def _deal(self, batch: int) -> None:
+        """Shares of a batch by the speeds that are known; each member has at least one sample."""
+        self.dealing = self.dealing.among(tuple(sorted(self.members)), batch)
+        self.dealt[batch] = self.dealing.counts(batch)
+        self.pool = self.pool.with_deal(batch, self.dealt[batch])
+
+    def _grant(self, now_s: float) -> None:
+        batch = self.line.committed
+        there = self.there.get(batch, set())
+        dealt = self.dealt.get(batch, {})
+        ready = {one: dealt[one] for one in there if dealt.get(one)}
+        contributors = [one for one in self.members if dealt.get(one)]
+        if self.line.grant is not None or not ready:
+            return
+        quorum = len(self.members) // 2 + 1
+        line = next_grant(self.line, ready, contributors, quorum=quorum, grace_s=self.grace_s, now_s=now_s)
+        has_quorum = len(ready) >= quorum and line.ready != self.line.ready
+        self.line = line
+        if line.grant is not None:
+            grant = line.grant
+            sum_s = self.run.exchange.control_s + self.run.exchange.seconds(len(grant.parts))
+            self.run.at(now_s + sum_s, partial(self._summed, grant))
+        elif has_quorum:
+            self.run.wake_at(line.since_s + self.grace_s)
+
+    def _summed(self, grant: Grant, now_s: float) -> None:
+        """The sum is there, unless a part of it has died: then it waits for the next attempt."""
+        if self.line.grant is not grant or not all(self.run.is_alive(one.replica) for one in grant.parts):
+            return
+        batch = grant.round
+        parts = tuple(one.replica for one in grant.parts)
+        self.run.count(Trained(batch, parts, sum(one.num_samples for one in grant.parts), now_s))
+        for replica in parts:
+            self.dealt[batch].pop(replica)
+            self.pool = self.pool.without_deal(replica, batch)
+        late = self.dealt.pop(batch)
+        for replica, samples in late.items():
+            self.redone += samples
+            self.pool = self.pool.with_returned(replica, below=batch + 1)
+        counts = {one.replica: one.num_samples for one in grant.parts}
+        seconds = {replica: self.run.busy_s(replica, batch) for replica in parts}
+        dealing = self.dealing.with_batch(batch, counts, seconds, takes_effect=batch + READ_AHEAD + 1)
+        self.dealing = dealing.with_late(late)
+        self.line = self.line.after_commit()
+        for replica in self.there.pop(batch, ()):
+            self.run.update(replica, batch, now_s)
+        self._grant(now_s)

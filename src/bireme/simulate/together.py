@@ -1,0 +1,391 @@
+"""Several replicas of one program on one clock, each at its own speed, and who agrees with whom.
+
+`simulate` follows one replica through every message. Here each rank of every replica goes through its own
+track, and where replicas meet is asked of an `Agreement`: who may go on, with whom, how many samples a
+replica trains of a batch. It hears of everything in the order of time, so a real coordinator fits behind it.
+
+    replica 0:  F B F B REDUCE · UPDATE  AVERAGE_START … AVERAGE_END
+                           │       ▲           │             ▲
+                     contributed   │        offered       complete
+                           ▼    complete       ▼             │
+                    ─────────────────── Agreement ─────────────────── wake_at, woke
+                           ▲                   ▲
+    replica 1:      F B F B REDUCE · UPDATE  AVERAGE_START … AVERAGE_END
+
+Speeds may change, replicas may be killed and begin again. Chance is drawn for each rank by itself, so one
+seed gives the same draws whatever the agreement. Links between replicas are not shared.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from random import Random
+
+from bireme.errors import BiremeError
+from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.ticks import providers
+
+__all__ = ["Agreement", "Exchange", "Kill", "Ran", "Speed", "Together", "Trained", "Work"]
+
+FORWARD_TICKS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How slow a replica is: each pair of `slowness` says from when on it takes how many times as long.
+
+    `held_s` is for how long a forward or backward is held up, with the probability `held_chance`. With a
+    `deviation` each takes longer or shorter, by that standard deviation as a share of its time.
+    """
+
+    slowness: tuple[tuple[float, float], ...] = ()
+    held_s: float = 0.0
+    held_chance: float = 0.0
+    deviation: float = 0.0
+
+    def __post_init__(self) -> None:
+        for _, times in self.slowness:
+            if times <= 0:
+                raise BiremeError(f"slowness has the value {times}; it must be greater than 0.")
+        if self.held_s < 0 or not 0 <= self.held_chance <= 1:
+            raise BiremeError(
+                f"held_s is {self.held_s} and held_chance {self.held_chance}; seconds must be 0 or more, and "
+                "a chance between 0 and 1."
+            )
+
+    def slowness_at(self, now_s: float) -> float:
+        """How many times as long everything takes."""
+        found = 1.0
+        for begin_s, times in self.slowness:
+            if now_s >= begin_s:
+                found = times
+        return found
+
+    def seconds(self, work_s: float, now_s: float, random: Random) -> float:
+        """How long a computation takes that begins now."""
+        times = self.slowness_at(now_s)
+        if self.deviation:
+            times *= max(random.gauss(1.0, self.deviation), 0.0)
+        held_s = self.held_s if self.held_chance and random.random() < self.held_chance else 0.0
+        return work_s * times + held_s
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a sample costs on each stage, and what a batch costs besides.
+
+    `message_s` is a micro-batch's way to the next stage, `agree_s` the time in which the ranks of a replica
+    agree on a batch.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: float = 0.0
+    message_s: float = 0.0
+    agree_s: float = 0.0
+
+    def seconds(self, step: Instruction, samples: float) -> float:
+        """Of a computation with so many samples."""
+        forward, backward = self.forward_s[step.stage], self.backward_s[step.stage]
+        if step.kind in FORWARD_TICKS:
+            return samples * forward * (1.0 if step.half is None else 0.5)
+        return samples * backward * (1.0 if step.kind is Kind.BACKWARD else 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What it takes to average or sum the same bytes on several replicas, stage by stage at the same time.
+
+    Two swap them; more form a ring. `control_s` is the way of a few integers to the coordinator and back.
+    """
+
+    num_bytes: float = 0.0
+    bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+    control_s: float = 0.0
+
+    def seconds(self, num_members: int) -> float:
+        """In a group of so many."""
+        if num_members < 2:
+            return 0.0
+        if num_members == 2:
+            return self.latency_s + self.num_bytes / self.bytes_per_s
+        part_s = self.num_bytes / num_members / self.bytes_per_s
+        return 2 * (num_members - 1) * (self.latency_s + part_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A replica dies at a moment. Its launcher has it running again `back_s` later, without any weights."""
+
+    replica: int
+    at_s: float
+    back_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Samples that count, and when they did: of a replica's batch, or of a round of several replicas."""
+
+    batch: int
+    replicas: tuple[int, ...]
+    samples: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class Ran:
+    """What came of a run until `until_s`."""
+
+    until_s: float
+    trained: list[Trained] = field(default_factory=list)
+    groups: list[tuple[float, int, Mapping[int, int]]] = field(default_factory=list)
+    """When weights were averaged, on which stage, and for each member its batch."""
+
+    def samples_per_s(self, begin_s: float = 0.0) -> float:
+        """From a moment on until the end."""
+        found = sum(one.samples for one in self.trained if begin_s < one.at_s <= self.until_s)
+        return found / (self.until_s - begin_s)
+
+
+class Agreement:
+    """Who agrees with whom: told what happens, it tells a run who may go on. This one lets everybody.
+
+    With `average_lag` replicas average weights; without, they sum gradients. Nobody updates a batch before
+    `Together.update` says so, or uses an average before `Together.complete`.
+    """
+
+    average_lag: int | None = None
+
+    def begin(self, run: "Together") -> None:
+        """The run that is about to begin; replicas start at once, with equal shares."""
+        self.run = run
+        for replica in range(run.num_replicas):
+            run.start(replica, 0, 0.0)
+
+    def share(self, replica: int, batch: int) -> int | None:
+        """How many samples a replica trains of a batch; None if it has to wait for `Together.deal`."""
+        return self.run.equal_share
+
+    def contributed(self, replica: int, batch: int, now_s: float) -> None:
+        """All stages of a replica have the gradient of a batch."""
+        self.run.count(Trained(batch, (replica,), self.run.equal_share, now_s))
+        self.run.update(replica, batch, now_s)
+
+    def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
+        """A rank has come to AVERAGE_START."""
+        self.run.complete(stage, {replica: batch}, now_s)
+
+    def died(self, replica: int, now_s: float) -> None:
+        """A replica was killed; nobody has noticed yet."""
+
+    def returned(self, replica: int, now_s: float) -> None:
+        """A replica runs again, without weights."""
+
+    def woke(self, now_s: float) -> None:
+        """A moment has come that was asked for."""
+
+
+class _Pipeline:
+    """One replica in one of its lives: how far its ranks have got, and what is there for them."""
+
+    def __init__(self, replica: int, program: Program, begin_s: float) -> None:
+        self.replica = replica
+        self.program = program
+        self.rest: list[Iterator[Instruction]] = [iter(track) for track in program.tracks]
+        self.current = [next(rest, None) for rest in self.rest]
+        self.now_s = [begin_s] * program.num_ranks
+        self.ready: dict[Hashable, float] = {}
+        """What is there, and since when: messages, updates that may be made, averages, shares."""
+        self.waiting: dict[Hashable, list[int]] = {}
+        self.reduced: dict[int, list[float]] = {}
+        self.busy_s: dict[int, list[float]] = {}
+        """By batch, for how long each rank computed."""
+
+
+class Together:
+    """A run of several replicas. `make` gives the program of so many batches from a first one on."""
+
+    def __init__(
+        self,
+        make: Callable[[int, int], Program],
+        work: Work,
+        speeds: Sequence[Speed],
+        agreement: Agreement,
+        exchange: Exchange,
+        *,
+        batch_size: int,
+        kills: Sequence[Kill] = (),
+        seed: int = 0,
+    ) -> None:
+        self.make = make
+        self.work = work
+        self.speeds = speeds
+        self.agreement = agreement
+        self.exchange = exchange
+        self.batch_size = batch_size
+        self.num_replicas = len(speeds)
+        self.equal_share = batch_size // len(speeds)
+        if self.equal_share * len(speeds) != batch_size:
+            raise BiremeError(
+                f"A batch of {batch_size} samples has no equal shares for {len(speeds)} replicas. Give a "
+                f"batch_size that {len(speeds)} divides."
+            )
+        self.num_batches = 0
+        self.random: dict[tuple[int, int], Random] = {}
+        self.seed = seed
+        self.pipelines: dict[int, _Pipeline] = {}
+        self.agenda: list[tuple[float, int, Callable[[float], None]]] = []
+        self.num_events = 0
+        self.result = Ran(0.0)
+        for kill in kills:
+            self.at(kill.at_s, partial(self._kill, kill))
+
+    def until(self, until_s: float, num_batches: int) -> Ran:
+        """Run so long. `num_batches` is more than any replica trains meanwhile."""
+        self.num_batches = num_batches
+        self.result = Ran(until_s)
+        self.agreement.begin(self)
+        while self.agenda and self.agenda[0][0] <= until_s:
+            now_s, _, event = heappop(self.agenda)
+            event(now_s)
+        return self.result
+
+    # What an agreement may ask for.
+
+    def at(self, when_s: float, event: Callable[[float], None]) -> None:
+        """Let something happen at a moment; of one moment, what was asked for first is first."""
+        self.num_events += 1
+        heappush(self.agenda, (when_s, self.num_events, event))
+
+    def wake_at(self, when_s: float) -> None:
+        """Tell the agreement when that moment has come."""
+        self.at(when_s, self.agreement.woke)
+
+    def start(self, replica: int, batch: int, at_s: float) -> None:
+        """A replica begins to train with a batch."""
+        pipeline = _Pipeline(replica, self.make(self.num_batches - batch, batch), at_s)
+        self.pipelines[replica] = pipeline
+        for rank in range(pipeline.program.num_ranks):
+            self.at(at_s, partial(self._run, pipeline, rank))
+
+    def deal(self, replica: int, batch: int, now_s: float) -> None:
+        """The share that a replica waits for is known."""
+        self._set(replica, ("share", batch), now_s)
+
+    def update(self, replica: int, batch: int, at_s: float) -> None:
+        """From then on a replica may update a batch."""
+        self._set(replica, ("update", batch), at_s)
+
+    def complete(self, stage: int, members: Mapping[int, int], at_s: float) -> None:
+        """From then on the members of a group have a stage's mean, each after its own batch."""
+        self.result.groups.append((at_s, stage, dict(members)))
+        for replica, batch in members.items():
+            self._set(replica, ("average", stage, batch), at_s)
+
+    def count(self, trained: Trained) -> None:
+        """These samples count."""
+        self.result.trained.append(trained)
+
+    def busy_s(self, replica: int, batch: int) -> float:
+        """For how long the busiest rank of a replica computed a batch."""
+        pipeline = self.pipelines.get(replica)
+        return 0.0 if pipeline is None else max(pipeline.busy_s.get(batch, (0.0,)))
+
+    def is_alive(self, replica: int) -> bool:
+        """Whether a replica trains."""
+        return replica in self.pipelines
+
+    # How replicas go on.
+
+    def _kill(self, kill: Kill, now_s: float) -> None:
+        if self.pipelines.pop(kill.replica, None) is not None:
+            self.agreement.died(kill.replica, now_s)
+            self.at(now_s + kill.back_s, partial(self.agreement.returned, kill.replica))
+
+    def _set(self, replica: int, key: Hashable, at_s: float) -> None:
+        pipeline = self.pipelines.get(replica)
+        if pipeline is not None:
+            pipeline.ready[key] = at_s
+            for rank in pipeline.waiting.pop(key, ()):
+                self.at(at_s, partial(self._run, pipeline, rank))
+
+    def _run(self, pipeline: _Pipeline, rank: int, _now_s: float) -> None:
+        """Let a rank go on as far as it can, or past the end of the run."""
+        if self.pipelines.get(pipeline.replica) is not pipeline:
+            return
+        now_s = pipeline.now_s[rank]
+        while (step := pipeline.current[rank]) is not None and now_s <= self.result.until_s:
+            key = self._need(pipeline, step)
+            if key is not None:
+                ready_s = pipeline.ready.get(key)
+                if ready_s is None:
+                    pipeline.waiting.setdefault(key, []).append(rank)
+                    break
+                now_s = max(now_s, ready_s)
+            now_s = self._done(pipeline, rank, step, now_s)
+            pipeline.current[rank] = next(pipeline.rest[rank], None)
+        pipeline.now_s[rank] = now_s
+
+    def _need(self, pipeline: _Pipeline, step: Instruction) -> tuple[Hashable, ...] | None:
+        """What must be there before a rank can go on with a step."""
+        if step.kind in COMPUTE:
+            message = step.needs(pipeline.program.num_stages)
+            if message is not None:
+                return ("message", message)
+            return ("share", step.batch) if self._waits_for_share(pipeline, step) else None
+        if step.kind is Kind.UPDATE:
+            return ("update", step.batch)
+        if step.kind is Kind.AVERAGE_END:
+            return ("average", step.stage, step.batch)
+        return None
+
+    def _waits_for_share(self, pipeline: _Pipeline, step: Instruction) -> bool:
+        return step.kind is Kind.FORWARD and self.agreement.share(pipeline.replica, step.batch) is None
+
+    def _done(self, pipeline: _Pipeline, rank: int, step: Instruction, now_s: float) -> float:
+        """Do a step from now on; when it is done."""
+        replica = pipeline.replica
+        if step.kind in COMPUTE:
+            samples = self.agreement.share(replica, step.batch) or 0
+            work_s = self.work.seconds(step, samples / pipeline.program.num_microbatches)
+            if samples:
+                busy_s = self.speeds[replica].seconds(work_s, now_s, self._random(replica, rank))
+                now_s += busy_s
+                own = pipeline.busy_s.setdefault(step.batch, [0.0] * pipeline.program.num_ranks)
+                own[rank] += busy_s
+            for message in providers(step, pipeline.program.num_stages):
+                is_near = pipeline.program.rank_of_stage[message.to_stage] == rank
+                arrives_s = now_s if is_near or not samples else now_s + self.work.message_s
+                self._set(replica, ("message", message), arrives_s)
+        elif step.kind is Kind.REDUCE:
+            self._reduced(pipeline, step.batch, now_s)
+        elif step.kind in (Kind.UPDATE, Kind.TRIAL):
+            now_s += self.work.update_s * self.speeds[replica].slowness_at(now_s)
+        elif step.kind is Kind.AVERAGE_START:
+            self._tell(pipeline, now_s, partial(self.agreement.offered, replica, step.stage, step.batch))
+        return now_s
+
+    def _reduced(self, pipeline: _Pipeline, batch: int, now_s: float) -> None:
+        times = pipeline.reduced.setdefault(batch, [])
+        times.append(now_s)
+        if len(times) == pipeline.program.num_stages:
+            ready_s = max(pipeline.reduced.pop(batch)) + self.work.agree_s
+            self._tell(pipeline, ready_s, partial(self.agreement.contributed, pipeline.replica, batch))
+
+    def _tell(self, pipeline: _Pipeline, when_s: float, tell: Callable[[float], None]) -> None:
+        """Tell the agreement when that moment comes, if the replica still lives then."""
+
+        def event(now_s: float) -> None:
+            if self.pipelines.get(pipeline.replica) is pipeline:
+                tell(now_s)
+
+        self.at(when_s, event)
+
+    def _random(self, replica: int, rank: int) -> Random:
+        found = self.random.get((replica, rank))
+        if found is None:
+            found = self.random[replica, rank] = Random(f"{self.seed} {replica} {rank}")
+        return found

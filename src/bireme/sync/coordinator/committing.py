@@ -1,0 +1,225 @@
+"""Rounds of all lines: granting them, committing them, and dealing the samples of the next batches."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.messages import TERM, Commit, Grant, Member, Report, RoundAt, Samples, Source
+from bireme.sync.coordinator.rounds import Line, is_broken, is_ready, is_summed, next_grant
+from bireme.sync.coordinator.samples import Pool
+from bireme.sync.coordinator.settings import SyncMode
+from bireme.sync.coordinator.state import State
+
+__all__ = ["committed_rounds", "with_commit", "with_deals", "with_rounds", "with_sources", "with_trained"]
+
+Lines = list[Began | Committed]
+
+
+def with_rounds(state: State, now_s: float, lines: Lines) -> State:
+    """With what the reports lead to in each line of rounds."""
+    for number in range(len(state.lines)):
+        state = _with_line(state, number, now_s, lines)
+    return state
+
+
+def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
+    """With what follows in one line. Where a replica is about to enter, no round is granted before it has."""
+    line, membership = state.lines[number], state.membership
+    grant = line.grant
+    if grant is not None:
+        parts = [membership.reports(one.own_life) for one in membership.members if _is_in(one, grant)]
+        if all(is_summed(grant, one) for one in parts):
+            return with_commit(state, grant, lines)
+        if not any(is_broken(grant, one) for one in parts):
+            return state
+        line = line.broken(now_s)
+    is_quorum = state.settings.mode is SyncMode.QUORUM
+    if is_quorum and any(one.first is not None and one.first <= line.committed for one in state.heals):
+        return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
+    ready = {
+        one.replica: _num_samples(state, line, one)
+        for one in membership.members
+        if membership.confirms(one.own_life)
+        and membership.is_heard(one.own_life, line.broken_s)
+        and is_ready(line, membership.reports(one.own_life))
+    }
+    line = next_grant(
+        line,
+        ready,
+        membership.replicas,
+        quorum=_quorum(state),
+        grace_s=state.settings.grace_s,
+        now_s=now_s,
+    )
+    return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
+
+
+def _quorum(state: State) -> int:
+    """How many contributions suffice: at least half, for what fewer know could be lost with them."""
+    num = len(state.membership.members)
+    return max(state.settings.quorum or num // 2 + 1, (num + 1) // 2)
+
+
+def with_commit(state: State, grant: Grant, lines: Lines) -> State:
+    """After a round was committed: its samples count, and those of the others wait to be dealt again."""
+    line = state.lines[grant.line]
+    commit = Commit(grant.line, grant.round, grant.attempt, grant.parts)
+    state = replace(
+        state,
+        commits=(*state.commits, commit),
+        lines=tuple(one.after_commit() if one is line else one for one in state.lines),
+    )
+    if state.settings.mode is SyncMode.QUORUM:
+        return _with_batch(state, grant, lines)
+    trained = {
+        (part.replica, grant.line): min(
+            (_at(one, grant.line).trained for one in _reports(state, part.replica)), default=0
+        )
+        for part in grant.parts
+    }
+    return with_trained(replace(state, trained=state.trained | trained), len(state.lines), lines)
+
+
+def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
+    batch, membership = grant.round, state.membership
+    replicas = tuple(one.replica for one in grant.parts)
+    samples = tuple(state.pool.deals.get((one, batch), ()) for one in replicas)
+    pool = state.pool
+    for one in replicas:
+        pool = pool.without_deal(one, batch)
+    late = {replica for replica, own in pool.deals if own == batch}
+    for one in {replica for replica, _ in pool.deals}:
+        pool = pool.with_returned(one, below=batch + 1)
+    lines.append(_line(membership.epoch, batch, grant.attempt, replicas, samples, pool))
+    busy = {
+        one: max((_at(report, grant.line).busy_s for report in _reports(state, one)), default=0.0)
+        for one in replicas
+    }
+    counts = {one.replica: one.num_samples for one in grant.parts}
+    dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt).with_late(late)
+    return replace(state, pool=pool, dealing=dealing)
+
+
+def with_trained(state: State, num_parts: int, lines: Lines) -> State:
+    """With the samples of each replica that count: those that are in weights that others have, in all parts
+    of the model (stages in `groups`, fragments in `outer`).
+    """
+    pool = state.pool
+    for replica, batch in sorted(state.pool.deals):
+        known = [state.trained.get((replica, part), 0) for part in range(num_parts)]
+        if batch < min(known):
+            samples = pool.deals[replica, batch]
+            pool = pool.without_deal(replica, batch)
+            lines.append(_line(state.membership.epoch, batch, 0, (replica,), (samples,), pool))
+    return state if pool is state.pool else replace(state, pool=pool)
+
+
+def with_deals(state: State) -> State:
+    """With the samples of all batches that somebody wants."""
+    members = state.membership.members
+    if not members:
+        return state
+    if state.settings.mode is SyncMode.QUORUM:
+        while state.dealt < max(_wants(state, one) for one in state.contributors):
+            dealing = state.dealing.among(state.contributors, state.dealt)
+            pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
+            state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
+        return state
+    for one in members:
+        batch, end = state.dealt_to.get(one.replica, state.settings.first), _wants(state, one.replica)
+        if batch >= end:
+            continue
+        dealing = state.dealing.among(tuple(each.replica for each in members), batch)
+        pool = state.pool
+        while batch < end:
+            pool = pool.with_deal(batch, {one.replica: dealing.counts(batch)[one.replica]})
+            batch += 1
+        state = replace(state, dealing=dealing, pool=pool, dealt_to=state.dealt_to | {one.replica: batch})
+    return state
+
+
+def _wants(state: State, replica: int) -> int:
+    return max((one.wants for one in _reports(state, replica)), default=0)
+
+
+def with_sources(state: State) -> State:
+    """With a source of each committed sum for each replica that had no part in it, and without the rounds
+    that everybody has.
+    """
+    lowest = committed_rounds(state)
+    commits = tuple(
+        _sourced(state, one)
+        for one in state.commits
+        if one.round < state.lines[one.line].committed and one.round >= lowest[one.line]
+    )
+    return state if commits == state.commits else replace(state, commits=commits)
+
+
+def committed_rounds(state: State, *, donor: int | None = None) -> list[int]:
+    """Of each line how many rounds all members have, and those that heal: all, or only those of a `donor`."""
+    heals = {one.replica: one.batch for one in state.heals if donor in (None, one.donor)}
+    replicas = [*state.membership.replicas, *heals]
+    return [
+        min((_has_rounds(state, one, line, heals.get(one, 0)) for one in replicas), default=line.committed)
+        for line in state.lines
+    ]
+
+
+def _has_rounds(state: State, replica: int, line: Line, floor: int) -> int:
+    """How many rounds of a line a replica has; who heals needs none below `floor`."""
+    return max(floor, min((_at(one, line.number).committed for one in _reports(state, replica)), default=0))
+
+
+def _sourced(state: State, commit: Commit) -> Commit:
+    """With sources that live for those that lack its sum."""
+    parts = {one.replica for one in commit.parts}
+    members = state.membership.replicas
+    sources, kept = [], {one.target: one.source for one in commit.sources}
+    for target in members:
+        if target in parts:
+            continue
+        lost = {one for r in _reports(state, target) for one in _at(r, commit.line).lost}
+        source = kept.get(target)
+        if source not in members or source in lost:
+            holders = [one for one in members if one in parts and one not in lost]
+            holders = holders or [one for one in members if one != target and _has(state, one, commit)]
+            source = holders[target % len(holders)] if holders else None
+        if source is not None:
+            sources.append(Source(target, source))
+    sources += [Source(one.replica, one.donor) for one in state.heals if one.batch <= commit.round]
+    return replace(commit, sources=tuple(sources))
+
+
+def _has(state: State, replica: int, commit: Commit) -> bool:
+    reports = _reports(state, replica)
+    return bool(reports) and all(_at(one, commit.line).committed > commit.round for one in reports)
+
+
+def _line(
+    epoch: int,
+    batch: int,
+    attempt: int,
+    replicas: tuple[int, ...],
+    samples: tuple[tuple[Samples, ...], ...],
+    pool: Pool,
+) -> Committed:
+    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open)
+
+
+def _num_samples(state: State, line: Line, member: Member) -> int:
+    if state.settings.mode is SyncMode.QUORUM:
+        return state.pool.count(member.replica, line.committed)
+    return max((_at(one, line.number).num_samples for one in _reports(state, member.replica)), default=0)
+
+
+def _reports(state: State, replica: int) -> Iterable[Report]:
+    heard = state.membership.heard
+    return [each.report for rank, each in heard.items() if rank.replica == replica]
+
+
+def _is_in(member: Member, grant: Grant) -> bool:
+    return any(one.replica == member.replica for one in grant.parts)
+
+
+def _at(report: Report, line: int) -> RoundAt:
+    return report.rounds[line] if line < len(report.rounds) else RoundAt()

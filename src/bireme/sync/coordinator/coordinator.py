@@ -1,0 +1,172 @@
+"""The coordinator as a pure state machine: `step(state, event, now_s)` gives the next state, words for ranks,
+and lines for the ledger. The lines must be on the disk before a word is sent.
+
+An event is a `Report`, an `Ended`, or a `Tick`; after `wake_s(state)` a tick can change something. Each step
+brings the state to where nothing more follows from what is known. So no order of events is special, and a
+report that comes twice changes nothing.
+"""
+
+from dataclasses import replace
+
+from bireme.sync.coordinator.committing import (
+    committed_rounds,
+    with_deals,
+    with_rounds,
+    with_sources,
+)
+from bireme.sync.coordinator.dealing import Dealing
+from bireme.sync.coordinator.grouping import with_groups
+from bireme.sync.coordinator.groups import next_deadline_s
+from bireme.sync.coordinator.joining import with_beginning, with_entries, with_heals, without_lost
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.membership import Membership
+from bireme.sync.coordinator.messages import TERM, RankId, Report, Word
+from bireme.sync.coordinator.rounds import Line
+from bireme.sync.coordinator.samples import Pool
+from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.state import Ended, Event, State, Step
+
+__all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
+
+MOST_COMMITS = 32
+"""In one word; who lacks more gets the others later."""
+
+
+def begun(settings: Settings, *, term: int = 0) -> State:
+    """Nobody has come yet."""
+    num_lines = 0 if settings.mode is SyncMode.GROUPS else settings.num_lines
+    first = settings.first if settings.mode is SyncMode.QUORUM else 0
+    return State(
+        settings,
+        Membership(settings.num_stages, term * TERM),
+        tuple(Line(number, committed=first, first_attempt=term * TERM) for number in range(num_lines)),
+        Pool(settings.fresh, settings.waiting),
+        Dealing(settings.batch_size, settings.limits),
+        dealt=settings.first,
+    )
+
+
+def step(state: State, event: Event, now_s: float) -> Step:
+    """What follows from an event at that time."""
+    before, lines = _picture(state), list[Began | Committed]()
+    if isinstance(event, Report):
+        if _is_beat(state, event, now_s):
+            state = replace(state, membership=state.membership.with_report(event, now_s))
+            return Step(state, ((event.rank, word_for(state, event.rank)),))
+        membership = state.membership.with_report(event, now_s)
+        if is_behind(state, event) and membership.is_installed:
+            membership = membership.without(event.rank.own_life)  # it can take no word from here
+        state = replace(state, membership=membership)
+    elif isinstance(event, Ended):
+        state = replace(state, membership=state.membership.with_over(event.life))
+    state = replace(_settled(state, now_s, lines), settled_s=now_s)
+    is_news = _picture(state) != before
+    if is_news:
+        state = replace(state, number=state.number + 1)
+    told = {event.rank} if isinstance(event, Report) else set()
+    if is_news:
+        told |= state.membership.heard.keys()
+    words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
+    return Step(state, words, tuple(lines))
+
+
+def _is_beat(state: State, report: Report, now_s: float) -> bool:
+    """Whether a report says only that the rank still lives, as was known, and no time is over."""
+    last = state.membership.heard.get(report.rank)
+    if last is None or report.number <= last.report.number:
+        return False
+    is_known = last.at_s >= now_s - state.settings.lease_s
+    is_known &= all(line.broken_s < last.at_s for line in state.lines)
+    if not is_known or now_s >= wake_s(state, state.settled_s):
+        return False
+    return replace(report, number=last.report.number) == last.report
+
+
+def is_behind(state: State, report: Report) -> bool:
+    """Whether a rank has a later word of another coordinator than the one that this one took up from.
+
+    If this one is not installed yet, it must begin anew: others may have gone on without it.
+    """
+    held = None if report.known is None else report.known.held
+    term = state.membership.epoch // TERM
+    if report.epoch // TERM > term:
+        return True
+    return held is not None and held.epoch // TERM != term and held.place > state.after
+
+
+def wake_s(state: State, now_s: float) -> float:
+    """The next time at which a `Tick` could change something."""
+    settings = state.settings
+    times = [heard.at_s + settings.lease_s for heard in state.membership.heard.values()]
+    times += [line.since_s + settings.grace_s for line in state.lines if line.grant is None and line.ready]
+    if state.first_heard_s is not None:
+        times.append(state.first_heard_s + settings.lease_s)
+    deadline_s = None if state.groups is None else next_deadline_s(state.groups)
+    if deadline_s is not None:
+        times.append(max(deadline_s, now_s))
+    return min((one for one in times if one >= now_s), default=now_s + settings.lease_s)
+
+
+def word_for(state: State, rank: RankId) -> Word:
+    """All that holds, for one rank."""
+    membership = state.membership
+    report = membership.heard[rank].report if rank in membership.heard else None
+    known = [0] * len(state.lines)
+    if report is not None:
+        known[: len(report.rounds)] = [one.committed for one in report.rounds]
+    commits = [one for one in state.commits if one.round >= known[one.line]]
+    return Word(
+        epoch=membership.epoch,
+        number=state.number,
+        committed=tuple(line.committed for line in state.lines),
+        kept=tuple(committed_rounds(state, donor=rank.replica)),
+        members=membership.members,
+        voters=tuple(tuple(sorted(own)) for own in membership.voters),
+        is_installed=membership.is_installed,
+        after=state.after,
+        grants=tuple(line.grant for line in state.lines if line.grant is not None),
+        commits=tuple(commits[:MOST_COMMITS]) if membership.is_installed else (),
+        deals=state.pool.listed(),
+        waiting=state.pool.waiting,
+        fresh=state.pool.fresh,
+        heals=state.heals,
+        group=state.group_words.get((rank.stage, rank.replica)),
+        is_dropped=membership.is_over(rank.own_life),
+    )
+
+
+def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> State:
+    """The state from which nothing more follows now."""
+    while True:
+        before = state
+        state = with_beginning(state, now_s, lines)
+        state = without_lost(state, now_s)
+        state = replace(state, membership=state.membership.installed())
+        state = with_heals(state, now_s)
+        if state.membership.is_installed:
+            state = with_entries(state)
+        if state.membership.is_installed:
+            state = with_deals(state)
+        if state.membership.is_installed:
+            state = with_rounds(state, now_s, lines)
+            if state.settings.mode is SyncMode.GROUPS:
+                state = with_groups(state, now_s, lines)
+        state = with_sources(state)
+        if _picture(state) == _picture(before):
+            return state
+
+
+def _picture(state: State) -> tuple[object, ...]:
+    """What words tell; who has which rounds already is no news."""
+    return (
+        state.membership.epoch,
+        state.membership.members,
+        state.membership.voters,
+        state.lines and tuple((line.committed, line.grant) for line in state.lines),
+        state.commits,
+        state.pool,
+        state.heals,
+        state.group_words,
+        state.membership.dropped,
+        state.membership.is_installed,
+    )

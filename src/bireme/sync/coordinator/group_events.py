@@ -1,0 +1,121 @@
+"""What happens to groups, and what becomes of it: the events and replies of `groups.py`."""
+
+from dataclasses import dataclass
+
+from bireme.sync.coordinator.messages import GroupMember
+
+__all__ = [
+    "Arrived",
+    "Came",
+    "Event",
+    "Formed",
+    "Gone",
+    "Group",
+    "MeanAsked",
+    "Settled",
+    "StopAsked",
+    "Summed",
+    "Tick",
+    "Unreached",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A rank is ready to average its weights after a batch. As opener it waits for others for `wait_s`, or
+    for `patient_s` if that is longer and it is connected to half of the members at most.
+    """
+
+    stage: int
+    replica: int
+    batch: int
+    wait_s: float
+    patient_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A rank holds the mean of an attempt of its group."""
+
+    stage: int
+    replica: int
+    number: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """An attempt of a group failed on a rank: it could not reach another one."""
+
+    stage: int
+    replica: int
+    number: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """A replica is a member from now on."""
+
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A replica is dead, or has left."""
+
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeanAsked:
+    """Somebody wants the mean over all replicas, as before a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """All replicas are to stop and drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Arrived | Summed | Unreached | Came | Gone | MeanAsked | StopAsked | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Replicas that average the weights of a stage; `summed` hold the mean of this attempt.
+
+    For those in `last` it is the last group before they drain.
+    """
+
+    stage: int
+    number: int
+    members: tuple[GroupMember, ...]
+    attempt: int = 0
+    is_forced: bool = False
+    is_mean: bool = False
+    last: frozenset[int] = frozenset()
+    summed: frozenset[int] = frozenset()
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Its members' numbers, rising."""
+        return tuple(one.replica for one in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """All members of a group make its mean, from the weights that they kept."""
+
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """All members hold the mean of their group: it counts, and they use it."""
+
+    group: Group

@@ -1,0 +1,165 @@
+"""Reads the ledger of a run and checks that every sample counts once.
+
+Each line says which places of the run's order it commits, and which below `fresh` are not committed yet. So
+after each line all places below `fresh` are committed once, or open. An epoch of the data is finished once
+all its places have been dealt and none of them is open.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bireme.documents import read_json_lines
+from bireme.errors import BiremeError
+from bireme.sync.coordinator.messages import Samples
+from bireme.sync.coordinator.samples import united
+
+__all__ = ["CheckedLedger", "MembersFrom", "check_ledger"]
+
+
+@dataclass(frozen=True, slots=True)
+class MembersFrom:
+    """From a batch on these replicas had a part in the rounds."""
+
+    batch: int
+    members: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class CheckedLedger:
+    """What a ledger says. Places that are `missing` are neither committed nor open, those in `doubled` were
+    committed twice.
+    """
+
+    rounds: int = 0
+    samples: int = 0
+    per_epoch: int = 0
+    fresh: int = 0
+    open: tuple[Samples, ...] = ()
+    missing: tuple[Samples, ...] = ()
+    doubled: tuple[Samples, ...] = ()
+    damaged: tuple[int, ...] = ()
+    """The numbers of lines that nobody can read."""
+    members: list[MembersFrom] = field(default_factory=list)
+    committed: tuple[Samples, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sample counts once, as far as it has been dealt."""
+        return not (self.missing or self.doubled or self.damaged)
+
+    @property
+    def num_finished(self) -> int:
+        """How many epochs of the data are finished, from the first on."""
+        if not self.per_epoch:
+            return 0
+        first_open = self.open[0].begin if self.open else self.fresh
+        return min(first_open, self.fresh) // self.per_epoch
+
+    def document(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "ok": self.is_whole,
+            "rounds": self.rounds,
+            "samples_committed": self.samples,
+            "samples_per_epoch": self.per_epoch or None,
+            "epochs_finished": self.num_finished,
+            "samples_open": sum(one.count for one in self.open),
+            "missing": [self._shown(one) for one in self._by_epoch(self.missing)],
+            "doubled": [self._shown(one) for one in self._by_epoch(self.doubled)],
+            "damaged_lines": list(self.damaged),
+            "membership": [{"batch": one.batch, "members": list(one.members)} for one in self.members],
+        }
+
+    def _by_epoch(self, samples: Iterable[Samples]) -> list[Samples]:
+        """Cut where an epoch begins."""
+        if not self.per_epoch:
+            return list(samples)
+        found = []
+        for one in samples:
+            begin = one.begin
+            while begin < one.end:
+                end = min(one.end, (begin // self.per_epoch + 1) * self.per_epoch)
+                found.append(Samples(begin, end))
+                begin = end
+        return found
+
+    def _shown(self, one: Samples) -> dict[str, int]:
+        epoch = one.begin // self.per_epoch if self.per_epoch else 0
+        first = epoch * self.per_epoch
+        return {"epoch": epoch, "begin": one.begin - first, "end": one.end - first}
+
+
+def check_ledger(path: Path) -> CheckedLedger:
+    """What the ledger at a path says; a last line that was cut is as if it were not there."""
+    if not path.is_file():
+        raise BiremeError(
+            f"There is no ledger {path}. A run has one if a coordinator deals its samples: with sync.mode "
+            'set to "quorum", "groups" or "outer".'
+        )
+    read = read_json_lines(path, start="start")
+    found, damaged = CheckedLedger(), list(read.damaged)
+    for number, record in read.records.items():
+        try:
+            _take(found, record)
+        except (KeyError, TypeError, ValueError):
+            damaged.append(number)
+    found.damaged = tuple(sorted(damaged))
+    known = _union(found.committed, found.open)
+    found.missing = _without((Samples(0, found.fresh),) if found.fresh else (), known)
+    found.doubled = _union(found.doubled, _common(found.committed, found.open))
+    return found
+
+
+def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
+    """Learn one line."""
+    kind, fresh, open_ = record["kind"], int(record["fresh"]), _read(record["open"])
+    if kind == "start":
+        found.per_epoch = int(record["num_samples"])
+        found.committed = _without((Samples(0, fresh),) if fresh else (), open_)
+    elif kind == "round":
+        samples = [one for own in record["samples"] for one in _read(own)]
+        for one in samples:
+            found.doubled = _union(found.doubled, _common(found.committed, (one,)))
+            found.committed = _union(found.committed, (one,))
+        found.rounds += 1
+        found.samples += sum(one.count for one in samples)
+        members = tuple(record["members"])
+        if not found.members or found.members[-1].members != members:
+            found.members.append(MembersFrom(int(record["batch"]), members))
+    else:
+        raise ValueError(kind)
+    found.fresh, found.open = fresh, open_
+
+
+def _read(pairs: Sequence[Sequence[int]]) -> tuple[Samples, ...]:
+    return tuple(Samples(int(begin), int(end)) for begin, end in pairs)
+
+
+def _union(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples, ...]:
+    """The places in either, in rising order."""
+    return united((*one, *_without(other, one)))
+
+
+def _without(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples, ...]:
+    """The places of one that are not in the other."""
+    found = list(one)
+    for cut in other:
+        left = []
+        for each in found:
+            left += [
+                piece
+                for piece in (
+                    Samples(each.begin, min(each.end, cut.begin)),
+                    Samples(max(each.begin, cut.end), each.end),
+                )
+                if piece.begin < piece.end
+            ]
+        found = left
+    return united(sorted(set(found)))
+
+
+def _common(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples, ...]:
+    """The places in both."""
+    return _without(one, _without(one, other))

@@ -1,0 +1,377 @@
+"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`, which are JSON.
+
+Both say all that holds now, not what has changed. So a later one replaces an earlier one, a lost one is made
+good by the next, and one that comes twice or late changes nothing. A rank reports whenever something has
+changed, and as often as its lease wants it; the coordinator answers every report, and sends a new word to all
+whose word has changed.
+
+    rank                                  coordinator
+     │  Report: I am replica 1, stage 0        │
+     │ ──────────────────────────────────────▶ │
+     │  Word: epoch 3, your samples of batch 7 │
+     │ ◀────────────────────────────────────── │
+     │  Report: my contribution 7 is ready     │
+     │ ──────────────────────────────────────▶ │
+     │  Word: grant (batch 7, attempt 0, …)    │
+     │ ◀────────────────────────────────────── │
+     │  Report: 7 is summed in attempt 0       │
+     │ ──────────────────────────────────────▶ │
+     │  Word: 7 is committed                   │
+     │ ◀────────────────────────────────────── │
+
+**Epochs.** A membership epoch is one number. Its high part is the *term* of its coordinator: one that takes
+up after another begins at a later multiple of `TERM`. What carries an older epoch changes nothing.
+
+**Rounds.** In `quorum` a round is the sum of the gradients of a batch, and there is one line of rounds. In
+`outer` each fragment has a line of its own, and a round is the mean of its drift. Rounds of a line are
+numbered from 0 without gaps. `committed` is how many of them are committed, so it is the number of the next.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from bireme.errors import BiremeError
+
+__all__ = [
+    "TERM",
+    "Commit",
+    "Deal",
+    "Grant",
+    "GroupAt",
+    "GroupMember",
+    "GroupWord",
+    "Heal",
+    "Known",
+    "Life",
+    "Member",
+    "Part",
+    "RankId",
+    "Report",
+    "RoundAt",
+    "Samples",
+    "Source",
+    "Word",
+    "decode",
+    "encode",
+]
+
+TERM = 1_000_000
+"""Epochs of one term; the epoch e is of the term e // TERM."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankId:
+    """A rank: its replica, which start of that replica it is of, counted from 0, and its place in it.
+
+    A replica that was started again has the next life. What an earlier life says changes nothing.
+    """
+
+    replica: int
+    life: int
+    stage: int
+
+    @property
+    def own_life(self) -> "Life":
+        """The start of the replica that it is of."""
+        return Life(self.replica, self.life)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Life:
+    """One start of a replica."""
+
+    replica: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Samples:
+    """Samples by their places in the order of the run: from `begin` up to but without `end`.
+
+    With n samples the place p is of the pass p // n over the data, as in `bireme.train.data.order`.
+    """
+
+    begin: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a replica contributes to a round: so many samples. The sum is weighted by them."""
+
+    replica: int
+    num_samples: int
+
+
+# What a rank says.
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAt:
+    """Where a rank is in a line of rounds.
+
+    It has `committed` rounds: it has the results of all of them, and has heard that they count. `ready` is
+    the round whose contribution it has kept, `summed` the one whose sum it holds, made in `attempt`. `lost`
+    are replicas that it could not reach in that attempt, or as the source of a committed sum. `busy_s` are
+    the seconds that its device was busy with the contribution. In `outer` it says of its contribution how
+    many samples it is of, and that the first `trained` batches are in it or in earlier ones.
+    """
+
+    committed: int = 0
+    ready: int | None = None
+    summed: int | None = None
+    attempt: int = 0
+    lost: tuple[int, ...] = ()
+    busy_s: float = 0.0
+    num_samples: int = 0
+    trained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAt:
+    """Where a rank is in `groups`: it waits to average its weights after the batch `arrived`.
+
+    `wait_s` is how long it would wait for others, if it opens the group, and `patient_s` how long if it is
+    connected to half of the members at most: about as long as they take for a batch. `summed` is the group
+    that it holds the mean of, made in `attempt`; `is_broken` says that it could not reach another member in
+    that attempt.
+    """
+
+    arrived: int | None = None
+    wait_s: float = 0.0
+    patient_s: float = 0.0
+    summed: int | None = None
+    attempt: int = 0
+    is_broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a rank has to say. `number` grows with each report of this rank.
+
+    `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
+    It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
+    has loaded the snapshot after `healed` batches. `means` counts the means over all replicas that it has
+    asked for (`groups`). One that `is_leaving` will say no more.
+    `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
+    needs no more than this from a majority of the members.
+    """
+
+    rank: RankId
+    number: int
+    epoch: int
+    address: str
+    wants: int = 0
+    rounds: tuple[RoundAt, ...] = ()
+    group: GroupAt | None = None
+    healed: int | None = None
+    means: int = 0
+    is_leaving: bool = False
+    known: "Known | None" = None
+
+
+# What the coordinator answers.
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica that lives: `addresses` are those of its ranks, stage by stage. It trains the batches from
+    `first` on.
+    """
+
+    replica: int
+    life: int
+    addresses: tuple[str, ...]
+    first: int = 0
+
+    @property
+    def own_life(self) -> Life:
+        """The start of the replica that is the member."""
+        return Life(self.replica, self.life)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A round that runs now: every stage makes the sum over `parts`, from the kept contributions.
+
+    A later attempt of a round replaces the earlier one; in a later term attempts go on from that term's
+    multiple of `TERM`. Nobody uses the sum before it is committed.
+    """
+
+    line: int
+    round: int
+    attempt: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A replica that has no part in a committed round gets its sum from another one, stage by stage."""
+
+    target: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A round that counts. Those in `parts` use the sum they hold; the others get it from their source."""
+
+    line: int
+    round: int
+    attempt: int
+    parts: tuple[Part, ...]
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """The samples that a replica trains in a batch. They never change once they are dealt."""
+
+    replica: int
+    batch: int
+    samples: tuple[Samples, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """How many they are."""
+        return sum(one.count for one in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """`replica` gets a snapshot of every stage from `donor`: weights and optimiser after `batch` updates.
+
+    It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once
+    it has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
+    there. One whose donor changes begins anew. `addresses` are those of its ranks.
+    """
+
+    replica: int
+    donor: int
+    batch: int
+    addresses: tuple[str, ...] = ()
+    first: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A replica in a group, after its own batch."""
+
+    replica: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWord:
+    """The group of a rank's last arrival. The members are the same, in the same order, for all of them.
+
+    Everyone makes the plain mean over `members` from the kept weights, and uses it once it `is_settled`. With
+    `is_mean` it is the mean over all replicas that somebody asked for. With `is_last` the replica drains: it
+    trains what is in its pipeline alone.
+    """
+
+    number: int
+    attempt: int
+    members: tuple[GroupMember, ...]
+    is_settled: bool = False
+    is_mean: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """All that holds, told to a rank. `number` grows with everything that changes in a term.
+
+    `committed` rounds of each line count; `commits` are the first of them that the rank has not said it has.
+    All members have the sums of the rounds of each line below `kept`, so nobody need keep these. `deals` are
+    the samples in batches that are not committed, of all replicas; `waiting` were dealt and lost, and are
+    dealt again first, and from the place `fresh` on none have been dealt. `voters` are sets of replicas: of
+    each set enough must know the epoch before it `is_installed`, and nothing is granted or committed before.
+    A coordinator that took up did so from the word with the epoch and the number that `after` says.
+
+    `group` is of the rank's own last arrival. A rank that `is_dropped` is of a life that is over: it ends,
+    for its replica to begin the next one.
+    """
+
+    epoch: int
+    number: int
+    committed: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    members: tuple[Member, ...] = ()
+    voters: tuple[tuple[Life, ...], ...] = ()
+    is_installed: bool = False
+    after: tuple[int, int] = (0, 0)
+    grants: tuple[Grant, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    deals: tuple[Deal, ...] = ()
+    waiting: tuple[Samples, ...] = ()
+    fresh: int = 0
+    heals: tuple[Heal, ...] = ()
+    group: GroupWord | None = None
+    is_dropped: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What orders words: of two the later is greater."""
+        return self.epoch, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a rank was told last: the last word of an epoch that was installed, and the last one if its epoch
+    was not installed yet.
+    """
+
+    held: Word | None = None
+    offered: Word | None = None
+
+    @property
+    def last(self) -> Word | None:
+        """The last word."""
+        return self.offered or self.held
+
+    def with_word(self, word: Word) -> "Known | None":
+        """With one more word; None if the rank must not take it.
+
+        It is late, or of a coordinator that others have replaced, or of one that took up without knowing what
+        this rank was told.
+        """
+        if self.last is not None and word.place <= self.last.place:
+            return None
+        held = self.held
+        if held is not None and word.epoch // TERM != held.epoch // TERM and word.after < held.place:
+            return None
+        return Known(word) if word.is_installed else Known(held, word)
+
+
+Message = TypeVar("Message", Report, Word)
+
+
+def encode(message: Report | Word) -> bytes:
+    """A message as one line of JSON, without its end. Fields that hold their default are left out."""
+    return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
+
+
+def decode(kind: type[Message], line: bytes) -> Message:
+    """The message in a line that `encode` wrote."""
+    try:
+        return cast("Message", _adapter(cast("Hashable", kind)).validate_json(line))
+    except ValidationError as error:
+        raise BiremeError(
+            f"A line between a rank and the coordinator is no {kind.__name__}: "
+            f"{error.errors()[0]['msg']}. Use one version of Bireme on all machines."
+        ) from None
+
+
+@cache
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast("type[Any]", kind))

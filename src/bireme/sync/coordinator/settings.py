@@ -1,0 +1,60 @@
+"""What a coordinator is told before it begins: the same on all machines, so that any of them can take up."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bireme.balance.shares import Limits
+from bireme.sync.coordinator.messages import Samples
+
+__all__ = ["GroupSettings", "Settings", "SyncMode"]
+
+
+class SyncMode(StrEnum):
+    """How replicas agree, where that may change while they train."""
+
+    QUORUM = "quorum"
+    """Gradients of the living, in every batch."""
+    GROUPS = "groups"
+    """Weights within the group that is ready."""
+    OUTER = "outer"
+    """The drift since the last round, a fragment at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """How groups form: they connect all replicas at least every `connect_every` batches of each.
+
+    With more than `pairs_above` replicas a group that is not forced is cut into pairs. After so many batches
+    of each replica all of them stop and drain; 0 is never.
+    """
+
+    connect_every: int = 10
+    pairs_above: int = 8
+    stop_every: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A run of `num_replicas` pipelines of `num_stages` ranks.
+
+    A batch has `batch_size` samples whatever the members are; `limits` are the fewest and the most that each
+    replica can train of it. A replica that was not heard of for `lease_s` is dropped. A round may go on
+    without some replicas once `quorum` contributions are ready (0: more than half of the members) and no
+    other has come for `grace_s`. The run begins at the batch `first`, with the samples `waiting` and those
+    from the place `fresh` on. A pass over the data has `num_samples`, 0 if it has no end.
+    """
+
+    mode: SyncMode
+    num_replicas: int
+    num_stages: int
+    batch_size: int
+    limits: Limits
+    lease_s: float = 10.0
+    grace_s: float = 1.0
+    quorum: int = 0
+    num_lines: int = 1
+    first: int = 0
+    fresh: int = 0
+    waiting: tuple[Samples, ...] = ()
+    num_samples: int = 0
+    groups: GroupSettings = GroupSettings()

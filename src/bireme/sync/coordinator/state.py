@@ -1,0 +1,75 @@
+"""All that a coordinator knows, and what happens to it."""
+
+from dataclasses import dataclass, field
+
+from bireme.sync.coordinator.dealing import Dealing
+from bireme.sync.coordinator.groups import GroupState
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.membership import Membership
+from bireme.sync.coordinator.messages import Commit, GroupWord, Heal, Life, RankId, Report, Word
+from bireme.sync.coordinator.rounds import Line
+from bireme.sync.coordinator.samples import Pool
+from bireme.sync.coordinator.settings import Settings
+
+__all__ = ["Ended", "Event", "State", "Step", "Tick"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A start of a replica is over for certain: who started its processes has seen one of them end, and will
+    end the others.
+    """
+
+    life: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Report | Ended | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A coordinator. `number` is that of its last word, `heals` are of replicas that are no members yet.
+
+    `dealt` is the first batch that has not been dealt, of all replicas in `quorum`, else of each. `trained`
+    says of each replica and stage, or line, up to which batch its samples are in weights that others have.
+    """
+
+    settings: Settings
+    membership: Membership
+    lines: tuple[Line, ...]
+    pool: Pool
+    dealing: Dealing
+    number: int = 0
+    heals: tuple[Heal, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    dealt: int = 0
+    dealt_to: dict[int, int] = field(default_factory=dict)
+    trained: dict[tuple[int, int], int] = field(default_factory=dict)
+    groups: GroupState | None = None
+    group_words: dict[tuple[int, int], GroupWord] = field(default_factory=dict)
+    means: int = 0
+    first_heard_s: float | None = None
+    after: tuple[int, int] = (0, 0)
+    """The word from which it took up."""
+    settled_s: float = 0.0
+    """When it was last seen to what follows from what is known."""
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The replicas that train the next batch that is dealt."""
+        entering = [one.replica for one in self.heals if one.first is not None and one.first <= self.dealt]
+        return tuple(sorted([*self.membership.replicas, *entering]))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an event leads to: words for ranks, and lines for the ledger, which come before the words."""
+
+    state: State
+    words: tuple[tuple[RankId, Word], ...] = ()
+    lines: tuple[Began | Committed, ...] = ()

@@ -1,0 +1,155 @@
+"""How a coordinator takes up after another: from the last words of the members that call it.
+
+It needs more than half of the voters, and of the members, of the latest epoch that a caller knows: then at
+least one of them had a part in whatever was committed last. What the ranks hold says the rest. A round counts
+once all ranks of its last attempt hold its sum, and no sum is used before. So:
+
+* If all ranks of that attempt that call hold it, it may have been committed, and so it is.
+* If one of them does not, it was not, and the round is granted again.
+
+One that was started again where it ran before, and still has its ledger, was never replaced if half of them
+call it; but then none of the batches in the ledger may be missing among them.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from bireme.sync.coordinator.committing import with_commit
+from bireme.sync.coordinator.coordinator import begun
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.membership import Heard, Membership
+from bireme.sync.coordinator.messages import TERM, Commit, Life, RankId, Word
+from bireme.sync.coordinator.rounds import is_summed
+from bireme.sync.coordinator.samples import Pool
+from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.state import State, Step
+
+__all__ = ["Candidate", "taken_up"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A coordinator that may take up: the one with that `number` among `num_candidates`, from 0 on.
+
+    `recorded` is how many batches its own ledger has, if it is the one that wrote it last. `used` is the last
+    term that it had; it has none twice.
+    """
+
+    number: int
+    num_candidates: int
+    recorded: int | None = None
+    used: int = -1
+
+    def next_term(self, term: int) -> int:
+        """The first term after that one that only this candidate can have."""
+        return (max(term, self.used) // self.num_candidates + 1) * self.num_candidates + self.number
+
+
+def taken_up(
+    settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard], *, is_late: bool
+) -> Step | None:
+    """The state with which the candidate goes on, if those that it has heard are enough.
+
+    It waits for all members, until it `is_late`.
+    """
+    # A rank that does not say what it knows is none that counts.
+    heard = {rank: each for rank, each in heard.items() if each.report.known is not None}
+    known = [each.report.known for each in heard.values() if each.report.known is not None]
+    held = [one.held for one in known if one.held is not None]
+    if not held:
+        return _fresh(settings, candidate, heard)
+    last = max(held, key=lambda word: word.place)
+    offered = {one.offered for one in known if one.offered is not None and one.offered.place > last.place}
+    sets = [frozenset(own) for own in last.voters]
+    # They may have been installed without any caller's knowledge.
+    sets += [frozenset(one.own_life for one in word.members) for word in (last, *offered)]
+    there = Membership(
+        settings.num_stages,
+        last.epoch,
+        last.members,
+        tuple(sets),
+        is_strict=candidate.recorded is None,
+        heard=dict(heard),
+    )
+    for rank in heard:
+        there = there.with_over(Life(rank.replica, rank.life - 1))
+    callers = [one for one in last.members if there.reports(one.own_life)]
+    if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
+        return None
+    term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
+    state = replace(_state(settings, there, last, term * TERM), commits=_commits(last, held, heard.values()))
+    # What the other one wrote after its last word that anyone heard is undone by the first line.
+    first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
+    epoch = term * TERM + 1
+    lines: list[Began | Committed] = [
+        Began(epoch, first, settings.num_samples, state.pool.fresh, state.pool.open)
+    ]
+    state = replace(state, membership=replace(state.membership, epoch=epoch))
+    state = _with_summed(state, [one.own_life for one in callers], lines)
+    if candidate.recorded is not None and state.lines and state.lines[0].committed < candidate.recorded:
+        return None
+    pool = state.pool
+    for replica in {replica for replica, _ in pool.deals} - {one.replica for one in callers}:
+        pool = pool.with_returned(replica)
+    started = replace(state.membership, epoch=epoch - 1).begun(callers)
+    for one in last.members:
+        if one not in callers and not started.is_over(one.own_life):
+            started = started.without(one.own_life)  # it may have samples that nobody here knows of
+    return Step(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
+
+
+def _fresh(settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard]) -> Step | None:
+    """The beginning, where the other coordinator ended before it: all are there, and in their first life."""
+    everyone = {RankId(r, 0, s) for r in range(settings.num_replicas) for s in range(settings.num_stages)}
+    if heard.keys() != everyone:
+        return None
+    state = begun(settings, term=candidate.next_term(max(e.report.epoch for e in heard.values()) // TERM))
+    return Step(replace(state, membership=replace(state.membership, heard=dict(heard))))
+
+
+def _state(settings: Settings, membership: Membership, last: Word, first_attempt: int) -> State:
+    """What the last word says, as a state."""
+    fresh = begun(settings)
+    lines = []
+    for line, committed in zip(fresh.lines, last.committed, strict=True):
+        grant = next((one for one in last.grants if one.line == line.number), None)
+        lines.append(replace(line, committed=committed, grant=grant, first_attempt=first_attempt))
+    deals = {(one.replica, one.batch): one.samples for one in last.deals}
+    dealt = max((one.batch + 1 for one in last.deals), default=0)
+    dealt_to = {replica: max(batch for other, batch in deals if other == replica) + 1 for replica, _ in deals}
+    committed = max(last.committed, default=0) if settings.mode is SyncMode.QUORUM else 0
+    return replace(
+        fresh,
+        membership=membership,
+        lines=tuple(lines),
+        pool=Pool(last.fresh, last.waiting, deals),
+        dealt=max(dealt, committed, settings.first),
+        dealt_to=dealt_to,
+    )
+
+
+def _commits(last: Word, held: Collection[Word], heard: Collection[Heard]) -> tuple[Commit, ...]:
+    """The rounds that count and that a caller may lack: as a word tells of them, or as they were granted."""
+    found: dict[tuple[int, int], Commit] = {}
+    for word in sorted(held, key=lambda one: one.place):
+        for grant in word.grants:
+            if grant.round < last.committed[grant.line]:
+                key = (grant.line, grant.round)
+                found[key] = Commit(grant.line, grant.round, grant.attempt, grant.parts)
+        found |= {(one.line, one.round): one for one in word.commits}
+    for line, committed in enumerate(last.committed):
+        places = [each.report.rounds[line].committed for each in heard if line < len(each.report.rounds)]
+        for number in range(min(places, default=committed), committed):
+            found.setdefault((line, number), Commit(line, number, 0, ()))
+    return tuple(found[key] for key in sorted(found))
+
+
+def _with_summed(state: State, callers: list[Life], lines: list[Began | Committed]) -> State:
+    """With the rounds that may have been committed as committed, and the others not granted."""
+    for line in state.lines:
+        grant = line.grant
+        parts = {one.replica for one in grant.parts} if grant is not None else set()
+        there = [state.membership.reports(one) for one in callers if one.replica in parts]
+        if grant is not None and there and all(is_summed(grant, one) for one in there):
+            state = with_commit(state, grant, lines)
+    return replace(state, lines=tuple(one.with_epoch() for one in state.lines))

@@ -1,0 +1,170 @@
+"""One rank of a replica that may die, as the loop of a run sees it: its samples, and who speaks for the run.
+
+Of the replicas that have a part in a batch, the one that has trained for longest leads: it writes the log and
+the checkpoints. All learn who leads from the batch's result, so all ranks of a replica know the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from bireme.errors import BiremeError
+from bireme.runtime.pipeline import Result
+from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.coordinator_line import CoordinatorClient
+from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.world import World
+from bireme.sync.coordinator.messages import RankId
+from bireme.train.checkpoint.manifest import CheckpointMeta
+from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT
+from bireme.train.data.rank_batches import RankBatches
+from bireme.train.data.workers import Task
+from bireme.train.outcome import Outcome
+from bireme.train.run_log import RunLog
+from bireme.train.stops import Reason, Stops
+
+__all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "Replica"]
+
+Tell = Callable[..., None]
+
+
+class Replica:
+    """What this rank knows of the replicas of its run; `num_replicas` there are at most."""
+
+    def __init__(
+        self, world: World, seat: Seat, num_replicas: int, batch_size: int, *, balances: bool
+    ) -> None:
+        self.number = seat.life.replica
+        rank = RankId(self.number, seat.life.life, world.rank)
+        client = CoordinatorClient(rank, seat.coordinator, lease_s=seat.lease_s, timeout_s=world.timeout_s)
+        self._agent = Agent(rank, client, timeout_s=world.timeout_s, device=world.device)
+        world.watch.abort_on_failure(self._agent)
+        self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)
+        self.leads = seat.life.replica == 0 and seat.life.life == 0
+        self.has_come_late = seat.life.life > 0
+        self._members: tuple[int, ...] | None = None
+
+    def begin(self, step: int) -> int:
+        """Report to the coordinator; gives the step that this replica has to be made for, which is later than
+        its own where others have gone on.
+        """
+        self._agent.begin(step)
+        word = self._agent.wait_for(
+            lambda word: (
+                any(one.replica == self.number for one in word.heals)
+                or any(one.own_life == self._agent.own.own_life for one in word.members)
+            )
+        )
+        heal = next((one for one in word.heals if one.replica == self.number), None)
+        return step if heal is None else max(step, heal.batch)
+
+    def note(self, result: Result, tell: Tell) -> None:
+        """A batch is done: who leads now, and who had a part in it."""
+        self.leads = result.leader == self.number
+        members = tuple(one for one, num in enumerate(result.shares) if num)
+        if members != self._members:
+            self._members = members
+            tell("membership", result.batch, members=list(members))
+
+    def votes(self, stops: Stops) -> Callable[[], float]:
+        """What this rank gives along with a batch: time and saving are for who leads to ask for."""
+
+        def vote() -> float:
+            found = stops.vote()
+            return found if self.leads or found >= Reason.SIGNAL else 0.0
+
+        return vote
+
+    def batches(self, *words: Any, **more: Any) -> "DealtBatches":
+        """What this rank reads."""
+        return DealtBatches(*words, deal=self.deal, **more)
+
+    def deal(self, batch: int) -> Sequence[range]:
+        """The places in the run's order of the samples that this replica trains in a batch."""
+        return [range(one.begin, one.end) for one in self._agent.dealt(batch).samples]
+
+    def leave(self, step: int) -> None:
+        """This rank has done all steps up to that one."""
+        self._agent.wait_until_kept_by_all(step)
+        self._agent.close(is_leaving=True)
+
+
+class DealtBatches(RankBatches):
+    """Batches of the samples that are dealt to a replica; `deal` waits until they are."""
+
+    def __init__(self, *words: Any, deal: Callable[[int], Sequence[range]], **more: Any) -> None:
+        super().__init__(*words, **more)
+        self._deal = deal
+
+    def _tasks(self) -> Iterator[Task]:
+        assert self._end is not None, "a run has a last batch"
+        for number in range(self._next, self._end):
+            places = self._deal(number)
+            chosen = tuple(int(one) for own in places for one in self._order.numbers(own.start, len(own)))
+            seed = (self._order.seed * SEED_FACTOR + (places[0].start if places else 0)) % SEED_LIMIT
+            wanted = None if self._wants is None else self._wants(number, len(chosen))
+            yield Task(number, chosen, seed, wanted)
+
+
+class LeaderLog:
+    """The log of a run, which is written by the first rank of the replica that leads."""
+
+    def __init__(self, make: Callable[[], RunLog], replica: Replica) -> None:
+        self._make, self._replica = make, replica
+        self._log: RunLog | None = None
+
+    def tell(self, kind: str, step: int, **values: Any) -> None:
+        """For the loop."""
+        if self._replica.leads:
+            self._opened().tell(kind, step, **values)
+
+    def begin(self, step: int) -> None:
+        """The run begins."""
+        if self._replica.leads:
+            self._opened().begin(step)
+
+    def end(self, outcome: Outcome) -> None:
+        """The run is over."""
+        if self._replica.leads:
+            self._opened().end(outcome)
+
+    def _opened(self) -> RunLog:
+        self._log = self._log or self._make()
+        return self._log
+
+
+class LeaderWriter:
+    """Checkpoints of a run, which are written by the replica that leads. All its ranks save the same steps."""
+
+    def __init__(self, make: Callable[[], CheckpointWriter], warn: Callable[[str], None]) -> None:
+        self._make, self._warn = make, warn
+        self._writer: CheckpointWriter | None = None
+
+    def save(self, snapshot: Snapshot, meta: CheckpointMeta, *, copied_s: float = 0.0) -> None:
+        """Start writing a checkpoint."""
+        if self._writer is None:
+            try:
+                self._writer = self._make()
+            except BiremeError as error:  # as where a replica that led before has not ended yet
+                self._warn(f"There is no checkpoint of step {snapshot.num_trained}: {error}")
+                return
+        self._writer.save(snapshot, meta, copied_s=copied_s)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            with suppress(BiremeError):
+                self._writer.__exit__(kind, error, trace)

@@ -1,0 +1,149 @@
+"""`[training]`: the optimiser, its rates, and how long it goes on."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from bireme.codec.gradient_words import GradientForm, parse_gradient
+from bireme.train.run_file.table import (
+    Samples,
+    Seconds,
+    Seed,
+    Share,
+    Steps,
+    StepsOrNever,
+    Table,
+    Texts,
+    giving_way,
+)
+
+__all__ = ["Training"]
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("two numbers, such as [0.9, 0.95]")
+    return tuple(value)
+
+
+def _gradient(value: str) -> str:
+    return str(parse_gradient(value) or "whole")
+
+
+Rate = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class Training(Table):
+    """`[training]`."""
+
+    steps: Steps = Field(default=300, description="Number of optimiser steps; each trains on one batch")
+    batch_size: Samples = Field(default=32, description="Samples per step, over all devices")
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
+        default="adamw",
+        description="Optimiser; sgd has momentum, muon leaves all but the matrices inside layers to adamw",
+    )
+    learning_rate: Rate = Field(default=3e-3, description="Highest learning rate of the schedule")
+    rest_learning_rate: Rate | None = Field(
+        default=None,
+        description="Only with muon: the learning rate of adamw's parameters; by default learning_rate",
+        examples=[1e-3],
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Weight decay of parameters with at least two axes; default 0.01 (adamw), 0.1 (muon), "
+        "else 0",
+        examples=[0.1],
+    )
+    betas: Annotated[tuple[Inertia, Inertia], BeforeValidator(_pair)] = Field(
+        default=(0.9, 0.95),
+        description="Betas of adam and adamw: decay of the running mean of gradients, and of their squares",
+    )
+    momentum: Inertia | None = Field(
+        default=None,
+        description="Momentum of sgd, by default 0.9, or of muon, by default 0.95",
+        examples=[0.9],
+    )
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine",
+        description="The learning rate after warm-up; wsd (warm up, stay, decay) is constant until its "
+        "last part",
+    )
+    schedule_steps: Steps | None = Field(
+        default=None,
+        description="Steps that the schedule of the learning rate goes over; all steps if not set",
+        examples=[300],
+    )
+    after_schedule: Literal["hold", "restart"] = Field(
+        default="hold",
+        description="What follows where schedule_steps are fewer than steps: hold keeps the last rate, "
+        "restart has the schedule again, warm-up included, over the steps that are left",
+    )
+    warmup_steps: StepsOrNever | None = Field(
+        default=None,
+        description="Number of steps in which the learning rate rises from near 0",
+        examples=[10],
+    )
+    warmup_fraction: Share | None = Field(
+        default=0.1, description="Warm-up as a share of all steps; warmup_steps overrides it"
+    )
+    decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.2,
+        description="With wsd, the share of the steps, at the end, in which the learning rate falls",
+    )
+    final_fraction: Share = Field(
+        default=0.1,
+        description="Last learning rate, as a share of learning_rate, unless the schedule is constant",
+    )
+    clip_norm: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = Field(
+        default=1.0, description="Largest norm of the whole gradient; 0 turns clipping off"
+    )
+    evaluate_every: StepsOrNever = Field(
+        default=50, description="Steps between evaluations; 0 evaluates only at the end"
+    )
+    evaluation_batches: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        default=8, description="Largest number of batches per evaluation"
+    )
+    gradient: Annotated[str, AfterValidator(_gradient)] = Field(
+        default="whole",
+        description="How gradients of linear maps are kept and summed: whole, or principal:RANK, components "
+        "that are found while a batch runs; principal:RANK:PAIRS turns them after so many rows",
+    )
+    gradient_of: Texts | None = Field(
+        default=None,
+        description="Only with principal: patterns of the weights whose gradients are kept so; by default "
+        "all that get smaller by it",
+        examples=[["*.mlp.*.weight"]],
+    )
+    seed: Seed = Field(default=0, description="Random seed of dropout")
+    most_skipped_in_a_row: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        default=10,
+        description="Steps skipped in a row, because the gradient is not finite, before the run stops",
+    )
+    time_limit_s: Seconds | None = Field(
+        default=None,
+        description="Seconds after which the run ends as if all steps were done",
+        examples=[3600.0],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_warmup(cls, data: Any) -> Any:
+        return giving_way(data, "warmup_fraction", "warmup_steps")
+
+    @property
+    def gradient_form(self) -> GradientForm | None:
+        """How gradients of linear maps are kept; None if they are whole."""
+        return parse_gradient(self.gradient, self.gradient_of)
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """The steps of warm-up, whichever way they are given."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return round((self.warmup_fraction or 0.0) * self.num_schedule_steps)
+
+    @property
+    def num_schedule_steps(self) -> int:
+        """The steps that the schedule of the learning rate goes over."""
+        return self.steps if self.schedule_steps is None else self.schedule_steps

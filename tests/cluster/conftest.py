@@ -1,0 +1,5 @@
+"""What tests of probes share."""
+
+from tests.support.graphs import remember_captures
+
+remember_captures()

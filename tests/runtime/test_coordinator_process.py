@@ -1,0 +1,93 @@
+"""The coordinator over real sockets, in a process that is killed in the middle of a run."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from bireme.balance.shares import Limits
+from bireme.runtime.coordinator_client import CoordinatorClient
+from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
+from bireme.sync.coordinator.ledger_check import check_ledger
+from bireme.sync.coordinator.ledger_line import LEDGER
+from bireme.sync.coordinator.messages import RankId, RoundAt, Word
+from bireme.sync.coordinator.settings import Settings, SyncMode
+from tests.support.patience import patience_s
+
+pytestmark = pytest.mark.slow
+
+ROUNDS, KILLED_AT = 12, 6
+
+
+def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[int]:
+    """Go through some rounds as a rank does, without tensors; returns how many samples it had in each."""
+    own, sizes = client.report.rank.replica, []
+    for number in range(ROUNDS):
+        at_round(number)
+        client.say(wants=number + 1)
+
+        def deal(word: Word, number: int = number) -> int | None:
+            found = (one.num_samples for one in word.deals if (one.replica, one.batch) == (own, number))
+            return next(found, None)
+
+        sizes.append(client.wait(deal, patience_s()))
+        client.say_of(0, ready=number, busy_s=0.01)
+        summed: int | None = None
+        while True:
+
+            def news(word: Word, number: int = number, summed: int | None = summed) -> int | None:
+                if any(one.round == number for one in word.commits) or word.committed[0] > number:
+                    return -1
+                grants = (one.attempt for one in word.grants if one.round == number)
+                return next((one for one in grants if one != summed), None)
+
+            summed = client.wait(news, patience_s())
+            if summed < 0:
+                break
+            client.say_of(0, summed=number, attempt=summed)
+        client.say(rounds=(RoundAt(committed=number + 1),))
+    return sizes
+
+
+def test_a_killed_coordinator_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    settings = Settings(SyncMode.QUORUM, 2, 1, 8, Limits((1, 1), (8, 8)), lease_s=2.0)
+    order = CoordinatorOrder(settings, 0, 1, "secret", tmp_path / LEDGER, "127.0.0.1", begins=True)
+    coordinator = CoordinatorProcess(order)
+    coordinator.start()
+    clients = [
+        CoordinatorClient(
+            [("127.0.0.1", coordinator.port)], "secret", RankId(replica, 0, 0), "", lease_s=settings.lease_s
+        )
+        for replica in range(2)
+    ]
+    sizes: dict[int, list[int]] = {}
+
+    def kill(number: int) -> None:
+        if number == KILLED_AT:
+            assert coordinator.process is not None
+            os.kill(coordinator.process.pid, signal.SIGKILL)
+            coordinator.process.join()
+            assert coordinator.keep()
+
+    def run(replica: int) -> None:
+        sizes[replica] = trained(clients[replica], kill if replica == 0 else lambda number: None)
+
+    try:
+        for client in clients:
+            client.start()
+        threads = [Thread(target=run, args=(replica,), daemon=True) for replica in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(patience_s())
+    finally:
+        for client in clients:
+            client.close()
+        coordinator.close()
+    assert [sum(both) for both in zip(sizes[0], sizes[1], strict=True)] == [8] * ROUNDS
+    assert coordinator.starts == 2
+    found = check_ledger(tmp_path / LEDGER)
+    assert (found.rounds, found.is_whole) == (ROUNDS, True)

@@ -1,0 +1,140 @@
+"""Replicas that agree by quorum: the same as one process on the committed samples, whoever dies when."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.schedule.instruction import Instruction
+from bireme.sync.coordinator.messages import RankId
+from tests.support.engine_parity import Setting, oracle
+from tests.support.mortal_replicas import Killed, Replicas
+from tests.support.regression import WIDTH, regression, regression_plan
+from tests.support.small_models import Batch, real_batches
+
+BATCH, MICRO = 16, 4
+
+
+def data_for(num_batches: int) -> Batch:
+    return real_batches(BATCH * num_batches, 1, WIDTH)[0]
+
+
+def setting_of(schedule: str, num_stages: int = 2) -> Setting:
+    plan = regression_plan(schedule, num_stages, updates_early=False)
+    return Setting(plan, clip_norm=0.5)
+
+
+def assert_as_one_process(replicas: Replicas, *, tolerance: float = 0.0) -> None:
+    """Every rank that lived to the end has what one process makes of the ledger's samples, and the same bits
+    as its peers.
+    """
+    updates = oracle(replicas.model, replicas.setting, replicas.committed(), sizes=replicas.sizes())
+    assert len(updates) == replicas.num_batches
+    places = [one for line in replicas.hub.rounds for own in line.samples for one in own]
+    assert len({place for one in places for place in range(one.begin, one.end)}) == sum(
+        one.count for one in places
+    ), "no sample counts twice"
+    done = {rank: seen for rank, seen in replicas.seen.items() if seen.is_done}
+    assert done
+    rough = max(tolerance, 1e-12)
+    first: dict[tuple[int, str], Tensor] = {}
+    for rank, seen in done.items():
+        for batch, weights in seen.weights.items():
+            update, what = updates[batch], f"{rank} after batch {batch}"
+            assert seen.losses[batch] == pytest.approx(update.loss, rel=rough), what
+            assert seen.norms[batch] == pytest.approx(update.norm, rel=rough), what
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, first.setdefault((batch, name), tensor)), f"{name} of {what}"
+                assert_close(tensor, update.weights[name], tolerance, f"{name} of {what}")
+            for name, state in seen.states[batch].items():
+                for key, value in state.items():
+                    assert torch.equal(value, first.setdefault((batch, f"{name} {key}"), value)), what
+                    assert_close(value, update.optimizer_state[name][key], tolerance, f"{key} of {what}")
+
+
+def assert_close(one: Tensor, other: Tensor, tolerance: float, what: str) -> None:
+    torch.testing.assert_close(
+        one, other.to(one.dtype), rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_two_replicas_are_one_process_to_the_last_bit(schedule: str) -> None:
+    replicas = Replicas(regression(), setting_of(schedule), 2, data_for(5), 5, BATCH)
+    replicas.run()
+
+    assert_as_one_process(replicas)
+    assert [line.members for line in replicas.hub.rounds] == [(0, 1)] * 5
+
+
+class Walk:
+    """Kills ranks at one place of a batch after the other, each time once all replicas are members again."""
+
+    def __init__(self, points: Sequence[tuple[int, int, int]]) -> None:
+        self._points = list(points)
+        self._replicas: Replicas | None = None
+        self._counted: Counter[tuple[RankId, int]] = Counter()
+        self.num_killed = 0
+
+    def run(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        replicas.run()
+
+    def on_instruction(self, rank: RankId, step: Instruction) -> None:
+        """A point is a replica, a stage, and how many instructions of a batch go before."""
+        self._counted[rank, step.batch] += 1
+        replicas = self._replicas
+        if replicas is None or self.num_killed >= len(self._points):
+            return
+        replica, stage, place = self._points[self.num_killed]
+        life = replicas.lives[replica]
+        if (
+            replicas.are_whole
+            and rank == RankId(replica, life, stage)
+            and self._counted[rank, step.batch] > place
+        ):
+            self.num_killed += 1
+            raise Killed
+
+    def pace(self, _rank: RankId, _batch: int) -> None:
+        assert self._replicas is not None
+        self._replicas.wait_until_present()
+
+
+def walked(num_replicas: int, schedule: str, points: Sequence[tuple[int, int, int]]) -> None:
+    walk, num_batches = Walk(points), 20 * (len(points) + 1)
+    replicas = Replicas(
+        regression(),
+        setting_of(schedule),
+        num_replicas,
+        data_for(num_batches),
+        num_batches,
+        BATCH,
+        on_instruction=walk.on_instruction,
+        revives=True,
+        pace=walk.pace,
+    )
+    walk.run(replicas)
+
+    assert walk.num_killed == len(points)
+    assert_as_one_process(replicas, tolerance=1e-11)
+
+
+def test_a_replica_killed_at_any_instruction_leaves_the_others_with_the_right_result() -> None:
+    """And comes back, bit-equal to them. Every third instruction of a batch, on each rank in turn."""
+    places = range(0, 18, 3)
+    walked(2, "2bw", [(number % 2, number // 2 % 2, place) for number, place in enumerate(places)])
+
+
+def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
+    def kill(rank: RankId, step: Instruction) -> None:
+        if rank == RankId(1, 0, 0) and step.batch == 2:
+            raise Killed
+
+    replicas = Replicas(regression(), setting_of("2bw"), 2, data_for(6), 6, BATCH, on_instruction=kill)
+    replicas.run()
+
+    assert_as_one_process(replicas)
+    assert replicas.hub.epochs == [(0, 1), (0,)]

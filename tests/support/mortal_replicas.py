@@ -1,0 +1,375 @@
+"""Replicas that may die, as threads: pipelines, a coordinator that all of them talk to, deaths and new lives.
+
+The coordinator's state machine, the agents and their sockets are the real ones. What is not: a rank is a
+thread, and what it says to the coordinator is a call.
+"""
+
+import importlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from bireme.balance.shares import Limits
+from bireme.runtime.microbatches import apportioned
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.agreement import Agreement
+from bireme.schedule.instruction import Instruction
+from bireme.sync.coordinator.coordinator import begun, step
+from bireme.sync.coordinator.ledger_line import Committed
+from bireme.sync.coordinator.messages import Life, Member, RankId, Report, RoundAt, Samples, Word
+from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.state import Ended, Event, Tick
+from tests.support.engine_parity import Setting, pipeline_of
+from tests.support.patience import patience_s
+from tests.support.small_models import Batch, Model
+from tests.support.thread_transport import ThreadFabric
+
+__all__ = ["Hub", "Killed", "Replicas", "Seen"]
+
+BEAT_S = 0.5
+
+
+class Killed(BaseException):
+    """A rank dies here."""
+
+
+class Hub:
+    """A coordinator in this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._lock = threading.RLock()
+        self._state = begun(settings)
+        self._clients: dict[RankId, _Client] = {}
+        self.rounds: list[Committed] = []
+        self.epochs: list[tuple[int, ...]] = []
+        self._is_closed = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
+        self._ticker.start()
+
+    def client(self, rank: RankId) -> "_Client":
+        self._clients[rank] = _Client(self, rank)
+        return self._clients[rank]
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._ticker.join()
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self._state.membership.members
+
+    @property
+    def present(self) -> set[int]:
+        """The members and those that are about to be."""
+        replicas = {one.replica for one in self.members}
+        return {*replicas, *(heal.replica for heal in self._state.heals)}
+
+    def take(self, event: Event) -> None:
+        """Let it happen, and tell everybody what follows."""
+        with self._lock:
+            told = step(self._state, event, time.monotonic())
+            self._state = told.state
+            self.rounds += [line for line in told.lines if isinstance(line, Committed)]
+            members = told.state.membership.replicas
+            if members and (not self.epochs or self.epochs[-1] != members):
+                self.epochs.append(members)
+            changed = [
+                self._clients[rank]
+                for rank, word in told.words
+                if rank in self._clients and self._clients[rank].hear(word)
+            ]
+        for client in changed:
+            client.act()
+
+    def _tick(self) -> None:
+        while not self._is_closed.wait(BEAT_S / 4):
+            for client in list(self._clients.values()):
+                client.beat()
+            self.take(Tick())
+
+
+class _Client:
+    """A rank's way to it."""
+
+    def __init__(self, hub: Hub, rank: RankId) -> None:
+        self.word = Word(epoch=0, number=-1)
+        self._hub, self._rank = hub, rank
+        self._lock = threading.RLock()
+        self._report: Report | None = None
+        self._said_s = 0.0
+        self._act: Callable[[], None] = lambda: None
+        self.is_silent = False
+
+    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+        with self._lock:
+            self._report = Report(self._rank, 0, 0, address, wants, rounds, healed=healed)
+        self._send()
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def close(self, *, is_leaving: bool) -> None:
+        if is_leaving and self._report is not None:
+            with self._lock:
+                self._report = replace(self._report, is_leaving=True)
+            self._send()
+        self.is_silent = True
+
+    def hear(self, word: Word) -> bool:
+        if (word.epoch, word.number) <= (self.word.epoch, self.word.number):
+            return False
+        self.word = word
+        return True
+
+    def act(self) -> None:
+        """Tell the rank, and confirm an epoch that it had not known."""
+        self._act()
+        with self._lock:
+            is_known = self._report is None or self._report.epoch == self.word.epoch
+        if not is_known:
+            self._send()
+
+    def beat(self) -> None:
+        if time.monotonic() - self._said_s > BEAT_S:
+            self._send()
+
+    def _send(self) -> None:
+        with self._lock:
+            if self.is_silent or self._report is None:
+                return
+            self._report = replace(self._report, number=next(_numbers), epoch=self.word.epoch)
+            report, self._said_s = self._report, time.monotonic()
+        self._hub.take(report)
+
+
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a rank saw in a life: the state after each batch, and what became of it."""
+
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    states: dict[int, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    first: int = 0
+    error: BaseException | None = None
+    has_joined: bool = False
+    is_done: bool = False
+
+
+Act = Callable[[RankId, Instruction], None]
+
+
+class Replicas:
+    """Replicas of a pipeline, each with a plan of width 1, that train `num_batches` of `data`.
+
+    `on_instruction` may raise `Killed`; with `revives` a replica that died begins its next life.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        setting: Setting,
+        num_replicas: int,
+        data: Batch,
+        num_batches: int,
+        batch_size: int,
+        *,
+        on_instruction: Act = lambda _rank, _step: None,
+        revives: bool = False,
+        balances: bool = False,
+        grace_s: float = 30.0,
+        lease_s: float = 60.0,
+        timeout_s: float = 20.0,
+        pace: Callable[[RankId, int], None] = lambda _rank, _batch: None,
+    ) -> None:
+        self.model, self.setting, self.data = model, setting, data
+        self.num_replicas, self.num_batches, self.batch_size = num_replicas, num_batches, batch_size
+        self.depth = setting.plan.source.num_ranks
+        least = setting.plan.source.num_microbatches
+        self.hub = Hub(
+            Settings(
+                SyncMode.QUORUM,
+                num_replicas,
+                self.depth,
+                batch_size,
+                Limits((least,) * num_replicas, (batch_size,) * num_replicas),
+                lease_s=lease_s,
+                grace_s=grace_s,
+            ),
+        )
+        self.seen: dict[RankId, Seen] = {}
+        self.lives = dict.fromkeys(range(num_replicas), 0)
+        self._on_instruction, self._revives, self._pace = on_instruction, revives, pace
+        self._timeout_s, self._balances = timeout_s, balances
+        self._agents: dict[Life, list[Agent]] = {}
+        self._fabrics: dict[Life, ThreadFabric] = {}
+        self._threads: list[threading.Thread] = []
+        self._killed: set[Life] = set()
+        self._dead: set[int] = set()
+        """Replicas that died and are not back."""
+        self._lock = threading.Lock()
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether every replica is a member in its present life."""
+        members = {one.replica: one.life for one in self.hub.members}
+        return members == self.lives and not any(
+            life in self._killed for life in (Life(*one) for one in members.items())
+        )
+
+    def wait_until_present(self) -> None:
+        """Wait until every replica that died is about to be a member, so that the others do not end before."""
+        end_s = time.monotonic() + patience_s()
+        while self._dead and time.monotonic() < end_s:
+            self._dead -= self.hub.present
+            time.sleep(0.005)
+        if not self.are_whole:
+            time.sleep(0.02)
+
+    def run(self) -> None:
+        """Train to the end. Raises what no test has asked for."""
+        # Optimisers import it at their first use, and threads that do so at once may see it half made.
+        importlib.import_module("torch._dynamo")
+        torch.set_num_threads(1)
+        try:
+            for replica in range(self.num_replicas):
+                self._begin(Life(replica, 0))
+            end_s = time.monotonic() + patience_s()
+            while True:
+                self._end_joiners()
+                with self._lock:
+                    living = [one for one in self._threads if one.is_alive()]
+                if not living:
+                    break
+                living[0].join(0.1)
+                assert time.monotonic() < end_s, "a rank does not end"
+        finally:
+            self.hub.close()
+        errors = [one.error for one in self.seen.values() if one.error is not None]
+        for error in errors:
+            raise error
+
+    def _end_joiners(self) -> None:
+        """End replicas that are no members yet, once another one has come to the end."""
+        done = {rank.replica for rank, seen in list(self.seen.items()) if seen.is_done}
+        if not done:
+            return
+        for life in list(self._agents):
+            ranks = [seen for rank, seen in list(self.seen.items()) if rank.own_life == life]
+            if not any(seen.has_joined for seen in ranks):
+                self._revives = False
+                self.kill(life)
+
+    def kill(self, life: Life) -> None:
+        """As if a process of that replica had died: the launcher sees it, and the others learn of it."""
+        self._killed.add(life)
+        with self._lock:
+            agents = self._agents.pop(life, None)
+        if agents is None:
+            return
+        for stage in range(self.depth):
+            self._fabrics[life].lose(stage)
+        for agent in agents:
+            agent.abort()
+        self.hub.take(Ended(life))
+        if self._revives:
+            self._dead = {*self._dead, life.replica}
+            self._begin(Life(life.replica, life.life + 1))
+
+    def committed(self) -> list[Batch]:
+        """The samples of each committed round, in the order of its members."""
+        return [self._rows([one for own in line.samples for one in own]) for line in self.hub.rounds]
+
+    def sizes(self) -> list[list[int]]:
+        """The samples of each micro-batch of each committed round."""
+        num = self.setting.plan.source.num_microbatches
+        found = []
+        for line in self.hub.rounds:
+            counts = [sum(one.count for one in own) for own in line.samples]
+            found.append([size for count in counts for size in apportioned(count, [1] * num)])
+        return found
+
+    def _begin(self, life: Life) -> None:
+        self.lives[life.replica] = life.life
+        fabric = self._fabrics[life] = ThreadFabric(self.depth, timeout_s=60.0)
+        self._agents[life] = []
+        ranks = [RankId(life.replica, life.life, stage) for stage in range(self.depth)]
+        threads = [
+            threading.Thread(target=self._live, args=(rank, fabric), daemon=True, name=f"rank {rank}")
+            for rank in ranks
+        ]
+        with self._lock:
+            self._threads += threads
+        for thread in threads:
+            thread.start()
+
+    def _live(self, rank: RankId, fabric: ThreadFabric) -> None:
+        seen = self.seen[rank] = Seen()
+        life = rank.own_life
+        try:
+            self._train(rank, fabric, seen)
+            seen.is_done = True
+        except Killed:
+            self.kill(life)
+        except BaseException as error:
+            if life in self._agents:  # nobody killed it
+                seen.error = error
+                self._revives = False
+                self.kill(life)
+
+    def _train(self, rank: RankId, fabric: ThreadFabric, seen: Seen) -> None:
+        agent = Agent(rank, self.hub.client(rank), timeout_s=self._timeout_s)
+        with self._lock:
+            self._agents[rank.own_life].append(agent)
+        pipeline = pipeline_of(
+            self.model,
+            self.setting,
+            fabric.of(rank.stage),
+            lambda step: self._on_instruction(rank, step),
+            agreement=Agreement(agent, self.num_replicas, self.batch_size, self._balances),
+        )
+        try:
+            pipeline.join()
+            seen.first, seen.has_joined = pipeline.num_trained, True
+            for result in pipeline.train(self._batches(agent, pipeline)):
+                seen.losses[result.batch] = result.loss
+                seen.norms[result.batch] = result.grad_norm
+                seen.weights[result.batch] = pipeline.state_dict()
+                seen.states[result.batch] = _states(pipeline)
+                self._pace(rank, result.batch)
+            agent.wait_until_kept_by_all(self.num_batches)
+        finally:
+            with suppress(ConnectionAbortedError):
+                pipeline.close()
+        with self._lock:
+            if rank.own_life in self._agents:
+                self._agents[rank.own_life].remove(agent)
+        agent.close(is_leaving=True)
+
+    def _batches(self, agent: Agent, pipeline: Pipeline) -> Iterator[Batch]:
+        for number in range(pipeline.num_trained, self.num_batches):
+            yield self._rows(agent.dealt(number).samples)
+
+    def _rows(self, samples: Sequence[Samples]) -> Batch:
+        return {
+            name: torch.cat([rows[one.begin : one.end] for one in samples])
+            for name, rows in self.data.items()
+        }
+
+
+def _states(pipeline: Pipeline) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+        for stage in pipeline.stages.values()
+        for name, state in stage.banks.optimizer_state().items()
+    }

@@ -1,0 +1,150 @@
+"""Groups as SDPipe forms them, with replicas that die and come: what holds whatever happens."""
+
+from collections import defaultdict
+from functools import partial
+from random import Random
+
+import pytest
+
+from bireme.sync.coordinator.connected import is_connected
+from bireme.sync.coordinator.group_events import MeanAsked, StopAsked
+from bireme.sync.coordinator.group_former import next_wait_s
+from bireme.sync.coordinator.settings import GroupSettings
+from tests.support.extent import draws
+from tests.support.grouped import GroupWorld
+
+SEEDS = range(draws(2000, 36))
+
+
+def world_of(seed: int, *, most: int = 6) -> GroupWorld:
+    random = Random(seed)
+    settings = GroupSettings(connect_every=random.choice([1, 2, 5]), pairs_above=random.choice([3, 8]))
+    return GroupWorld(random.randint(2, most), random.choice([1, 2, 3]), settings, seed)
+
+
+def check_once(world: GroupWorld) -> None:
+    """Every rank is in exactly one group of each batch, whose members all agree."""
+    seen = set()
+    for group in world.settled:
+        assert list(group.members) == sorted(group.members, key=lambda one: one.replica)
+        for one in group.members:
+            key = (group.stage, one.replica, one.batch)
+            assert key not in seen
+            seen.add(key)
+
+
+def check_progress(world: GroupWorld) -> None:
+    """Everybody who is there has gone on at every stage."""
+    for one in world.replicas.values():
+        assert one.batch > 0
+        assert {*one.done} == {*range(world.num_stages)}
+
+
+def check_connected(world: GroupWorld, members: int) -> None:
+    """When a forced group closes, the groups since the last one connect all, soon enough."""
+    pairs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    updates: dict[int, int] = defaultdict(int)
+    every = world.state.settings.connect_every
+    for _, group in world.formed:
+        if group.attempt:
+            continue
+        pairs[group.stage] += [(group.replicas[0], one) for one in group.replicas]
+        updates[group.stage] += len(group.members)
+        if group.is_forced or group.is_mean:
+            assert is_connected(range(members), pairs[group.stage])
+            pairs[group.stage] = []
+            if world.num_stages == 1:
+                assert updates[group.stage] <= 2 * (every * members + members)
+            updates[group.stage] = 0
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_all_replicas_are_connected_again_and_again_and_nobody_waits_past_the_opener_s_limit(
+    part: int,
+) -> None:
+    for seed in SEEDS[part::3]:
+        world = world_of(seed)
+        num_replicas = len(world.replicas)
+
+        def watch(world: GroupWorld = world, num_replicas: int = num_replicas) -> None:
+            forced = [one for one in world.state.formers if one.is_forced]
+            assert len(forced) <= 1
+            assert all(one.present == set(range(num_replicas)) for one in forced)
+            for former in world.state.formers:
+                if former.ready and not former.is_forced:
+                    assert world.now_s <= former.deadline_s + 1e-9
+
+        world.watch = watch
+        if seed % 3 == 0:
+            world.after(world.random.uniform(0.1, 0.5), partial(world.tell, MeanAsked()))
+        world.run(2.0)
+        check_once(world)
+        check_progress(world)
+        check_connected(world, num_replicas)
+        is_asked = seed % 3 == 0
+        means = [group for group in world.settled if group.is_mean]
+        assert len(means) == (world.num_stages if is_asked else 0)
+        for group in means:  # one batch of each replica, whatever the stage
+            assert group.members == means[0].members
+            assert len(group.members) == num_replicas
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_members_that_die_hold_up_nobody_and_those_that_come_take_part(part: int) -> None:
+    for seed in SEEDS[part::3]:
+        world = world_of(seed)
+        numbers = list(world.replicas)
+        for number in world.random.sample(numbers, len(numbers) - 1):
+            begin_s = world.random.uniform(0.02, 0.6)
+            world.after(begin_s, partial(world.kill, number))
+            if world.random.random() < 0.5:
+                world.after(begin_s + 0.2, partial(world.come, number))
+        if seed % 2:
+            world.after(world.random.uniform(0.0, 0.6), partial(world.tell, MeanAsked()))
+        world.run(1.5)
+        before = {one.number: one.batch for one in world.replicas.values()}
+        world.run(3.0)
+        assert all(one.batch > before[one.number] for one in world.replicas.values())
+        assert world.state.num_means == 0
+        assert world.state.members == set(world.replicas)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_all_stages_of_a_replica_stop_after_the_same_batch_and_no_group_is_forced_meanwhile(
+    part: int,
+) -> None:
+    for seed in SEEDS[part::3]:
+        world = world_of(seed)
+        world.after(world.random.uniform(0.05, 0.5), partial(world.tell, StopAsked()))
+        numbers = set(world.replicas)
+
+        def watch(world: GroupWorld = world, numbers: set[int] = numbers) -> None:
+            assert all(one.present == numbers for one in world.state.formers if one.is_forced)
+
+        world.watch = watch
+        world.run(2.0)
+        stops: dict[int, set[int]] = defaultdict(set)
+        stages: dict[int, int] = defaultdict(int)
+        for group in world.settled:
+            for one in group.members:
+                if one.replica in group.last:
+                    stops[one.replica].add(one.batch)
+                    stages[one.replica] += 1
+        assert {replica: len(batches) for replica, batches in stops.items()} == dict.fromkeys(numbers, 1)
+        assert set(stages.values()) == {world.num_stages}
+
+
+def test_with_one_batch_between_forced_groups_equal_replicas_are_always_in_one_group() -> None:
+    world = GroupWorld(4, 1, GroupSettings(connect_every=1), 0)
+    for one in world.replicas.values():
+        one.batch_s = 0.02
+    world.run(1.0)
+    sizes = [len(group.members) for _, group in world.formed]
+    assert sum(sizes) / len(sizes) > 2
+
+
+def test_a_replica_that_was_alone_waits_longer_the_next_time_and_one_that_was_not_shorter() -> None:
+    assert next_wait_s(0.001, 1) == 0.002
+    assert next_wait_s(0.008, 1) == 0.01
+    assert next_wait_s(0.01, 3) == pytest.approx(0.009)
+    assert next_wait_s(1e-5, 2) == 1e-5

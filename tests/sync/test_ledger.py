@@ -1,0 +1,78 @@
+"""What the check of a ledger finds: nothing where all is well, else which samples are missing or doubled."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bireme.runtime.ledger import Ledger
+from bireme.sync.coordinator.ledger_check import check_ledger
+from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
+from bireme.sync.coordinator.messages import Samples
+from tests.support.command import bireme
+
+
+def rounds(*members: tuple[int, ...]) -> list[Began | Committed]:
+    """A run over ten samples, in batches of four; a replica has two of them."""
+    lines: list[Began | Committed] = [Began(1, 0, 10, 0, ())]
+    for batch, own in enumerate(members):
+        first = 4 * batch
+        samples = tuple((Samples(first + 2 * one, first + 2 * one + 2),) for one in own)
+        lines.append(Committed(1, batch, 0, own, samples, first + 4, ()))
+    return lines
+
+
+def written(folder: Path, lines: list[Began | Committed]) -> Path:
+    path = folder / LEDGER
+    ledger = Ledger(path)
+    ledger.append(lines)
+    ledger.close()
+    return path
+
+
+def test_a_ledger_in_which_every_sample_counts_once_is_whole(tmp_path: Path) -> None:
+    found = check_ledger(written(tmp_path, rounds((0, 1), (0, 1), (0, 1))))
+    assert (found.is_whole, found.rounds, found.samples, found.num_finished) == (True, 3, 12, 1)
+
+
+def test_samples_that_wait_to_be_dealt_again_keep_an_epoch_from_being_finished(tmp_path: Path) -> None:
+    lost = Samples(6, 8)
+    lines = [*rounds((0, 1)), Committed(1, 1, 0, (0,), ((Samples(4, 6),),), 8, (lost,))]
+    lines.append(Committed(1, 2, 0, (0,), ((Samples(8, 12),),), 12, (lost,)))
+    found = check_ledger(written(tmp_path, lines))
+    assert (found.is_whole, found.num_finished) == (True, 0)
+    found = check_ledger(written(tmp_path, [Committed(1, 3, 0, (0,), ((lost, Samples(12, 14)),), 14, ())]))
+    assert (found.is_whole, found.num_finished) == (True, 1)
+
+
+def test_the_verb_says_which_samples_are_missing_or_doubled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = rounds((0, 1), (0,), (0, 1))
+    written(tmp_path, [*lines, Committed(1, 3, 0, (0,), ((Samples(2, 4),),), 12, ())])
+    result = bireme(capsys, "ledger", str(tmp_path), "--json")
+    document = json.loads(result.out)
+    assert result.status == 1
+    assert document["missing"] == [{"epoch": 0, "begin": 6, "end": 8}]
+    assert document["doubled"] == [{"epoch": 0, "begin": 2, "end": 4}]
+
+
+def test_what_a_later_coordinator_begins_from_undoes_what_is_written_after_it(tmp_path: Path) -> None:
+    lines = rounds((0, 1), (0, 1))
+    again = [Began(1_000_001, 1, 10, 8, (Samples(4, 8),)), *lines[2:]]
+    assert check_ledger(written(tmp_path, [*lines, *again])).is_whole
+
+
+def test_a_last_line_that_was_cut_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    path = written(tmp_path, rounds((0, 1), (0, 1)))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert check_ledger(path).rounds == 1
+    assert check_ledger(written(tmp_path, rounds((0, 1), (0, 1))[2:])).rounds == 2
+
+
+def test_a_folder_without_a_ledger_is_the_user_s_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bireme(capsys, "ledger", str(tmp_path))
+    assert result.status == 2
+    assert "There is no ledger" in result.err

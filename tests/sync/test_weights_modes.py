@@ -1,0 +1,116 @@
+"""`groups` and `outer` through the coordinator: reports in, words out."""
+
+from dataclasses import replace
+
+from bireme.sync.coordinator.coordinator import begun, step, word_for
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.messages import GroupAt, Life, RankId, Report, RoundAt, Word
+from bireme.sync.coordinator.settings import SyncMode
+from bireme.sync.coordinator.state import Ended
+from tests.support.coordinated import settings_for
+
+
+class Talk:
+    """Ranks that report when a test says so, one millisecond after the other."""
+
+    def __init__(self, mode: SyncMode, num_replicas: int, num_stages: int, **more: object) -> None:
+        settings = settings_for(num_replicas, num_stages)
+        self.state = begun(replace(settings, mode=mode, **more))  # type: ignore[arg-type]
+        self.now_s = 0.0
+        self.lines: list[Began | Committed] = []
+        self.reports = {
+            rank: Report(rank, 0, 0, "")
+            for rank in (RankId(r, 0, s) for r in range(num_replicas) for s in range(num_stages))
+        }
+        for _ in range(2):  # the second time they know the epoch
+            for rank in self.reports:
+                self.say(rank)
+
+    def say(self, rank: RankId, **changes: object) -> None:
+        self.now_s += 0.001
+        old = self.reports[rank]
+        epoch = self.state.membership.epoch
+        self.reports[rank] = replace(old, number=old.number + 1, epoch=epoch, **changes)  # type: ignore[arg-type]
+        done = step(self.state, self.reports[rank], self.now_s)
+        self.state = done.state
+        self.lines += done.lines
+
+    def end(self, replica: int) -> None:
+        self.now_s += 0.001
+        self.state = step(self.state, Ended(Life(replica, 0)), self.now_s).state
+        self.reports = {rank: one for rank, one in self.reports.items() if rank.replica != replica}
+        for rank in self.reports:
+            self.say(rank)
+
+    def word(self, rank: RankId) -> Word:
+        return word_for(self.state, rank)
+
+    @property
+    def committed(self) -> list[tuple[int, tuple[int, ...]]]:
+        return [(one.batch, one.members) for one in self.lines if isinstance(one, Committed)]
+
+
+def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_with_others() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 2)
+    for rank in talk.reports:
+        talk.say(rank, wants=1)
+    own = {deal.replica: deal.num_samples for deal in talk.word(RankId(0, 0, 0)).deals}
+    assert own == {0: 6, 1: 6}
+    for rank in sorted(talk.reports, key=lambda one: -one.stage):
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0))
+    group = talk.word(RankId(0, 0, 0)).group
+    assert group is not None
+    assert [one.replica for one in group.members] == [0, 1]
+    for rank in talk.reports:
+        assert talk.committed == []
+        word = talk.word(rank).group
+        assert word is not None
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0, summed=word.number, attempt=word.attempt))
+    assert talk.committed == [(0, (0,)), (0, (1,))]
+    words = [talk.word(rank).group for rank in talk.reports]
+    assert all(word is not None and word.is_settled for word in words)
+
+
+def test_a_member_of_a_group_that_dies_leaves_its_samples_to_the_others() -> None:
+    talk = Talk(SyncMode.GROUPS, 3, 1)
+    for rank in talk.reports:
+        talk.say(rank, wants=1)
+    lost = next(one for one in talk.state.pool.listed() if one.replica == 2).samples
+    for rank in talk.reports:
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0))
+    talk.end(2)
+    word = talk.word(RankId(0, 0, 0)).group
+    assert word is not None
+    assert ([one.replica for one in word.members], word.attempt) == ([0, 1], 1)
+    assert talk.state.pool.waiting == lost
+    talk.say(RankId(0, 0, 0), wants=2)
+    assert talk.state.pool.waiting == ()
+
+
+def test_in_outer_a_round_of_each_fragment_makes_samples_count_and_a_slow_replica_is_left_out() -> None:
+    talk = Talk(SyncMode.OUTER, 3, 1, num_lines=2, grace_s=0.01)
+    for rank in talk.reports:
+        talk.say(rank, wants=2)
+
+    def contribute(line: int, replicas: tuple[int, ...]) -> None:
+        for replica in replicas:
+            rank = RankId(replica, 0, 0)
+            rounds = list(talk.reports[rank].rounds or (RoundAt(), RoundAt()))
+            rounds[line] = RoundAt(ready=0, num_samples=8, trained=2)
+            talk.say(rank, rounds=tuple(rounds))
+        for _ in range(20):
+            talk.say(RankId(0, 0, 0))
+        (grant,) = talk.word(RankId(0, 0, 0)).grants
+        assert [one.replica for one in grant.parts] == list(replicas)
+        for replica in replicas:
+            rank = RankId(replica, 0, 0)
+            rounds = list(talk.reports[rank].rounds)
+            rounds[line] = replace(rounds[line], summed=0, attempt=grant.attempt)
+            talk.say(rank, rounds=tuple(rounds))
+
+    contribute(0, (0, 1))
+    assert talk.committed == []
+    (commit,) = talk.word(RankId(2, 0, 0)).commits
+    assert [(one.target, one.source in (0, 1)) for one in commit.sources] == [(2, True)]
+    contribute(1, (0, 1))
+    assert talk.committed == [(0, (0,)), (1, (0,)), (0, (1,)), (1, (1,))]
