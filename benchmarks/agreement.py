@@ -33,7 +33,8 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.simulate.agreements import AsynchronousPairs, BoundedStaleness, Everyone, Groups, OuterRounds
 from bireme.simulate.quorum_rounds import QuorumRounds
-from bireme.simulate.together import Agreement, Exchange, Kill, Ran, Speed, Together, Work
+from bireme.simulate.replicas import Exchange, Kill, Ran, Speed, Work
+from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.settings import GroupSettings
 
 BATCH_S = 0.1

@@ -13,7 +13,8 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.simulate.agreements import Groups
-from bireme.simulate.together import Exchange, Speed, Together, Work
+from bireme.simulate.replicas import Exchange, Speed, Work
+from bireme.simulate.together import Together
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["Agreed", "agreed_named", "meetings"]
@@ -60,7 +61,7 @@ def meetings(agreed: Agreed, num_replicas: int, num_updates: int, seed: int = 0)
     seconds = 2 * BATCH_S * num_updates / num_replicas
     while True:
         ran = _simulated(agreed, num_replicas, seed).until(seconds, round(4 * seconds / BATCH_S) + 100)
-        found = [dict(members) for _, _, members in sorted(ran.groups, key=lambda one: one[0])]
+        found = [dict(one.members) for one in sorted(ran.averages, key=lambda one: one.at_s)]
         if sum(map(len, found)) >= num_updates:
             yield from found
             return

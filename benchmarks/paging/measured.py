@@ -85,11 +85,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run measured. `seconds` are those of each kind of instruction, by stage; `instruction_s` is what
-    one takes that only posts a copy.
+    """What a run measured. `processor_s` are of a step, all threads together; `seconds` are those of each
+    kind of instruction, by stage; `instruction_s` is what one takes that only posts a copy.
     """
 
     step_s: float
+    processor_s: float
     resident_bytes: int
     before_bytes: int
     losses: tuple[float, ...]
@@ -158,7 +159,9 @@ def _trained(case: Case, graph: Graph, plan: Plan, paging: PagingSettings) -> Tr
         optimizer=named_optimizer("adamw", lr=1e-3),
         paging=paging,
     )
+    worked_s = time.process_time()
     results = list(pipeline.train(case.batches(), record=True))
+    worked_s = time.process_time() - worked_s
     timeline = pipeline.timeline()
     found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     (rank,) = timeline.ranks
@@ -170,6 +173,7 @@ def _trained(case: Case, graph: Graph, plan: Plan, paging: PagingSettings) -> Tr
     stages = range(plan.num_stages)
     return Trained(
         step_s=timeline.steady_batch_s,
+        processor_s=worked_s / BATCHES,
         resident_bytes=resident_bytes("VmHWM"),
         before_bytes=before,
         losses=tuple(result.loss for result in results),

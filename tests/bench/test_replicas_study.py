@@ -16,6 +16,7 @@ from benchmarks.delay_study.table import rows
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.runtime.optimizers import named_optimizer
+from bireme.sync.coordinator.connected import is_connected
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +119,20 @@ def test_each_replica_trains_each_of_its_batches_once_and_in_order() -> None:
     assert sum(due.values()) >= 400
     assert due[0] < 0.5 * due[1], "the slow one has done less"
     assert {1, 8} & set(sizes)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_the_groups_of_any_two_periods_connect_all_replicas(every: int) -> None:
+    """A period is P batches of each replica, and one more update of each while a group is being forced."""
+    num = 8
+    groups = list(meetings(agreed_named(f"groups:{every}:6"), num, 1200))
+    for begin in range(0, len(groups), 7):
+        met, updates, pairs = begin, 0, []
+        while met < len(groups) and updates < 2 * (every * num + num):
+            members = list(groups[met])
+            pairs += [(members[0], one) for one in members]
+            met, updates = met + 1, updates + len(members)
+        assert met == len(groups) or is_connected(range(num), pairs), (begin, groups[begin:met])
 
 
 def test_an_outer_step_with_rate_one_and_no_momentum_is_the_mean() -> None:

@@ -18,8 +18,8 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_processes_of_this_machine_are_probed() -> None:
-    found = probe_here(2, Setting(model=TINY, seconds=0.3))
+def test_processes_of_this_machine_are_probed(tmp_path: Path) -> None:
+    found = probe_here(2, Setting(model=TINY, seconds=0.3, disk=tmp_path))
     told = found.measurements
     assert len(set(told.hosts)) == 1
     assert {one.flows for one in told.experiments} == {((0, 1),), ((1, 0),), ((0, 1), (1, 0))}
@@ -33,6 +33,11 @@ def test_processes_of_this_machine_are_probed() -> None:
         assert cluster.latency(*pair) == pytest.approx(told.latency_s[pair], rel=0.2)
     assert [one.num_devices for one in told.all_reduces] == [2]
     assert all(one.seconds > 0 for one in told.all_reduces)
+    (server,) = cluster.servers
+    assert server.disk_bytes > 0
+    assert server.disk_bytes_per_s > 0
+    assert all(device.host_bytes_per_s > 0 for device in server.devices)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -60,6 +65,7 @@ def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
         (("--processes", "0"), "it takes 1 to"),
         (("--seconds", "-1"), "it must be 0.1 to"),
         (("--batch", "0"), "at least 1"),
+        (("--disk", "no/such/folder"), "which is no folder"),
         (("--device", "tpu"), "cpu or cuda"),
     ],
 )

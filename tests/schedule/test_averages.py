@@ -16,6 +16,7 @@ from bireme.schedule.proofs.deadlock import Grant, run_to_end
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
+from tests.support.averaging_replicas import in_a_loop, interpreted
 
 SCHEDULES = ("1f1b", "2bw", "2bw-fresh")
 
@@ -153,6 +154,18 @@ def test_groups_that_name_who_is_not_there_wait_in_a_circle() -> None:
     assert stuck is not None
     assert len(stuck.cycle) >= 2
     assert "AVERAGE_END of batch 0" in stuck.waits[stuck.cycle[0]]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_programs_with_averages_compute_what_a_plain_loop_does(name: str, lag: int) -> None:
+    """Which weights each micro-batch runs on, and the weights in the end, on plain numbers."""
+    for d, m, per_rank in ((1, 2, 1), (2, 2, 1), (3, 5, 1), (4, 3, 2)):
+        program = program_of(name, d, m, 6, lag, per_rank=per_rank)
+        used, ends = interpreted(program, 3)
+        wanted, wanted_ends = in_a_loop(program, 3)
+        assert used == pytest.approx(wanted, rel=1e-12)
+        assert ends == pytest.approx(wanted_ends, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

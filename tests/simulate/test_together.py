@@ -12,8 +12,9 @@ from bireme.schedule.proofs.deadlock import Grant, run_to_end
 from bireme.simulate.agreements import AsynchronousPairs, BoundedStaleness, Everyone, Groups, OuterRounds
 from bireme.simulate.costs import Costs
 from bireme.simulate.quorum_rounds import QuorumRounds
+from bireme.simulate.replicas import Exchange, Kill, Ran, Speed, Work
 from bireme.simulate.simulator import simulate
-from bireme.simulate.together import Agreement, Exchange, Kill, Ran, Speed, Together, Work
+from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.settings import GroupSettings
 from tests.support.extent import draws
 
@@ -107,10 +108,10 @@ def test_whatever_groups_were_granted_no_program_waits_in_a_circle(schedule: str
     """And each rank is in just one group after each of its batches."""
     speeds = [Speed(held_s=0.3, held_chance=0.1), *slower(3.0, 3)]
     found = ran(MODES["groups"](), speeds, 8.0, schedule)
-    grants = [Grant(stage, members) for _, stage, members in found.groups]
-    places = [(stage, one, batch) for _, stage, group in found.groups for one, batch in group.items()]
+    grants = [Grant(one.stage, one.members) for one in found.averages]
+    places = [(one.stage, *place) for one in found.averages for place in one.members.items()]
     assert len(set(places)) == len(places) > 200
-    assert {len(members) for _, _, members in found.groups} >= {1, 4}
+    assert {len(one.members) for one in found.averages} >= {1, 4}
     num_batches = max(batch for _, _, batch in places) + 1
     program = program_of(schedule, 0, num_batches)
     assert run_to_end(program, synchronous_sends=True, num_replicas=4, grants=grants) is None
@@ -120,7 +121,7 @@ def test_the_same_seed_gives_every_mode_the_same_chance() -> None:
     speeds = [Speed(held_s=0.2, held_chance=0.2)] * 4
     one, again = (ran(MODES["groups"](), speeds, 5.0) for _ in range(2))
     assert one.trained == again.trained
-    assert one.groups == again.groups
+    assert one.averages == again.averages
 
 
 @pytest.mark.parametrize("mode", SURVIVING)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_run_with_its_state_on_a_disk_is_the_resident_one_and_says_what_it_mov
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     found: dict[str, dict[int, float]] = {}
-    tiers = []
+    tiers: dict[str, list[dict[str, Any]]] = {}
     for name, one in (("resident", plan), ("paged", replace(plan, paging=paging))):
         write_plan(tmp_path / f"{name}.json", one)
         more = settings(
@@ -45,12 +46,12 @@ def test_a_run_with_its_state_on_a_disk_is_the_resident_one_and_says_what_it_mov
         with alone():
             result = bireme(capsys, "train", str(run), *more, "--json")
         assert result.status == 0, result.err
-        tiers.append(result.document.get("tiers"))
+        tiers[name] = result.document.get("tiers", [])
         found[name] = losses(tmp_path / "runs" / name) | {-1: result.document["eval_loss"]}
     assert found["paged"] == found["resident"]
     assert not list(scratch.iterdir())
-    nothing, (device, disk) = tiers
-    assert nothing is None
+    assert not tiers["resident"]
+    device, disk = tiers["paged"]
     assert (device["rank"], device["tier"], device["budget_bytes"]) == (0, "device", DEVICE)
     assert (disk["rank"], disk["tier"], disk["budget_bytes"]) == (0, "disk", DISK)
     for tier in (device, disk):

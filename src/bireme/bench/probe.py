@@ -128,7 +128,7 @@ def probe_here(
 ) -> Probe:
     """Probe this machine with so many processes of its own."""
     setting = setting or Setting()
-    check_model(setting)
+    check_setting(setting)
     if not 1 <= num_processes <= MOST_RANKS:
         raise BiremeError(f"{num_processes} processes cannot be probed; it takes 1 to {MOST_RANKS}.")
     found = launch(probe_in, num_processes, setting, backend=backend, timeout_s=timeout_s)[0]
@@ -140,16 +140,18 @@ def probe_of_environment(
     setting: Setting, *, backend: "Backend" = "gloo", timeout_s: float = 300.0
 ) -> Probe | None:
     """Probe the ranks that torchrun started, of which this is one; None on all but the first."""
-    check_model(setting)
+    check_setting(setting)
     with World.from_environment(timeout_s=timeout_s, backend=backend) as world:
         return probe_in(world, setting)
 
 
-def check_model(setting: Setting) -> None:
-    """Refuse a model that there is not, before processes are started."""
+def check_setting(setting: Setting) -> None:
+    """Refuse a model or a folder that there is not, before processes are started."""
     from bireme.model.sources import load_source
 
     load_source(setting.model, batch=setting.batch)
+    if setting.disk is not None:
+        check_disk_folder(setting.disk, "--disk")
 
 
 def probe_in(world: World, setting: Setting) -> Probe | None:
@@ -220,7 +222,6 @@ def _tiers(world: World, line: Line, hosts: tuple[str, ...], folder: Path) -> di
     """Of each server, measured by its first rank while the others of it wait."""
     place = hosts.index(hosts[world.rank])
     if place == world.rank:
-        check_disk_folder(folder, "--disk")
         found = _Tiers(
             measured_host_bytes_per_s(world.device),
             memory_bytes() if world.device.type != "cpu" else 0,

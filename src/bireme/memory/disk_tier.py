@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bireme.devices import pinned
 from bireme.errors import BiremeError
-from bireme.memory.system_memory import copy_bytes
+from bireme.memory.system_memory import bytes_at, copy_bytes
 
 __all__ = ["DiskTier", "remove_leftovers"]
 
@@ -107,7 +107,7 @@ class DiskTier:
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], what: str, memory: Tensor, begin: int
     ) -> None:
-        view, done = memoryview(memory.numpy()), 0
+        view, done = bytes_at(memory), 0
         try:
             while done < len(view):
                 moved = call(self._file, [view[done:]], begin + done)

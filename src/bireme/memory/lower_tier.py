@@ -40,7 +40,7 @@ class HostTier:
         if num_slots:
             num_bytes = num_slots * self._slot_bytes
             flat = pinned(num_bytes) if self._is_pinned else pages(num_bytes)
-            self._slots += flat.split(self._slot_bytes)
+            self._slots += torch.split(flat, self._slot_bytes)
 
     def bytes_of(self, slot: int) -> Tensor:
         """The bytes of a slot themselves."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "PAGE_BYTES",
+    "bytes_at",
     "copy_bytes",
     "fill_bytes",
     "map_file",
@@ -88,8 +89,7 @@ def shared_file(num_bytes: int) -> int:
 
 def tensor_at(address: int, num_bytes: int) -> Tensor:
     """The bytes of a reserved range as a tensor. The range is given back when no tensor looks at it."""
-    kind = type("Range", (ctypes.Array,), {"_type_": ctypes.c_uint8, "_length_": num_bytes})
-    memory = kind.from_address(address)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     weakref.finalize(memory, _libc.munmap, address, num_bytes).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -114,6 +114,11 @@ def copy_bytes(into: Tensor, data: Tensor) -> None:
         ctypes.memmove(into.data_ptr(), data.data_ptr(), into.nbytes)
     else:
         into.data.copy_(data, non_blocking=True)
+
+
+def bytes_at(memory: Tensor) -> memoryview:
+    """The bytes of host memory as files read and write them."""
+    return memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.data_ptr())).cast("B")
 
 
 def fill_bytes(memory: Tensor, value: int) -> None:

@@ -18,13 +18,14 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.agreements import Everyone, Groups, OuterRounds
-from bireme.simulate.together import Agreement, Exchange, Speed, Together, Work
+from bireme.simulate.replicas import Exchange, Speed, Work
+from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AgreementForecast", "agreements"]
 
-BATCHES, BEGIN = 200, 0.2
-"""Of a simulated run, and the share that does not count."""
+LEAST_BATCHES, ALL_BATCHES, BEGIN = 40, 1600, 0.2
+"""Of a simulated run: the fewest, and those of all replicas together; and the share that does not count."""
 SHARE = 12
 """Samples of a replica's batch in the simulation; only ratios are taken from it."""
 QUARTERS = 1.349
@@ -113,5 +114,6 @@ def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exch
     work = Work((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
     speeds = [Speed(deviation=deviation)] * width
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)
-    until_s = BATCHES * (own_s + exchange.seconds(width))
-    return run.until(until_s, 4 * BATCHES + round(until_s / own_s)).samples_per_s(BEGIN * until_s)
+    num_batches = max(ALL_BATCHES // width, LEAST_BATCHES)
+    until_s = num_batches * (own_s + exchange.seconds(width))
+    return run.until(until_s, 4 * num_batches + round(until_s / own_s)).samples_per_s(BEGIN * until_s)

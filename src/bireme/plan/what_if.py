@@ -53,7 +53,34 @@ def changes(cluster: Cluster, wishes: PlanRequest) -> Iterator[Change]:
     if cluster.switch is not None and rate is not None and _more(rate) != rate:
         switch = replace(cluster.switch, bytes_per_s=_more(rate))
         yield Change(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), wishes)
+    yield from _other_tiers(cluster, wishes)
     yield from (Change(words, cluster, other) for words, other in _other_wishes(cluster, wishes))
+
+
+def _other_tiers(cluster: Cluster, wishes: PlanRequest) -> Iterator[Change]:
+    """Where paging is allowed: more of the device, and faster wires as far as the cluster says them."""
+    memory = wishes.memory
+    if memory is None:
+        return
+    if memory.device_bytes is not None:
+        more = replace(memory, device_bytes=TIMES * memory.device_bytes)
+        yield Change(f"{TIMES} × the device memory that is allowed", cluster, replace(wishes, memory=more))
+    if any(server.disk_bytes_per_s for server in cluster.servers):
+        disks = _changed(
+            cluster, lambda server: replace(server, disk_bytes_per_s=_more(server.disk_bytes_per_s))
+        )
+        yield Change(f"{TIMES} × the bandwidth of the disks", disks, wishes)
+    if any(device.device.host_bytes_per_s for device in cluster.devices()):
+        wires = _changed(
+            cluster,
+            lambda server: replace(
+                server,
+                devices=tuple(
+                    replace(own, host_bytes_per_s=_more(own.host_bytes_per_s)) for own in server.devices
+                ),
+            ),
+        )
+        yield Change(f"{TIMES} × the bandwidth between devices and hosts", wires, wishes)
 
 
 def _most_frequent(things: Iterable[Thing]) -> list[Thing]:

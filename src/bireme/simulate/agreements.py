@@ -7,7 +7,8 @@ from functools import partial
 from random import Random
 from statistics import median
 
-from bireme.simulate.together import Agreement, Together, Trained
+from bireme.simulate.replicas import Trained
+from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.group_events import (
     Arrived,
     Came,
@@ -94,7 +95,9 @@ class Groups(Agreement):
         self.last_s[replica, stage] = now_s
         others_s = [each for one, each in known.items() if one != replica]
         patient_s = median(others_s) if others_s else 0.0
-        arrived = Arrived(stage, replica, batch, min(wait_s, MOST_WAIT * patient_s), patient_s)
+        if others_s:
+            wait_s = min(wait_s, MOST_WAIT * patient_s)
+        arrived = Arrived(stage, replica, batch, wait_s, patient_s)
         self.run.at(now_s + self.run.exchange.control_s, partial(self._happened, arrived))
 
     def woke(self, now_s: float) -> None:

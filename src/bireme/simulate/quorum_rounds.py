@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from bireme.balance.shares import Limits
-from bireme.simulate.together import Agreement, Together, Trained
+from bireme.simulate.replicas import Trained
+from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.messages import Grant
 from bireme.sync.coordinator.rounds import Line, next_grant

@@ -173,8 +173,8 @@ class Summary:
     """How many private samples each server holds."""
     placement: Mapping[str, Any] | None = None
     """What an epoch takes of them and of public ones; both are in the document where there are any."""
-    tiers: tuple[TierSummary, ...] = ()
-    """In the document where anything is paged."""
+    tiers: tuple[TierSummary, ...] | None = None
+    """In the document where anything may be paged; empty if all has fitted."""
     joules_per_sample: float | None = None
     """By the watts of the devices, in the document where they are known."""
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Summary:
         found |= found.pop("kept")
         if not self.private_samples:
             del found["private_samples"], found["placement"]
-        if not self.tiers:
+        if self.tiers is None:
             del found["tiers"]
         if self.joules_per_sample is None:
             del found["joules_per_sample"]
@@ -235,7 +235,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         membership=() if own.sync is None else _membership(shares),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
-        tiers=_tiers(outcomes),
+        tiers=_tiers(outcomes) if prepared.run.memory.is_on or saved.plan.paging else None,
         joules_per_sample=_joules(prepared, own),
         kept=gradient_document(prepared.run, prepared.graph),
     )

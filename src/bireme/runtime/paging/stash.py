@@ -68,7 +68,9 @@ class PagedStash(Stash):
                     return saved
                 flat.copy_(torch.empty(0, dtype=torch.uint8, device=saved.device).set_(storage))
                 copies[key] = storage_watch(saved), flat
-            return _Copied(copies[key][1], saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
+            return _Copied(
+                copies[key][1], saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset())
+            )
 
         def unpack(saved: Tensor | _Copied) -> Tensor:
             return saved.tensor() if isinstance(saved, _Copied) else saved

@@ -11,7 +11,8 @@ Replicas that average weights run the same program side by side, and meet at AVE
 every member of the group that was granted has come to its AVERAGE_START. A grant names for each member its
 batch, for replicas may be batches apart. Without grants the longest wait of all is taken: every replica is in
 the group of every batch. Any grant that names only replicas that are there already lets its members go on at
-once, so a program that ends with that wait ends with all such grants.
+once, so a program that ends with that wait ends with all such grants. A forced group waits for replicas that
+are not there; as one stage forces at a time, these wait nowhere, and come.
 
 Waiting never helps: a rank that can go on still can later. So it is enough to let each rank run as far as
 it gets, in any order, and to look at what waits in the end.
