@@ -141,6 +141,7 @@ def on_a_disk(is_quick: bool) -> tuple[Section, list[Verdict]]:
         "step_s": paged.step_s,
         "resident_processor_s": resident.processor_s,
         "processor_s": paged.processor_s,
+        "work_s": sum(map(sum, paged.seconds.values())),
         "disk_s": disk_s,
         "simulated_s": paged.predicted_s,
         "read_mb_per_s": paged.read_bytes_per_s / 1e6,

@@ -99,7 +99,7 @@ def test_all_members_get_the_same_bits_and_the_weighted_mean(num: int, weights: 
 
 @pytest.mark.parametrize("num", [2, 3, 4])
 def test_an_attempt_that_lost_a_member_is_made_again_from_the_kept_contributions(num: int) -> None:
-    """The last member dies when its first frames have come; what it sent and what was sent to it is dropped."""
+    """The last member dies when its first frames have come; what was sent by it and to it is dropped."""
     mesh, parts = Mesh(num), contributions(num)
     before = [[flat.clone() for flat in one.flats] for one in parts]
     gone = threading.Event()

@@ -14,6 +14,7 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
+from bireme.model.part import Part
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
@@ -226,6 +227,14 @@ def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) ->
         os.close(ready)
         os.close(told)
     assert not list(tmp_path.iterdir())
+
+
+def test_frozen_weights_are_not_paged(tmp_path: Path) -> None:
+    case, _ = one_rank(tmp_path)
+    part = Part(train=("*.bias",))
+    setting = case.setting(case.paged(), PagingSettings(tmp_path))
+    with pytest.raises(BiremeError, match=r"Rank 0 has \d+ bytes of frozen weights, which stay"):
+        pipeline_of(gpt(case.model, case.dtype, part), setting, None)
 
 
 def test_a_plan_that_pages_to_a_disk_needs_a_folder(tmp_path: Path) -> None:

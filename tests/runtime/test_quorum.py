@@ -1,18 +1,21 @@
 """Replicas that agree by quorum: the same as one process on the committed samples, whoever dies when."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from bireme.plan.plan import Plan
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import RankId
-from tests.support.engine_parity import Setting, oracle
+from tests.support.engine_parity import Setting, oracle, plan_for
 from tests.support.mortal_replicas import Killed, Replicas
 from tests.support.regression import WIDTH, regression, regression_plan
-from tests.support.small_models import Batch, real_batches
+from tests.support.small_models import Batch, gpt, real_batches, token_batches
 
 BATCH, MICRO = 16, 4
 
@@ -30,7 +33,10 @@ def assert_as_one_process(replicas: Replicas, *, tolerance: float = 0.0) -> None
     """Every rank that lived to the end has what one process makes of the ledger's samples, and the same bits
     as its peers.
     """
-    updates = oracle(replicas.model, replicas.setting, replicas.committed(), sizes=replicas.sizes())
+    assert isinstance(replicas.setting.plan, Plan)
+    plan = replace(replicas.setting.plan, width=replicas.num_replicas)
+    setting = replace(replicas.setting, plan=plan)
+    updates = oracle(replicas.model, setting, replicas.committed(), sizes=replicas.sizes())
     assert len(updates) == replicas.num_batches
     places = [one for line in replicas.hub.rounds for own in line.samples for one in own]
     assert len({place for one in places for place in range(one.begin, one.end)}) == sum(
@@ -69,6 +75,16 @@ def test_two_replicas_are_one_process_to_the_last_bit(schedule: str) -> None:
     assert [line.members for line in replicas.hub.rounds] == [(0, 1)] * 5
 
 
+def test_tied_weights_are_summed_over_replicas_and_stages() -> None:
+    """With labels that do not count, so that replicas weigh differently."""
+    setting = Setting(plan_for("2bw", 2, updates_early=False), clip_norm=0.5)
+    data = token_batches(BATCH * 4, 1)[0]
+    replicas = Replicas(gpt("layers=3,tied=true"), setting, 2, data, 4, BATCH)
+    replicas.run()
+
+    assert_as_one_process(replicas, tolerance=1e-11)
+
+
 class Walk:
     """Kills ranks at one place of a batch after the other, each time once all replicas are members again."""
 
@@ -103,11 +119,13 @@ class Walk:
         self._replicas.wait_until_present()
 
 
-def walked(num_replicas: int, schedule: str, points: Sequence[tuple[int, int, int]]) -> None:
+def walked(
+    num_replicas: int, schedule: str, points: Sequence[tuple[int, int, int]], num_stages: int = 2
+) -> None:
     walk, num_batches = Walk(points), 20 * (len(points) + 1)
     replicas = Replicas(
         regression(),
-        setting_of(schedule),
+        setting_of(schedule, num_stages),
         num_replicas,
         data_for(num_batches),
         num_batches,
@@ -138,3 +156,35 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
 
     assert_as_one_process(replicas)
     assert replicas.hub.epochs == [(0, 1), (0,)]
+
+
+def test_three_replicas_lose_any_one_of_them_and_go_on() -> None:
+    """Sums are in a ring then, so they equal one process to rounding, and each other to the bit."""
+    walked(3, "1f1b", [(2, 0, 7), (0, 0, 3), (1, 0, 9)], num_stages=1)
+
+
+def test_a_replica_that_is_too_slow_gets_the_committed_sum_and_goes_on_with_the_others() -> None:
+    """Its contribution counts in no round, and its samples are dealt again."""
+    slept: list[int] = []
+
+    def sleep(rank: RankId, step: Instruction) -> None:
+        if rank.replica == 2 and step.batch == 3 and not slept:
+            slept.append(step.batch)
+            time.sleep(1.0)
+
+    replicas = Replicas(
+        regression(),
+        setting_of("1f1b", 1),
+        3,
+        data_for(12),
+        12,
+        BATCH,
+        on_instruction=sleep,
+        grace_s=0.3,
+    )
+    replicas.run()
+
+    assert_as_one_process(replicas, tolerance=1e-11)
+    assert replicas.hub.rounds[3].members == (0, 1)
+    assert replicas.hub.epochs[0] == (0, 1, 2)
+    assert all(replicas.seen[RankId(one, 0, 0)].is_done for one in range(3))

@@ -130,10 +130,14 @@ class World:
         assert self.applied.setdefault((stage, number), found) == found, (stage, number)
 
     def is_whole(self, replica: int) -> bool:
-        """Whether all ranks of a replica are there, and have weights that count."""
+        """Whether all ranks of a replica are there and know that it is a member."""
         own = [one for one in self.ranks.values() if one.rank.replica == replica]
-        has_weights = all(one.rank.life == 0 or one.weights for one in own)
-        return len(own) == self.settings.num_stages and has_weights
+        known = [(one.word is not None and one.word.members) or () for one in own]
+        are_members = all(
+            any(each.own_life == one.rank.own_life for each in members)
+            for one, members in zip(own, known, strict=True)
+        )
+        return len(own) == self.settings.num_stages and are_members
 
     @property
     def num_common(self) -> int:

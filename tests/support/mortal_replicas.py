@@ -195,7 +195,7 @@ class Replicas:
         self.model, self.setting, self.data = model, setting, data
         self.num_replicas, self.num_batches, self.batch_size = num_replicas, num_batches, batch_size
         self.depth = setting.plan.source.num_ranks
-        least = setting.plan.source.num_microbatches
+        least = self._spare = setting.plan.source.num_microbatches
         self.hub = Hub(
             Settings(
                 SyncMode.QUORUM,
@@ -228,7 +228,7 @@ class Replicas:
         )
 
     def wait_until_present(self) -> None:
-        """Wait until every replica that died is about to be a member, so that the others do not end before."""
+        """Wait until every replica that died is about to be a member: the others shall not end before."""
         end_s = time.monotonic() + patience_s()
         while self._dead and time.monotonic() < end_s:
             self._dead -= self.hub.present
@@ -328,7 +328,7 @@ class Replicas:
                 self.kill(life)
 
     def _train(self, rank: RankId, fabric: ThreadFabric, seen: Seen) -> None:
-        agent = Agent(rank, self.hub.client(rank), timeout_s=self._timeout_s)
+        agent = Agent(rank, self.hub.client(rank), timeout_s=self._timeout_s, spare=self._spare)
         with self._lock:
             self._agents[rank.own_life].append(agent)
         pipeline = pipeline_of(

@@ -181,6 +181,8 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     table.add_row("bubble", _share(document["predicted_bubble"]), _share(document["bubble"]), "")
     say()
     say(table)
+    if tiers := document.get("tiers"):
+        say(_tiers(tiers))
     if speed is not None:
         tell(f"The machine ran at {speed:.2f} of the speed that it was profiled at.")
     loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]
@@ -204,6 +206,15 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     if document["sample"]:
         say("\n[dim]A sample of its text:[/dim]")
         say(escape(document["sample"][:LONGEST_SAMPLE]), highlight=False)
+
+
+def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Table:
+    """What chunks took of each tier, and what was copied into it in the whole run."""
+    table = Table("rank", "tier", "budget", "chunks at most", "copied in", box=None, header_style="dim")
+    for tier in tiers:
+        budget, moved = _bytes(tier["budget_bytes"]), bytes_text(tier["bytes_moved"])
+        table.add_row(str(tier["rank"]), tier["tier"], budget, bytes_text(tier["peak_bytes"]), moved)
+    return table
 
 
 def _about_codecs(links: Sequence[Mapping[str, Any]], through: float) -> str:

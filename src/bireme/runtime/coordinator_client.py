@@ -58,7 +58,8 @@ class CoordinatorClient:
         self._report = Report(rank, 0, 0, address, rounds=rounds)
         self._known = Known()
         self._has_word = False
-        self._is_dropped = self._is_closing = self._is_due = self._was_silent = False
+        self._farewell: Word | None = None
+        self._is_closing = self._is_due = self._was_silent = False
         self._changed = threading.Condition()
         self._act: Callable[[], None] = lambda: None
         self._wake_read, self._wake_write = os.pipe()
@@ -71,7 +72,7 @@ class CoordinatorClient:
     @property
     def word(self) -> Word:
         """The last word; before the first one it says that nobody is a member."""
-        return self._known.last or NOTHING
+        return self._farewell or self._known.last or NOTHING
 
     def on_word(self, act: Callable[[], None]) -> None:
         """Have something called after each word, from the client's thread."""
@@ -80,7 +81,7 @@ class CoordinatorClient:
     @property
     def is_dropped(self) -> bool:
         """Whether the others go on without this replica."""
-        return self._is_dropped
+        return self._farewell is not None
 
     @property
     def report(self) -> Report:
@@ -109,7 +110,7 @@ class CoordinatorClient:
         ends_s = time.monotonic() + limit_s
         with self._changed:
             while True:
-                if self._is_dropped:
+                if self.is_dropped:
                     raise Dropped(f"Replica {self._report.rank.replica} was dropped by the others.")
                 found = find(self.word)
                 if found is not None:
@@ -125,7 +126,8 @@ class CoordinatorClient:
             self.say(is_leaving=True)
         self._is_closing = True
         self._wake()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         with self._changed:
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -210,7 +212,7 @@ class CoordinatorClient:
         with self._changed:
             last = self.word
             if word.is_dropped and word.place >= last.place:
-                self._is_dropped = True
+                self._farewell = word
             known = self._known.with_word(word)
             if known is not None:
                 self._known, self._has_word = known, True

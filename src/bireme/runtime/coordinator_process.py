@@ -5,6 +5,7 @@ that says which batches count, and that it was the one who wrote it.
 """
 
 import threading
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -75,9 +76,13 @@ class CoordinatorProcess:
         return self._process
 
     def keep(self) -> bool:
-        """Start it again if it has died; whether it had."""
+        """Start it again if it was killed; whether it was. Raises where it has failed by itself."""
         if self._process is None or self._process.status is None:
             return False
+        if self._talk is not None:
+            with suppress(EOFError, OSError):
+                if self._talk.poll():
+                    raise BiremeError(self._talk.recv())
         self.close()
         self.start()
         return True
@@ -112,8 +117,10 @@ def serve_host(talk: Connection, order: CoordinatorOrder) -> None:
     threading.Thread(target=hear, name="bireme coordinator talk", daemon=True).start()
     server.join()
     ledger.close()
-    if server.failure is not None:
-        raise server.failure
+    if isinstance(server.failure, BiremeError):
+        talk.send(str(server.failure))
+    elif server.failure is not None:
+        talk.send("".join(traceback.format_exception(server.failure)))
 
 
 def _host(order: CoordinatorOrder, ledger: Ledger) -> Host:

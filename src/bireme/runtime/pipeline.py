@@ -139,12 +139,17 @@ class Pipeline:
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
         self._paging = paging_of(
-            self.plan.source, self.layout, self._device, paging or PagingSettings(), compiles=compile
+            graph,
+            self.plan.source,
+            self.layout,
+            self._device,
+            paging or PagingSettings(),
+            compiles=compile,
         )
         if agreement is not None and (self._paging is not None or form is not None):
             raise BiremeError(
-                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging and "
-                "principal components, or the agreement."
+                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging "
+                "and principal components, or the agreement."
             )
         batches = Batches()
         assembly = Assembly(

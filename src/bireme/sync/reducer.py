@@ -175,7 +175,8 @@ class Reducer:
         and what `more` gives, which is as many numbers on every rank.
         Nothing given may be read or written before `finish`, but by the reducer. `stamp` tells batches apart:
         where it is not the same on all ranks, `finish` raises a `BiremeError` on all of them. All replicas
-        take part, so what this one has of its `own` changes nothing. Raises what went wrong in a batch before.
+        take part, so what this one has of its `own` changes nothing. Raises what went wrong in a batch
+        before.
         """
         self._check_usable(batch)
         reduction = Reduction(batch, gradients, loss_sum, stamp, votes, more)

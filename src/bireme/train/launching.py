@@ -26,7 +26,7 @@ from bireme.train.outcome import REPLAN, Outcome
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, write_prepared
 from bireme.train.replan import replanned
-from bireme.train.replicas import check_replicas, is_quorum, run_replicas
+from bireme.train.replicas import run_replicas
 from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
 from bireme.train.worker import Start, first_of, train_rank
@@ -59,8 +59,6 @@ def start(
 
     One that ends because a stage has become slow goes on with a new plan, once.
     """
-    if is_quorum(prepared):
-        check_replicas(prepared)
     outcomes = _run(prepared, folder, checkpoint, is_shown=is_shown, may_replan=True)
     if first_of(outcomes).reason == REPLAN:
         if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
@@ -90,7 +88,7 @@ def _run(
         prepared.census,
     )
     with _signals_passed_on(), _gpus_as_planned(prepared):
-        if is_quorum(prepared):
+        if prepared.run.sync.mode == "quorum":
             return run_replicas(prepared, folder, checkpoint, begin)
         return launch(
             train_rank,

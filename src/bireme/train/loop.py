@@ -270,7 +270,7 @@ class Loop:
         """What follows from a batch: the log, a checkpoint, the request to stop."""
         step = result.batch + 1
         if self._member is not None:
-            self._member.note(result, self.tell)
+            self._member.note(result)
         tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
             for place, value in enumerate((result.seconds, result.num_samples, tokens)):

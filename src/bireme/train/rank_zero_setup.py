@@ -28,6 +28,7 @@ from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
 from bireme.train.rendezvous import Environment
+from bireme.train.replica_checks import refuse_quorum_elsewhere
 from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_file import RunFile
@@ -64,6 +65,7 @@ def set_up_run(
 
     `ask_servers` has every machine say its devices of a kind, `tell` is for sentences to people.
     """
+    refuse_quorum_elsewhere(asked)
     named = _named(asked, environment)
     begun = _begun(named, environment)
     if begun is not None:

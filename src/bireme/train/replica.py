@@ -13,8 +13,8 @@ from bireme.errors import BiremeError
 from bireme.runtime.pipeline import Result
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
-from bireme.runtime.quorum.coordinator_line import CoordinatorClient
 from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
@@ -29,24 +29,29 @@ from bireme.train.stops import Reason, Stops
 
 __all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "Replica"]
 
-Tell = Callable[..., None]
-
 
 class Replica:
     """What this rank knows of the replicas of its run; `num_replicas` there are at most."""
 
     def __init__(
-        self, world: World, seat: Seat, num_replicas: int, batch_size: int, *, balances: bool
+        self, world: World, seat: Seat, num_replicas: int, batch_size: int, *, spare: int, balances: bool
     ) -> None:
         self.number = seat.life.replica
         rank = RankId(self.number, seat.life.life, world.rank)
-        client = CoordinatorClient(rank, seat.coordinator, lease_s=seat.lease_s, timeout_s=world.timeout_s)
-        self._agent = Agent(rank, client, timeout_s=world.timeout_s, device=world.device)
+        talk = Talk(seat.hosts, seat.token, rank, lease_s=seat.lease_s)
+        # The rank itself may be waiting for another one, which is stopped.
+        self._agent = Agent(
+            rank,
+            talk,
+            timeout_s=world.timeout_s,
+            device=world.device,
+            on_error=world.watch.failed,
+            spare=spare,
+        )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)
         self.leads = seat.life.replica == 0 and seat.life.life == 0
         self.has_come_late = seat.life.life > 0
-        self._members: tuple[int, ...] | None = None
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than
@@ -62,13 +67,9 @@ class Replica:
         heal = next((one for one in word.heals if one.replica == self.number), None)
         return step if heal is None else max(step, heal.batch)
 
-    def note(self, result: Result, tell: Tell) -> None:
-        """A batch is done: who leads now, and who had a part in it."""
+    def note(self, result: Result) -> None:
+        """A batch is done, which says who leads now."""
         self.leads = result.leader == self.number
-        members = tuple(one for one, num in enumerate(result.shares) if num)
-        if members != self._members:
-            self._members = members
-            tell("membership", result.batch, members=list(members))
 
     def votes(self, stops: Stops) -> Callable[[], float]:
         """What this rank gives along with a batch: time and saving are for who leads to ask for."""
@@ -138,17 +139,22 @@ class LeaderLog:
 
 
 class LeaderWriter:
-    """Checkpoints of a run, which are written by the replica that leads. All its ranks save the same steps."""
+    """Checkpoints of a run, which are written by the replica that leads. All its ranks save the same steps.
 
-    def __init__(self, make: Callable[[], CheckpointWriter], warn: Callable[[str], None]) -> None:
+    `make` opens a writer, if it can: its number tells apart what the ranks say to each other each time.
+    """
+
+    def __init__(self, make: Callable[[int], CheckpointWriter], warn: Callable[[str], None]) -> None:
         self._make, self._warn = make, warn
+        self._num_tried = 0
         self._writer: CheckpointWriter | None = None
 
     def save(self, snapshot: Snapshot, meta: CheckpointMeta, *, copied_s: float = 0.0) -> None:
         """Start writing a checkpoint."""
         if self._writer is None:
+            self._num_tried += 1
             try:
-                self._writer = self._make()
+                self._writer = self._make(self._num_tried)
             except BiremeError as error:  # as where a replica that led before has not ended yet
                 self._warn(f"There is no checkpoint of step {snapshot.num_trained}: {error}")
                 return

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +24,7 @@ from bireme.train.worker import first_of
 __all__ = [
     "ControlSummary",
     "LinkSummary",
+    "MembershipSummary",
     "RankSummary",
     "ShareSummary",
     "StageSummary",
@@ -81,10 +82,26 @@ class ShareSummary:
 
 @dataclass(frozen=True, slots=True)
 class SyncSummary:
-    """What all ranks sent for sums of gradients, and what they would have sent without a codec."""
+    """What all ranks sent for sums of gradients, and what they would have sent without a codec. Where
+    replicas may die: the epochs of their membership, rounds and samples that count, and samples that were
+    dealt again.
+    """
 
     raw_bytes: int
     sent_bytes: int
+    mode: str = "all"
+    epochs: int | None = None
+    rounds: int | None = None
+    samples_committed: int | None = None
+    samples_redone: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipSummary:
+    """The replicas that had a part in the batches from a step on."""
+
+    step: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +167,8 @@ class Summary:
     sample: str
     warnings: tuple[str, ...]
     shares: tuple[ShareSummary, ...] = ()
+    membership: tuple[MembershipSummary, ...] = ()
+    """How that changed, where replicas may die."""
     private_samples: Mapping[str, int] = field(default_factory=dict)
     """How many private samples each server holds."""
     placement: Mapping[str, Any] | None = None
@@ -202,9 +221,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         ranks=_ranks(prepared, outcomes),
         links=_links(prepared, outcomes),
         control=_control(prepared, outcomes),
-        sync=SyncSummary(
-            sum(one.own.raw_sum_bytes for one in outcomes), sum(one.own.sent_sum_bytes for one in outcomes)
-        ),
+        sync=_sync(outcomes),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
         first_delayed_step=first_delayed_step(prepared.run, saved),
@@ -214,10 +231,11 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         checkpoint=own.checkpoint,
         sample=sample,
         warnings=(*own.warnings, *idle_codec(prepared.run, saved.plan), *_diverged(own)),
-        shares=_shares(folder),
+        shares=(shares := _shares(folder)),
+        membership=() if own.sync is None else _membership(shares),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
-        tiers=_tiers(outcomes) if prepared.run.memory.is_on else None,
+        tiers=_tiers(outcomes) if prepared.run.memory.is_on or saved.plan.paging else None,
         joules_per_sample=_joules(prepared, own),
         kept=gradient_document(prepared.run, prepared.graph),
     )
@@ -230,6 +248,23 @@ def _shares(folder: RunFolder) -> tuple[ShareSummary, ...]:
     except (BiremeError, OSError):
         return ()
     return tuple(ShareSummary(one.step, one.shares) for one in known)
+
+
+def _sync(outcomes: list[Outcome]) -> SyncSummary:
+    raw_bytes = sum(one.own.raw_sum_bytes for one in outcomes)
+    sent_bytes = sum(one.own.sent_sum_bytes for one in outcomes)
+    figures = first_of(outcomes).sync
+    return SyncSummary(raw_bytes, sent_bytes, **({} if figures is None else asdict(figures)))
+
+
+def _membership(shares: Sequence[ShareSummary]) -> tuple[MembershipSummary, ...]:
+    """Who had samples, where that changed."""
+    found: list[MembershipSummary] = []
+    for one in shares:
+        members = tuple(replica for replica, share in enumerate(one.shares) if share)
+        if not found or found[-1].members != members:
+            found.append(MembershipSummary(one.step, members))
+    return tuple(found)
 
 
 def _joules(prepared: Prepared, own: Outcome) -> float | None:

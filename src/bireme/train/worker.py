@@ -24,6 +24,7 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
@@ -171,12 +172,12 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         pipeline.join()
     loop: Loop | None = None
 
-    def open_writer(resumed_from: Checkpoint | None) -> CheckpointWriter:
+    def open_writer(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
         return CheckpointWriter(
             folder.checkpoints(run),
             world.rank,
             world.size,
-            world.store,
+            store,
             keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
             on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
             resumed_from=resumed_from,
@@ -184,10 +185,12 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
 
     writer: CheckpointWriter | LeaderWriter
     if part.member is None:
-        writer = open_writer(checkpoint)
+        writer = open_writer(checkpoint, world.store)
     else:
         writer = LeaderWriter(
-            lambda: open_writer(newest_good(folder.checkpoints(run))),
+            lambda number: open_writer(
+                newest_good(folder.checkpoints(run)), PrefixStore(f"writer {number}", world.store)
+            ),
             lambda text: None if loop is None else loop.warn(text),
         )
     with writer:
@@ -233,7 +236,10 @@ def _as_member(part: _Part, seat: Seat, saved: SavedPlan) -> tuple[_Part, SavedP
     """The part of a replica that may die, and the plan of this replica alone."""
     plan, replica = saved.plan, seat.life.replica
     balances = mode_of(part.run, plan, part.cluster) == "measured"
-    member = Replica(part.world, seat, plan.width, part.run.training.batch_size, balances=balances)
+    spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
+    member = Replica(
+        part.world, seat, plan.width, part.run.training.batch_size, spare=spare, balances=balances
+    )
     alone = replace(
         plan,
         width=1,

@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
 from bireme.model.units import Unit
 from bireme.runtime.layout import Layout
 from bireme.runtime.paging.rank_paging import RankPaging
@@ -20,7 +21,13 @@ __all__ = ["paging_of"]
 
 
 def paging_of(
-    source: ProgramSource, layout: Layout, device: torch.device, settings: PagingSettings, *, compiles: bool
+    graph: Graph,
+    source: ProgramSource,
+    layout: Layout,
+    device: torch.device,
+    settings: PagingSettings,
+    *,
+    compiles: bool,
 ) -> RankPaging | None:
     """The paging of this rank; None if its memory is not cut."""
     rank, program = layout.pipeline_rank, source.settled()
@@ -32,6 +39,12 @@ def paging_of(
             "A stage that torch compiles keeps its activations itself, and the plan pages them. Leave "
             "compile out, or plan with memory.stashes = false."
         )
+    frozen_bytes = _frozen_bytes(graph, layout, tiers)
+    if frozen_bytes > tiers.chunk_bytes:
+        raise BiremeError(
+            f"Rank {layout.rank} has {frozen_bytes} bytes of frozen weights, which stay on the device, and "
+            "the plan pages the weights of their stages. Train all weights, or leave memory.device out."
+        )
     keeps = _keeps_gradients(program, rank, tiers)
     names = Counter(name for units in layout.units.values() for name in _parameters(units))
     is_summed = layout.width > 1 or layout.tied or any(count > 1 for count in names.values())
@@ -41,6 +54,14 @@ def paging_of(
             "the device before. Page the program with is_summed = True, so that they stay until the UPDATE."
         )
     return RankPaging(program, rank, device, settings, keeps_gradients=keeps)
+
+
+def _frozen_bytes(graph: Graph, layout: Layout, tiers: RankTiers) -> int:
+    """The bytes of weights that do not learn in stages whose weights are paged."""
+    frozen = {state.name: state.num_bytes for state in graph.parameters if not state.trainable}
+    paged = {stage for item, stage in tiers.chunks if item is Item.WEIGHTS}
+    names = {name for stage, units in layout.units.items() if stage in paged for name in _parameters(units)}
+    return sum(frozen.get(name, 0) for name in names)
 
 
 def _parameters(units: tuple[Unit, ...]) -> set[str]:

@@ -11,14 +11,14 @@ that it allows.
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
+from bireme.runtime.quorum.job import Coordinator, DroppedError, Job, deal_in, is_in, member_in
 from bireme.runtime.quorum.parcels import receive_into, receive_words, send_named, send_parcel
 from bireme.runtime.quorum.results import Buffers, Result
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
@@ -29,74 +29,37 @@ from bireme.sync.coordinator.messages import (
     Deal,
     Grant,
     Heal,
-    Member,
     RankId,
     RoundAt,
+    Samples,
     Word,
 )
 from bireme.sync.quorum.line import LineBroken, Stamp
-from bireme.sync.quorum.ring import Contribution, Summed, sum_over
+from bireme.sync.quorum.ring import Summed, sum_over
 
-__all__ = ["Agent", "Coordinator", "DroppedError", "Job"]
+__all__ = ["Agent"]
 
 KEPT_BYTES = 1 << 30
 """Committed sums that replicas which are late may still ask for take so much at most, but for a few."""
 LEAST_KEPT = 4
 HEAL_SHARE = 0.25
 """The share of a link's time that a snapshot for another replica may take."""
+MOST_BEHIND = 8
+"""A replica that has fallen further behind the others begins anew, for to heal it need not compute."""
 LOOK_S = 0.5
 
 
 Found = TypeVar("Found")
 
 
-class DroppedError(Exception):
-    """This replica is no member any more: its life is over, and the launcher begins its next one."""
-
-
 class _SupersededError(Exception):
     """The attempt is not wanted any more."""
 
 
-class Coordinator(Protocol):
-    """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
-
-    @property
-    def word(self) -> Word:
-        """The last word."""
-
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
-        """Report this from now on. Does not wait."""
-
-    def on_word(self, act: Callable[[], None]) -> None:
-        """Have something called whenever there is a new word, from any thread that holds no lock."""
-
-    def close(self, *, is_leaving: bool) -> None:
-        """Say no more; where it is leaving, say so."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A batch that this rank wants the committed sum of, in flats `like` these.
-
-    `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept the
-    rank busy; without it this replica has no part in the batch.
-    """
-
-    batch: int
-    like: Sequence[Tensor]
-    prepare: Callable[["Job"], None] | None = None
-    busy_s: float = 0.0
-    contribution: Contribution | None = None
-    result: Result | None = None
-    parts: tuple[int, ...] = ()
-    """The replicas whose samples the committed sum is of."""
-    error: BaseException | None = None
-    is_done: threading.Event = field(default_factory=threading.Event)
-
-
 class Agent:
-    """The agent of one rank."""
+    """The agent of one rank. `on_error` is told, from its thread, why it ends before it is closed. The fewest
+    samples that a replica can train are `spare`.
+    """
 
     def __init__(
         self,
@@ -105,15 +68,19 @@ class Agent:
         *,
         timeout_s: float,
         device: torch.device | None = None,
+        on_error: Callable[[BaseException], object] = lambda _error: None,
+        spare: int = 1,
     ) -> None:
         self.own = own
         self._coordinator = coordinator
         self._timeout_s = timeout_s
+        self._on_error = on_error
         self._buffers = Buffers(device)
         self._changed, self._saying = threading.Condition(), threading.Lock()
         self._jobs: dict[int, Job] = {}
         self._at = RoundAt()
         self._wants = 0
+        self._spare = Deal(own.replica, 0, (Samples(0, spare),))
         self._healed: int | None = None
         self._result: Result | None = None
         """The sum that was made and is not yet committed."""
@@ -129,8 +96,8 @@ class Agent:
         coordinator.on_word(self._poke)
 
     def begin(self, first: int, *, is_healed: bool = False) -> None:
-        """Report that this rank has all rounds below `first`, from a snapshot if it `is_healed`, and take part
-        from there on.
+        """Report that this rank has all rounds below `first`, and take part from there on; `is_healed` says
+        that they are from a snapshot.
         """
         with self._changed:
             self._at = RoundAt(committed=first)
@@ -153,16 +120,23 @@ class Agent:
         self._buffers.give_back(result)
 
     def dealt(self, batch: int) -> Deal:
-        """The samples of a batch that this replica trains; waits until they are dealt."""
+        """The samples of a batch that this replica trains; waits until they are dealt.
+
+        If the batch has been committed without it they are any samples: what it makes of them counts nowhere.
+        """
         with self._changed:
             is_new = batch >= self._wants
             self._wants = max(self._wants, batch + 1)
         if is_new:
             self._say()
-        while True:
-            word = self.wait_for(lambda word: _deal(word, self.own, batch) is not None)
-            if (deal := _deal(word, self.own, batch)) is not None:
-                return deal
+
+        def is_known(word: Word) -> bool:
+            return deal_in(word, self.own, batch) is not None or _is_over(word, batch)
+
+        word = self.wait_for(is_known)
+        deal = deal_in(word, self.own, batch) or replace(self._spare, batch=batch)
+        self._spare = deal
+        return deal
 
     def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
         """Wait until that is so of the last word, which it gives."""
@@ -196,7 +170,7 @@ class Agent:
 
     def fetch(self, heal: Heal) -> socket.socket:
         """A connection on which the donor of this replica sends what `heal` says, as named tensors."""
-        donor = _member(self.word, heal.donor)
+        donor = member_in(self.word, heal.donor)
         return self._board.ask(heal.donor, donor.addresses[self.own.stage], SNAPSHOT, heal.batch)
 
     def abort(self) -> None:
@@ -229,7 +203,10 @@ class Agent:
                     if not self._step(word):
                         self._wait_for_news(word)
         except BaseException as error:
+            is_first = not self._is_closed
             self._end(error)
+            if is_first:
+                self._on_error(error)
 
     def _wait_for_news(self, seen: Word) -> None:
         with self._changed:
@@ -265,6 +242,9 @@ class Agent:
             return False
         commit = next((one for one in word.commits if (one.line, one.round) == (0, batch)), None)
         if commit is not None:
+            num_behind = word.committed[0] - batch
+            if job.prepare is not None and num_behind > MOST_BEHIND:
+                raise DroppedError(f"replica {self.own.replica} is {num_behind} batches behind the others.")
             return self._settle(job, commit, word)
         if job.prepare is not None and job.contribution is None:
             job.prepare(job)
@@ -276,7 +256,7 @@ class Agent:
             self._change(ready=batch, busy_s=job.busy_s)
             return True
         grant = next((one for one in word.grants if (one.line, one.round) == (0, batch)), None)
-        if grant is None or grant == self._failed or not _is_in(self.own, grant):
+        if grant is None or grant == self._failed or not is_in(self.own, grant):
             return False
         if self._at.summed == batch and self._at.attempt == grant.attempt:
             return False
@@ -309,7 +289,7 @@ class Agent:
                 replica: self._board.line(replica, member.life, member.addresses[self.own.stage], check)
                 for replica in members
                 if replica != self.own.replica
-                for member in [_member(word, replica)]
+                for member in [member_in(word, replica)]
             }
             result.summed = sum_over(
                 job.contribution,
@@ -353,7 +333,14 @@ class Agent:
         job.result = result
         self._at = RoundAt(committed=job.batch + 1)
         self._say()
-        job.is_done.set()
+        try:
+            if job.after is not None:
+                job.after(result)
+        except BaseException as error:
+            job.error = error
+            raise
+        finally:
+            job.is_done.set()
         return True
 
     def _pulled(self, job: Job, commit: Commit, word: Word) -> Result | None:
@@ -363,7 +350,7 @@ class Agent:
             return None
         result = self._buffers.take(job.like)
         try:
-            address = _member(word, source).addresses[self.own.stage]
+            address = member_in(word, source).addresses[self.own.stage]
             with self._board.ask(source, address, SUM, job.batch, commit.attempt) as made:
                 words = receive_words(made)
                 receive_into(made, result.flats)
@@ -425,7 +412,7 @@ class Agent:
         if self._is_closed:
             raise ConnectionAbortedError("This rank's agent is closed.")
         if word.is_dropped:
-            raise DroppedError(f"Replica {self.own.replica} is no member any more.")
+            raise DroppedError(f"a rank of replica {self.own.replica} was silent for longer than its lease.")
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
@@ -437,16 +424,6 @@ class Agent:
             self._changed.notify_all()
 
 
-def _deal(word: Word, own: RankId, batch: int) -> Deal | None:
-    return next((one for one in word.deals if (one.replica, one.batch) == (own.replica, batch)), None)
-
-
-def _is_in(own: RankId, grant: Grant) -> bool:
-    return any(part.replica == own.replica for part in grant.parts)
-
-
-def _member(word: Word, replica: int) -> Member:
-    found = next((one for one in word.members if one.replica == replica), None)
-    if found is None or not all(found.addresses):
-        raise LineBroken(replica, "it is no member any more")
-    return found
+def _is_over(word: Word, batch: int) -> bool:
+    """Whether a batch counts already."""
+    return bool(word.committed) and word.committed[0] > batch

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.parcels import receive_named, receive_words
 from bireme.runtime.quorum.reducer import QuorumReducer
+from bireme.runtime.quorum.tied import TiedSums
 from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.stage import Stage
 from bireme.runtime.transport import Transport
@@ -42,20 +42,19 @@ class Agreement:
         self, fabric: Fabric, layout: Layout, transport: Transport, device: torch.device
     ) -> QuorumReducer:
         """What brings the batches of a rank together."""
-        if layout.tied:
-            raise BiremeError(
-                f"{', '.join(sorted(layout.tied))} is shared by stages of several ranks, and sync.mode = "
-                '"quorum" does not sum such parameters. Put these stages on one rank (plan.depth = 1), do '
-                'not tie the weights, or use sync.mode = "all".'
-            )
         control: Sums | None = fabric.sums(transport) or fabric.group(range(fabric.size))
         assert control is not None, "every rank is one of all"
+        # Every rank makes all groups, in the same order, and keeps its own.
+        of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
+        tied = {name: own for name, ranks in layout.tied.items() if (own := of_ranks[ranks]) is not None}
         return QuorumReducer(
             control,
             self.agent,
             num_replicas=self.num_replicas,
             speaks=layout.pipeline_rank == 0,
             device=None if device.type == "cpu" else device,
+            counted=layout.counted,
+            tied=TiedSums(tied),
         )
 
 

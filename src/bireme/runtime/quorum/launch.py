@@ -6,17 +6,22 @@ mistake of the user ends all, as does the death of the last replica.
 """
 
 import pickle
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
 from bireme.runtime.board import Board
+from bireme.runtime.coordinator_client import Address
+from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.failures import Failure, FailureKind
 from bireme.runtime.launch import Crew, pickled, preload_own
-from bireme.runtime.quorum.coordinator_line import CoordinatorServer, Record
+from bireme.runtime.peer_sockets import own_address
+from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.rank_process import LOCALHOST, Order
 from bireme.sync.coordinator.messages import Life
 from bireme.sync.coordinator.settings import Settings
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Launched", "Seat", "launch_replicas"]
 
 LOOK_S = 0.1
+TOKEN_BYTES = 16
 MOST_IN_VAIN = 3
 """Lives of a replica in a row that end before they are members; then it is not started again."""
 PARTING_S = 30.0
@@ -38,26 +44,24 @@ class Seat:
     """The place of a process in a run of several replicas, and where its coordinator is."""
 
     life: Life
-    coordinator: str
+    hosts: tuple[Address, ...]
+    token: str
     lease_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the ranks of the first replica that came to its end returned, how many epochs there were, and how
-    many samples were dealt again.
-    """
+    """What the ranks of the first replica that came to its end returned, and what the ledger says."""
 
     results: list[Any]
-    num_epochs: int
-    num_redone: int
+    ledger: LedgerTail
 
 
 def launch_replicas(
     function: Callable[..., object],
     settings: Settings,
     *args: object,
-    record: Record,
+    ledger: Path,
     tell: Callable[[str], None],
     timeout_s: float = 60.0,
     threads_per_process: int | None = None,
@@ -73,11 +77,13 @@ def launch_replicas(
 
     preload_own(function)
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    server = CoordinatorServer(settings, record)
+    token = secrets.token_hex(TOKEN_BYTES)
+    coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
+    tail = LedgerTail(ledger, settings.batch_size)
     num_ranks = settings.num_replicas * settings.num_stages
 
     def crew_of(life: Life) -> Crew:
-        seat = Seat(life, server.address, settings.lease_s)
+        seat = Seat(life, ((own_address(), coordinator.port),), token, settings.lease_s)
         order = Order(
             port=store.port,
             num_processes=settings.num_stages,
@@ -93,15 +99,16 @@ def launch_replicas(
 
     replicas = [_Replica(number, crew_of) for number in range(settings.num_replicas)]
     try:
+        coordinator.start()
         for one in replicas:
             one.begin()
-        return _Supervision(replicas, server, tell).results()
+        return _Supervision(replicas, coordinator, tail, tell).results()
     finally:
         for one in replicas:
             one.give_up()
         for one in replicas:
             one.join()
-        server.close()
+        coordinator.close()
 
 
 class _Replica:
@@ -121,6 +128,11 @@ class _Replica:
         self._crew_of = crew_of
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it has."""
+        return 0 if self.crew is None else len(self.crew.ranks)
 
     def begin(self) -> None:
         """Begin the next life."""
@@ -174,18 +186,25 @@ class _Supervision:
     """Watches over the replicas of a run until one of them is done."""
 
     def __init__(
-        self, replicas: list[_Replica], server: CoordinatorServer, tell: Callable[[str], None]
+        self,
+        replicas: list[_Replica],
+        coordinator: CoordinatorProcess,
+        tail: LedgerTail,
+        tell: Callable[[str], None],
     ) -> None:
-        self._replicas, self._server, self._tell = replicas, server, tell
+        self._replicas, self._coordinator, self._tail, self._tell = replicas, coordinator, tail, tell
 
     def results(self) -> Launched:
         """What the first replica that is done has come to, once the others that train have ended."""
         while True:
+            if self._coordinator.keep():
+                self._tell("The coordinator had ended; it was started again, and the run goes on.")
             self._note_members()
             done = next((found for one in self._replicas if (found := one.results) is not None), None)
             if done is not None:
                 self._part()
-                return Launched(done, self._server.num_epochs, self._server.num_redone)
+                self._tail.read()
+                return Launched(done, self._tail)
             for one in self._replicas:
                 self._note_death(one)
             time.sleep(LOOK_S)
@@ -198,15 +217,15 @@ class _Supervision:
             return
         if one.crew.cause is not None and not one.is_told:
             one.is_told = True
-            self._server.end_life(one.life)
+            self._coordinator.ended(one.life)
         if not one.lives and one.cause is not None:
             self._bury(one, one.cause)
 
     def _note_members(self) -> None:
-        """Notice who is a member, and say who is back."""
-        members = {one.own_life for one in self._server.members}
+        """Notice who has a part in rounds, and say who is back."""
+        members = self._tail.read()
         for one in self._replicas:
-            if one.life in members and not one.was_member:
+            if one.number in members and one.lives and not one.was_member:
                 one.was_member, one.num_in_vain = True, 0
                 if one.died_s is not None:
                     away_s, one.died_s = time.monotonic() - one.died_s, None
@@ -219,7 +238,7 @@ class _Supervision:
             raise cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()
         one.num_in_vain = 0 if one.was_member else one.num_in_vain + 1
-        rank = one.number * self._server.settings.num_stages + cause.rank
+        rank = one.number * one.num_ranks + cause.rank
         what = f"Replica {one.number} ended: rank {rank}, {cause.summary}"
         left = ", ".join(str(other.number) for other in others)
         if one.num_in_vain >= MOST_IN_VAIN:
@@ -227,6 +246,7 @@ class _Supervision:
             self._tell(f"{what} It has ended {MOST_IN_VAIN} times in a row and is not started again.")
             return
         self._tell(f"{what} The run goes on with replica {left}; replica {one.number} starts again.")
+        self._tail.read()  # what counted before this life does not say that it trains
         one.begin()
 
     def _part(self) -> None:

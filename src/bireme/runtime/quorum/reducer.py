@@ -5,13 +5,15 @@ on; the few numbers that all ranks of the replica must agree on follow over the 
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
 
-from bireme.runtime.quorum.agent import Agent, Job
+from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.job import Job
 from bireme.runtime.quorum.results import Result
+from bireme.runtime.quorum.tied import TiedSums
 from bireme.sync.exchange import SentBytes, held_flags
 from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
@@ -27,7 +29,9 @@ __all__ = ["QuorumReducer"]
 class QuorumReducer:
     """Gets the sums of one rank's batches. `num_replicas` there are in all, of which this is `replica`.
 
-    `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must.
+    `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must. It
+    adds the gradients of `counted` parameters to the norm; those that are `tied` are summed within the
+    replica too.
     """
 
     sums_gradients = True
@@ -42,12 +46,17 @@ class QuorumReducer:
         num_replicas: int,
         speaks: bool,
         device: torch.device | None,
+        counted: Collection[str],
+        tied: TiedSums,
     ) -> None:
         self.agent = agent
         self._control = control
         self._num_replicas = num_replicas
         self._speaks = speaks
         self._device = device
+        self._counted, self._tied = frozenset(counted), tied
+        self._whole: dict[int, BatchGradients] = {}
+        """The sums of tied parameters, by batch."""
         self.sent = SentBytes()
         self._jobs: dict[Hashable, Job] = {}
         self.first = 0
@@ -119,15 +128,22 @@ class QuorumReducer:
         assert result.summed is not None, "what is committed was summed"
         for flat, found in zip(gradients.flats, result.flats, strict=True):
             flat.copy_(found.view(flat.shape), non_blocking=True)
+        num_bytes = sum(flat.nbytes for flat in result.flats)
+        self.sent.note(max(len(job.parts), 1), raw=num_bytes, sent=num_bytes)
         self._use_up(result)
         summed = result.summed
         gradients.held.clear()
-        gradients.held.update(name for name, one in zip(gradients.views, summed.holds, strict=True) if one)
-        held = [view for name, view in gradients.views.items() if name in gradients.held]
+        gradients.held.update(_names(gradients, summed.holds))
+        if (whole := self._whole.pop(job.batch, None)) is not None:
+            gradients.held.update(whole.held)
+            for name, view in whole.views.items():
+                gradients.views[name].copy_(view)
+        held = gradients.held & self._counted
+        counted = [gradients.views[name] for name in gradients.views if name in held]
         votes, *facts = summed.numbers
         numbers = numbers_of(
             loss_sum=summed.means[0],
-            squared_norm=squared_norm(held),
+            squared_norm=squared_norm(counted),
             stamp=reduction.stamp,
             votes=votes,
             more=[summed.weight, *facts] if self._speaks else [0.0] * (1 + len(facts)),
@@ -151,7 +167,12 @@ class QuorumReducer:
         prepare: Callable[[Job], None] | None,
         stamp: int = 0,
     ) -> Reduction:
-        job = self._jobs[batch] = Job(batch, gradients.flats, prepare)
+        def after(result: Result) -> None:
+            assert result.summed is not None, "what is committed was summed"
+            held = set(_names(gradients, result.summed.holds))
+            self._whole[batch] = self._tied.sum(gradients, result.flats, held)
+
+        job = self._jobs[batch] = Job(batch, gradients.flats, prepare, after if self._tied else None)
         self.agent.add(job)
         return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
 
@@ -190,3 +211,8 @@ class QuorumReducer:
             event.synchronize()
             self.agent.give_back(result)
             self._copied = None
+
+
+def _names(gradients: BatchGradients, holds: bytes) -> Iterator[str]:
+    """The parameters that some member has a gradient of."""
+    return (name for name, one in zip(gradients.views, holds, strict=True) if one)

@@ -1,8 +1,8 @@
 """A socket between two ranks of the same stage in different replicas, and the frames that go over it.
 
-Every frame begins with a tag: the stamp of what it belongs to (epoch, batch, attempt), its kind and its piece.
-A frame of an older stamp is read and dropped. One that nobody expects yet stays in the socket. So a rank
-that was interrupted in the middle of an attempt begins the next one on the same lines.
+Every frame begins with a tag: the stamp of what it belongs to (epoch, batch, attempt), its kind and its
+piece. A frame of an older stamp is read and dropped. One that nobody expects yet stays in the socket. So a
+rank that was interrupted in the middle of an attempt begins the next one on the same lines.
 """
 
 import select

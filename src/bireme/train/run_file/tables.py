@@ -182,7 +182,7 @@ class Sync(Table):
     )
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="With quorum, seconds that a batch waits for other replicas once more than half are ready",
+        description="With quorum, seconds that a batch waits for the others once more than half are ready",
     )
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",

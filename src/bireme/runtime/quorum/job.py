@@ -1,0 +1,75 @@
+"""What an agent works with: the coordinator it talks to, a batch whose sum is wanted, what words say."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from bireme.runtime.quorum.results import Result
+from bireme.sync.coordinator.messages import Deal, Grant, Member, RankId, RoundAt, Word
+from bireme.sync.quorum.line import LineBroken
+from bireme.sync.quorum.ring import Contribution
+
+__all__ = ["Coordinator", "DroppedError", "Job", "deal_in", "is_in", "member_in"]
+
+
+class DroppedError(Exception):
+    """This replica is no member any more: its life is over, and the launcher begins its next one."""
+
+
+class Coordinator(Protocol):
+    """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
+
+    @property
+    def word(self) -> Word:
+        """The last word."""
+
+    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+        """Report this from now on. Does not wait."""
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called whenever there is a new word, from any thread that holds no lock."""
+
+    def close(self, *, is_leaving: bool) -> None:
+        """Say no more; where it is leaving, say so."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A batch that this rank wants the committed sum of, in flats `like` these.
+
+    `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept
+    the rank busy; without it this replica has no part in the batch. `after` is called there with the result.
+    """
+
+    batch: int
+    like: Sequence[Tensor]
+    prepare: Callable[["Job"], None] | None = None
+    after: Callable[[Result], None] | None = None
+    busy_s: float = 0.0
+    contribution: Contribution | None = None
+    result: Result | None = None
+    parts: tuple[int, ...] = ()
+    """The replicas whose samples the committed sum is of."""
+    error: BaseException | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+
+def deal_in(word: Word, own: RankId, batch: int) -> Deal | None:
+    """What a rank's replica trains in a batch, if that is dealt."""
+    return next((one for one in word.deals if (one.replica, one.batch) == (own.replica, batch)), None)
+
+
+def is_in(own: RankId, grant: Grant) -> bool:
+    """Whether a rank's replica has a part in a round."""
+    return any(part.replica == own.replica for part in grant.parts)
+
+
+def member_in(word: Word, replica: int) -> Member:
+    """A replica that lives. Raises `LineBroken` if it does not."""
+    found = next((one for one in word.members if one.replica == replica), None)
+    if found is None or not all(found.addresses):
+        raise LineBroken(replica, "it is no member any more")
+    return found

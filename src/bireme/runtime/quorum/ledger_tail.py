@@ -1,0 +1,49 @@
+"""The ledger as who started a run reads it while it grows: who trains now, and how much counts."""
+
+import json
+from pathlib import Path
+
+__all__ = ["LedgerTail"]
+
+
+class LedgerTail:
+    """What has been added to a ledger since this was made; a whole batch has `batch_size` samples."""
+
+    def __init__(self, path: Path, batch_size: int) -> None:
+        self._path, self._batch_size = path, batch_size
+        self._place = path.stat().st_size if path.exists() else 0
+        self._epochs: set[int] = set()
+        self.num_rounds = self.num_committed = 0
+
+    def read(self) -> tuple[int, ...]:
+        """The members of the last round that was added since this was last asked; nobody if none was."""
+        members: tuple[int, ...] = ()
+        for line in self._lines():
+            record = json.loads(line)
+            self._epochs.add(record["epoch"])
+            if record["kind"] == "round":
+                members = tuple(record["members"])
+                self.num_rounds += 1
+                self.num_committed += sum(end - begin for own in record["samples"] for begin, end in own)
+        return members
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs the membership has had, as far as a round was in them."""
+        return len(self._epochs)
+
+    @property
+    def num_redone(self) -> int:
+        """How many samples were dealt and did not count in their batch, so that they are dealt again."""
+        return self.num_rounds * self._batch_size - self.num_committed
+
+    def _lines(self) -> list[bytes]:
+        """The whole lines that have been added."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._place += len(whole)
+        return whole.splitlines()

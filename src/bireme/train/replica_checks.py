@@ -1,0 +1,34 @@
+"""Whether the replicas of a run can go on without each other: known before anything starts."""
+
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.train.data.samples import Samples
+from bireme.train.data.stream import StreamSamples
+from bireme.train.run_file import RunFile
+
+__all__ = ["check_replicas", "refuse_quorum_elsewhere"]
+
+
+def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
+    """Refuse a run whose replicas may die, but could not go on without each other."""
+    if run.sync.mode != "quorum":
+        return
+    if plan.width < 2:
+        raise BiremeError(
+            'sync.mode is "quorum", but the plan has one replica, which nobody could go on without. Set '
+            'plan.width to 2 or more, or use sync.mode = "all".'
+        )
+    if isinstance(samples, StreamSamples):
+        raise BiremeError(
+            'sync.mode is "quorum", in which samples may be trained in another order than they come, but the '
+            "data are a stream. Download them, or leave out streaming=true."
+        )
+
+
+def refuse_quorum_elsewhere(run: RunFile) -> None:
+    """Refuse replicas that may die where something else has started the processes."""
+    if run.sync.mode == "quorum":
+        raise BiremeError(
+            'sync.mode is "quorum", but torchrun has started the processes, and would end all of them when '
+            'one dies. Call bireme train itself, or use sync.mode = "all".'
+        )
