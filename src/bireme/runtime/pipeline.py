@@ -151,6 +151,11 @@ class Pipeline:
                 "Replicas that may die send whole gradients, which lie on their devices. Leave out paging "
                 "and principal components, or the agreement."
             )
+        if form is not None and self._paging is not None:
+            raise BiremeError(
+                f'Gradients are kept as "{gradient}", and the plan pages, which whole gradients alone can be. '
+                "Leave out paging, or the form of gradients."
+            )
         batches = Batches()
         assembly = Assembly(
             graph,

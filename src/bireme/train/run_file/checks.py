@@ -42,6 +42,16 @@ def check_together(tables: Tables) -> None:
         )
     _check_links(tables.links)
     _check_memory(tables.memory, tables.plan)
+    if tables.memory.is_on and tables.training.gradient != "whole":
+        raise BiremeError(
+            f'training.gradient is "{tables.training.gradient}", but memory.device is set, and only whole '
+            "gradients are paged. Leave one of the two out."
+        )
+    if tables.memory.is_on and tables.sync.mode == "quorum":
+        raise BiremeError(
+            'sync.mode is "quorum", but memory.device is set, and replicas that may die keep their gradients '
+            "on the device. Leave one of the two out."
+        )
     _check_quorum(tables)
 
 
