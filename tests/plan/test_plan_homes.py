@@ -97,7 +97,7 @@ def test_many_devices_are_searched_with_the_constraint_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request", "told"),
+    ("asked", "told"),
     [
         (PlanRequest(4, schedule="1f1b", depth=2, owners=("b",)), "the schedule zbv"),
         (PlanRequest(4, schedule="1f1b", depth=2, owners=("b",)), "another depth than 2"),
@@ -107,10 +107,10 @@ def test_many_devices_are_searched_with_the_constraint_too() -> None:
     ],
 )
 def test_a_plan_that_cannot_keep_samples_at_home_is_refused_with_what_would_do(
-    request: PlanRequest, told: str
+    asked: PlanRequest, told: str
 ) -> None:
     with pytest.raises(BiremeError, match=told):
-        find_plan(PROFILE, SMALL, request)
+        find_plan(PROFILE, SMALL, asked)
 
 
 def test_a_plan_that_somebody_made_is_checked_in_the_same_way() -> None:
