@@ -63,11 +63,6 @@ class Assembly:
                 f"{self.plan.source.name} runs backwards in two halves, and principal components need whole "
                 'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
             )
-        if self.paging is not None:
-            raise BiremeError(
-                "A plan that pages keeps gradients whole. Leave out paging, or use "
-                'training.gradient = "whole".'
-            )
         if self.compiles:
             raise BiremeError(
                 "A compiled stage cannot give the pairs that principal components are made from. Leave out "

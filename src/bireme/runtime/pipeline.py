@@ -153,8 +153,8 @@ class Pipeline:
             )
         if form is not None and self._paging is not None:
             raise BiremeError(
-                f'Gradients are kept as "{gradient}", and the plan pages, which whole gradients alone can be. '
-                "Leave out paging, or the form of gradients."
+                f'The plan pages, which keeps gradients whole, and gradients are kept as "{gradient}". Leave '
+                "out one of the two."
             )
         batches = Batches()
         assembly = Assembly(
