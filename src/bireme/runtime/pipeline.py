@@ -153,7 +153,7 @@ class Pipeline:
             )
         if form is not None and self._paging is not None:
             raise BiremeError(
-                f'Gradients are kept as "{gradient}", and the plan pages, which whole gradients alone can be. '
+                f'Gradients are kept as "{gradient}", and the plan pages, which only whole gradients can be. '
                 "Leave out paging, or the form of gradients."
             )
         batches = Batches()
