@@ -263,8 +263,8 @@ def row_of(cluster: str, name: str, one: Rehearsal, predicted_s: float, chosen: 
 def measure(name: str, profile: Profile, most: int, effort: Effort) -> list[Row]:
     """The chosen plan first."""
     cluster = load_cluster(name)
-    wishes = PlanRequest(batch_size=BATCH_SIZE)
-    answer = find_plan(profile, cluster, wishes)
+    request = PlanRequest(batch_size=BATCH_SIZE)
+    answer = find_plan(profile, cluster, request)
     if not isinstance(answer, Answer):
         raise BiremeError(str(answer))
     chosen = answer.best
@@ -283,7 +283,7 @@ def measure(name: str, profile: Profile, most: int, effort: Effort) -> list[Row]
     measured = rehearse(profile, cluster, list(plans.values()), effort=effort)
     rows = []
     for (title, plan), found in zip(plans.items(), measured, strict=True):
-        predicted_s = forecast_of(plan, profile, cluster, wishes).batch_s
+        predicted_s = forecast_of(plan, profile, cluster, request).batch_s
         rows.append(row_of(name, title, found, predicted_s, measured[0]))
     return rows
 

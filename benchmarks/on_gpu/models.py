@@ -129,7 +129,7 @@ def profiled(_world: World, gpt: Gpt, kind: str) -> Profile:
 
 def plan_on(gpt: Gpt, measured: Profile, cluster: Cluster, schedule: str, fraction: float) -> Candidate:
     """The planner's choice for that schedule with a stage on each device, within a part of the memory."""
-    wishes = PlanRequest(
+    request = PlanRequest(
         batch_size=gpt.batch_size,
         schedule=schedule,
         goal=Goal.THROUGHPUT,
@@ -138,7 +138,7 @@ def plan_on(gpt: Gpt, measured: Profile, cluster: Cluster, schedule: str, fracti
         width=1,
         micro_batch=gpt.samples,
     )
-    found = find_plan(measured, cluster, wishes)
+    found = find_plan(measured, cluster, request)
     if not isinstance(found, Answer):
         raise BiremeError(str(found))
     return found.best

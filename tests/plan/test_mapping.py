@@ -1,4 +1,4 @@
-"""Mappings: each once, equal devices and replicas told apart by nothing; and what wishes leave of them."""
+"""Mappings: each once, equal devices and replicas told apart by nothing; and what requests leave of them."""
 
 from itertools import pairwise, permutations
 
@@ -44,12 +44,12 @@ def server(name: str, own: tuple[Device, ...], *, card: float = 1e9, bus: float 
     return Server(name, own, (Bridge("bus", places, Link(bus)),), (), (Card("net", places, Link(card)),))
 
 
-def ways_of(ground: PlanningProblem, grid: Grid) -> frozenset[tuple[object, ...]]:
+def ways_of(problem: PlanningProblem, grid: Grid) -> frozenset[tuple[object, ...]]:
     """What can be told of a mapping: for each replica its devices, and every way between any two of all."""
     flat = [device for replica in zip(*grid, strict=True) for device in replica]
     lanes: dict[str, int] = {}
     replicas = []
-    cluster = ground.cluster
+    cluster = problem.cluster
     for order in permutations(zip(*grid, strict=True)):
         lanes.clear()
         flat = [device for replica in order for device in replica]
@@ -72,14 +72,14 @@ def ways_of(ground: PlanningProblem, grid: Grid) -> frozenset[tuple[object, ...]
 def test_every_mapping_is_there_once(cluster: Cluster, width: int, depth: int) -> None:
     if width * depth > cluster.num_devices:
         return
-    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
+    problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
     outline = Outline("gpipe", depth, 1, (1,) * width, 4)
-    found = all_grids(ground, outline, 10_000)
+    found = all_grids(problem, outline, 10_000)
     assert found is not None
-    kinds = {ways_of(ground, grid) for grid in found}
+    kinds = {ways_of(problem, grid) for grid in found}
     for order in permutations(range(cluster.num_devices), width * depth):
         grid = tuple(tuple(order[rank * width : (rank + 1) * width]) for rank in range(depth))
-        assert ways_of(ground, grid) in kinds
+        assert ways_of(problem, grid) in kinds
     for grid in found:
         used = [device for row in grid for device in row]
         assert len(set(used)) == len(used) == width * depth
@@ -87,16 +87,16 @@ def test_every_mapping_is_there_once(cluster: Cluster, width: int, depth: int) -
 
 def test_equal_devices_have_one_mapping() -> None:
     cluster = Cluster((server("a", devices(1, 1, 1, 1)),))
-    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
-    assert len(all_grids(ground, Outline("gpipe", 4, 1, (1,), 4), 100) or []) == 1
-    assert len(all_grids(ground, Outline("gpipe", 2, 1, (1, 1), 4), 100) or []) == 1
-    assert all_grids(ground, Outline("gpipe", 1, 1, (1,) * 5, 4), 100) is None
+    problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
+    assert len(all_grids(problem, Outline("gpipe", 4, 1, (1,), 4), 100) or []) == 1
+    assert len(all_grids(problem, Outline("gpipe", 2, 1, (1, 1), 4), 100) or []) == 1
+    assert all_grids(problem, Outline("gpipe", 1, 1, (1,) * 5, 4), 100) is None
 
 
 def test_likely_mappings_keep_replicas_together_and_apart() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
-    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
-    grids = list(promising_grids(ground, Outline("gpipe", 2, 1, (1, 1), 2)))
+    problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
+    grids = list(promising_grids(problem, Outline("gpipe", 2, 1, (1, 1), 2)))
     assert ((0, 2), (1, 3)) in grids  # each replica in a server
     assert ((0, 1), (2, 3)) in grids  # each stage in a server
     assert len(grids) == len(set(grids))
@@ -104,24 +104,24 @@ def test_likely_mappings_keep_replicas_together_and_apart() -> None:
 
 def test_exchanges_leave_alike_devices_where_they_are() -> None:
     cluster = Cluster((server("a", devices(1, 1, 2)),))
-    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
-    assert sorted(exchanged(ground, ((0,), (1,)))) == [((0,), (2,)), ((2,), (1,))]
+    problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
+    assert sorted(exchanged(problem, ((0,), (1,)))) == [((0,), (2,)), ((2,), (1,))]
 
 
 def test_the_bytes_on_a_lane_are_those_of_all_who_cross_it() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
-    ground = PlanningProblem(UNITS, cluster, PlanRequest(4))
-    apart = Traffic.of(ground, ((0, 1), (2, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [0.0, 0.0])
+    problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
+    apart = Traffic.of(problem, ((0, 1), (2, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [0.0, 0.0])
     name, seconds = apart.slowest()
     assert (name, seconds) == ("b/net out", 20 / 1e9)
     assert apart.share(0, "a/net out") == 0.5
-    together = Traffic.of(ground, ((0, 2), (1, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [7.0, 0.0])
+    together = Traffic.of(problem, ((0, 2), (1, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [7.0, 0.0])
     assert together.share(0, "a/bus out") == 1.0
     assert together.at(0, cluster.path(0, 2)[1])[1] == 7.0
 
 
-def best(cluster: Cluster, wishes: PlanRequest) -> Answer:
-    answer = find_plan(UNITS, cluster, wishes)
+def best(cluster: Cluster, request: PlanRequest) -> Answer:
+    answer = find_plan(UNITS, cluster, request)
     assert isinstance(answer, Answer), str(answer)
     return answer
 
@@ -149,9 +149,9 @@ def test_a_slow_device_gets_less_work() -> None:
     assert work["a/emulated1"] == 1
 
 
-def test_wishes_are_kept() -> None:
+def test_what_is_asked_of_a_plan_is_kept() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(2, 1))))
-    wishes = PlanRequest(
+    request = PlanRequest(
         8,
         synchronous=True,
         pinned={5: "a/emulated0"},
@@ -160,10 +160,10 @@ def test_wishes_are_kept() -> None:
         micro_batch=2,
         depth=2,
     )
-    for candidate in best(cluster, wishes).candidates:
+    for candidate in best(cluster, request).candidates:
         plan = candidate.plan
         used = {name for row in plan.devices for name in row}
-        assert used <= set(wishes.devices)
+        assert used <= set(request.devices)
         assert plan.program(1).rule is Rule.SYNCHRONOUS
         assert not {2, 3} & set(plan.cuts)
         assert set(plan.micro_batch_sizes) == {2}
@@ -181,7 +181,7 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "word"),
+    ("asked", "word"),
     [
         ({"depth": 3, "width": 2}, "needs 6 devices"),
         ({"depth": 7}, "needs 7 devices"),
@@ -198,32 +198,32 @@ def test_the_largest_batch_is_used_where_it_helps() -> None:
         ({"together": ((0, 5),), "depth": 2}, "cannot make 2 stages"),
     ],
 )
-def test_wishes_that_cannot_be_are_refused(wishes: dict[str, object], word: str) -> None:
+def test_requests_that_cannot_be_met_are_refused(asked: dict[str, object], word: str) -> None:
     cluster = Cluster((server("a", devices(1, 1, 1)),))
     with pytest.raises(BiremeError, match=word):
-        find_plan(UNITS, cluster, PlanRequest(**{"batch_size": 4, **wishes}))  # type: ignore[arg-type]  # as given
+        find_plan(UNITS, cluster, PlanRequest(**{"batch_size": 4, **asked}))  # type: ignore[arg-type]  # as given
 
 
 @pytest.mark.slow
 def test_what_fits_nowhere_says_where_and_what_would_help() -> None:
     cluster = Cluster((server("a", devices(1, 1, memory=100)),))
-    wishes = PlanRequest(4, recompute=Recompute.NEVER)
-    answer = find_plan(UNITS, cluster, wishes)
+    request = PlanRequest(4, recompute=Recompute.NEVER)
+    answer = find_plan(UNITS, cluster, request)
     assert isinstance(answer, NothingFits)
     worst = answer.stages[answer.stage]
     assert answer.missing_bytes == worst.peak_bytes - worst.limit_bytes > 0
     assert answer.device in str(answer)
     roomy = Cluster((server("a", devices(1, 1, memory=100 + round(answer.missing_bytes))),))
-    assert isinstance(find_plan(UNITS, roomy, wishes), Answer)
+    assert isinstance(find_plan(UNITS, roomy, request), Answer)
     tight = Cluster((server("a", devices(1, 1, memory=99 + round(answer.missing_bytes))),))
-    assert isinstance(find_plan(UNITS, tight, wishes), NothingFits)
+    assert isinstance(find_plan(UNITS, tight, request), NothingFits)
 
 
 def test_what_fits_nowhere_with_several_stages_on_a_rank_says_so_too() -> None:
     """Once nobody was left to ask: the partition knows the bytes of one stage on each rank alone."""
     cluster = Cluster((server("a", devices(1, 1, memory=100)),))
-    wishes = PlanRequest(4, schedule="interleaved", recompute=Recompute.NEVER)
-    answer = find_plan(UNITS, cluster, wishes)
+    request = PlanRequest(4, schedule="interleaved", recompute=Recompute.NEVER)
+    answer = find_plan(UNITS, cluster, request)
     assert isinstance(answer, NothingFits)
     assert (answer.schedule, len(answer.stages)) == ("interleaved", 4)
     assert answer.device in str(answer)

@@ -118,14 +118,14 @@ def test_a_start_that_is_no_share_is_refused(start: float) -> None:
 
 
 def test_a_start_counts_the_bubble_of_its_batches() -> None:
-    wishes = PlanRequest(8, penalties={Rule.DELAYED: 2.0}, delay_warmup=0.25)
-    assert wishes.delay_warmup_share >= DEFAULT_DELAY_WARMUP
-    assert wishes.penalty(Rule.DELAYED, "adamw", 5, 8) == 2.0 * (1 + 0.25 * 4 / 8)
-    assert wishes.penalty(Rule.SYNCHRONOUS, "adamw", 5, 8) == 1
+    request = PlanRequest(8, penalties={Rule.DELAYED: 2.0}, delay_warmup=0.25)
+    assert request.delay_warmup_share >= DEFAULT_DELAY_WARMUP
+    assert request.penalty(Rule.DELAYED, "adamw", 5, 8) == 2.0 * (1 + 0.25 * 4 / 8)
+    assert request.penalty(Rule.SYNCHRONOUS, "adamw", 5, 8) == 1
     measured = MEASURED[Rule.FRESH, True]["adamw"].at(unseen_share(5, 8))
-    assert wishes.penalty(Rule.FRESH, "adamw", 5, 8) == pytest.approx(measured * (1 + 0.25 * 4 / 8))
+    assert request.penalty(Rule.FRESH, "adamw", 5, 8) == pytest.approx(measured * (1 + 0.25 * 4 / 8))
 
 
 def test_throughput_minds_no_steps() -> None:
-    wishes = PlanRequest(8, goal=Goal.THROUGHPUT, penalties={Rule.DELAYED: 2.0})
-    assert all(wishes.penalty(rule, "sgd", 4, 8) == 1 for rule in (Rule.DELAYED, Rule.FRESH))
+    request = PlanRequest(8, goal=Goal.THROUGHPUT, penalties={Rule.DELAYED: 2.0})
+    assert all(request.penalty(rule, "sgd", 4, 8) == 1 for rule in (Rule.DELAYED, Rule.FRESH))

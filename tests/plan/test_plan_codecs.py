@@ -33,8 +33,8 @@ def two_servers(bytes_per_s: float) -> Cluster:
     return Cluster((Server("one", (device,), cards=card), Server("two", (device,), cards=card)), Switch())
 
 
-def found(cluster: Cluster, wishes: PlanRequest = WISHES) -> Answer:
-    answer = find_plan_once(tiny_profile(), cluster, wishes)
+def found(cluster: Cluster, request: PlanRequest = WISHES) -> Answer:
+    answer = find_plan_once(tiny_profile(), cluster, request)
     assert isinstance(answer, Answer)
     return answer
 

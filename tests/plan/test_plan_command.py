@@ -122,7 +122,7 @@ def test_the_same_words_find_the_same_plan(capsys: Capture) -> None:
     assert one | {"planning_s": 0} == other | {"planning_s": 0}
 
 
-def test_wishes_are_kept(capsys: Capture) -> None:
+def test_what_is_asked_of_a_plan_is_kept(capsys: Capture) -> None:
     words = (
         "--schedule 1f1b --depth 2 --width 1 --micro-batch 2 --together layers.0..layers.2 "
         "--recompute always --pin 9=server1/emulated0 --memory-fraction 0.5 --json"

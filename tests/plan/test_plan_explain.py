@@ -28,11 +28,11 @@ from tests.support.hand_plans import tiny_profile
 from tests.support.remembered import find_plan_once as find_plan
 
 
-def answered(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> tuple[Answer, dict[str, Help]]:
+def answered(profile: Profile, cluster: Cluster, request: PlanRequest) -> tuple[Answer, dict[str, Help]]:
     """The best plan, and what each change brings."""
-    answer = find_plan(profile, cluster, wishes)
+    answer = find_plan(profile, cluster, request)
     assert isinstance(answer, Answer)
-    helps = explain(profile, cluster, wishes, answer, find_plan)
+    helps = explain(profile, cluster, request, answer, find_plan)
     gains = [one.gain for one in helps]
     assert gains == sorted(gains, reverse=True)
     for one in helps:
@@ -54,16 +54,16 @@ def two(bytes_per_s: float, memory_bytes: int = 2**30) -> Cluster:
 @pytest.mark.parametrize(("bytes_per_s", "least", "most"), [(1e6, 1.5, 2.0), (1e15, 0.999, 1.001)])
 def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: float, most: float) -> None:
     """No other change is searched for."""
-    cluster, wishes = two(bytes_per_s), PlanRequest(8, depth=2, width=1, schedule="1f1b")
-    answer = find_plan(tiny_profile(), cluster, wishes)
+    cluster, request = two(bytes_per_s), PlanRequest(8, depth=2, width=1, schedule="1f1b")
+    answer = find_plan(tiny_profile(), cluster, request)
     assert isinstance(answer, Answer)
 
-    def search(profile: Profile, changed: Cluster, wishes: PlanRequest) -> object:
+    def search(profile: Profile, changed: Cluster, request: PlanRequest) -> object:
         if changed.bandwidth(0, 1) == bytes_per_s:
             raise BiremeError("Another change.")
-        return find_plan(profile, changed, wishes)
+        return find_plan(profile, changed, request)
 
-    (found,) = explain(tiny_profile(), cluster, wishes, answer, search)
+    (found,) = explain(tiny_profile(), cluster, request, answer, search)
     assert found.words == "2 × the bandwidth of one/bus"
     assert least < found.gain < most
 
@@ -77,8 +77,8 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
             replace(unit, costs=tuple(replace(cost, spread=spread) for cost in unit.costs))
             for unit in profile.units
         )
-        wishes = PlanRequest(8, depth=1, width=2, schedule="1f1b")
-        answer = find_plan(profile, two(bytes_per_s), wishes)
+        request = PlanRequest(8, depth=1, width=2, schedule="1f1b")
+        answer = find_plan(profile, two(bytes_per_s), request)
         assert isinstance(answer, Answer)
         found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s))
         assert [(one.mode, one.every) for one in found] == [("all", 1), *((p.mode, p.every) for p in PILOT)]
@@ -98,23 +98,23 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
 
 
 def test_a_larger_batch_helps_a_schedule_that_drains() -> None:
-    wishes = PlanRequest(4, depth=2, width=1, schedule="gpipe", micro_batch=1)
-    _, found = answered(tiny_profile(), two(1e15), wishes)
+    request = PlanRequest(4, depth=2, width=1, schedule="gpipe", micro_batch=1)
+    _, found = answered(tiny_profile(), two(1e15), request)
     assert found["a batch of 8 samples"].gain > 1.05
 
 
 @pytest.mark.slow
 def test_more_memory_helps_where_the_forward_had_to_run_again() -> None:
     profile = tiny_profile()
-    wishes = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=4)
-    wide = find_plan(profile, two(1e15), replace(wishes, recompute=Recompute.NEVER))
-    lean = find_plan(profile, two(1e15), replace(wishes, recompute=Recompute.ALWAYS))
+    request = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=4)
+    wide = find_plan(profile, two(1e15), replace(request, recompute=Recompute.NEVER))
+    lean = find_plan(profile, two(1e15), replace(request, recompute=Recompute.ALWAYS))
     assert isinstance(wide, Answer)
     assert isinstance(lean, Answer)
     needs, enough = (max(s.peak_bytes for s in one.best.forecast.stages) for one in (wide, lean))
     assert enough < needs
     scarce = two(1e15, int((needs + enough) / 2))
-    answer, found = answered(profile, scarce, wishes)
+    answer, found = answered(profile, scarce, request)
     assert answer.best.plan.recompute
     more = found["2 × the memory on one/emulated0…1"]
     assert more.gain > 1.01
@@ -123,7 +123,7 @@ def test_more_memory_helps_where_the_forward_had_to_run_again() -> None:
 
 @pytest.mark.slow
 def test_giving_up_a_wish_is_tried_for_each() -> None:
-    wishes = PlanRequest(
+    request = PlanRequest(
         8,
         schedule="gpipe",
         synchronous=True,
@@ -136,46 +136,46 @@ def test_giving_up_a_wish_is_tried_for_each() -> None:
         devices=("one/emulated0", "one/emulated1"),
         recompute=Recompute.NEVER,
     )
-    words = [change.words for change in changes(two(1e9), wishes)]
+    words = [change.words for change in changes(two(1e9), request)]
     assert len(words) == len(set(words)) == 13
-    _, found = answered(tiny_profile(), two(1e15), wishes)
+    _, found = answered(tiny_profile(), two(1e15), request)
     assert found["any schedule, not gpipe alone"].gain > 1
     assert found["other micro-batches than of 1"].candidate.plan.num_microbatches < 8
 
 
 @pytest.mark.slow
 def test_what_then_fits_nowhere_is_left_out() -> None:
-    wishes = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=2, recompute=Recompute.NEVER)
-    plenty = find_plan(tiny_profile(), two(1e15), wishes)
+    request = PlanRequest(8, depth=2, width=1, schedule="gpipe", micro_batch=2, recompute=Recompute.NEVER)
+    plenty = find_plan(tiny_profile(), two(1e15), request)
     assert isinstance(plenty, Answer)
     enough = max(stage.peak_bytes for stage in plenty.best.forecast.stages)
-    _, found = answered(tiny_profile(), two(1e15, int(enough)), wishes)
+    _, found = answered(tiny_profile(), two(1e15, int(enough)), request)
     assert "a batch of 16 samples" not in found
     assert "2 × the memory on one/emulated0…1" in found
 
 
 def test_a_change_that_cannot_be_is_left_out() -> None:
-    wishes = PlanRequest(4, depth=2, width=1, schedule="gpipe", synchronous=True)
-    answer = find_plan(tiny_profile(), two(1e9), wishes)
+    request = PlanRequest(4, depth=2, width=1, schedule="gpipe", synchronous=True)
+    answer = find_plan(tiny_profile(), two(1e9), request)
     assert isinstance(answer, Answer)
 
-    def search(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> object:
+    def search(profile: Profile, cluster: Cluster, request: PlanRequest) -> object:
         """What refuses batches of 8 samples, as where no micro-batches make them up."""
-        if wishes.batch_size == 8:
+        if request.batch_size == 8:
             raise BiremeError("No plan makes batches of 8 samples.")
-        return find_plan(profile, cluster, wishes)
+        return find_plan(profile, cluster, request)
 
-    words = [one.words for one in explain(tiny_profile(), two(1e9), wishes, answer, search)]
+    words = [one.words for one in explain(tiny_profile(), two(1e9), request, answer, search)]
     assert "a batch of 8 samples" not in words
     assert "delayed updates allowed" in words
 
 
 def test_progress_is_told_up_to_the_end() -> None:
-    wishes = PlanRequest(4, depth=2, width=1, schedule="gpipe")
-    answer = find_plan(tiny_profile(), two(1e9), wishes)
+    request = PlanRequest(4, depth=2, width=1, schedule="gpipe")
+    answer = find_plan(tiny_profile(), two(1e9), request)
     assert isinstance(answer, Answer)
     told: list[float] = []
-    explain(tiny_profile(), two(1e9), wishes, answer, find_plan, tell=lambda done, _: told.append(done))
+    explain(tiny_profile(), two(1e9), request, answer, find_plan, tell=lambda done, _: told.append(done))
     assert told == sorted(told)
     assert (told[0], told[-1]) == (0.0, 1.0)
 
@@ -186,10 +186,10 @@ def test_progress_is_told_up_to_the_end() -> None:
 @given(cluster=clusters())
 @examples(40)
 def test_each_change_is_of_one_thing_and_only_more_of_it(cluster: Cluster) -> None:
-    wishes = PlanRequest(4)
-    for change in changes(cluster, wishes):
+    request = PlanRequest(4)
+    for change in changes(cluster, request):
         is_cluster = change.cluster != cluster
-        assert is_cluster != (change.wishes != wishes)
+        assert is_cluster != (change.request != request)
         before, after = cluster.devices(), change.cluster.devices()
         assert [placed.name for placed in before] == [placed.name for placed in after]
         more = [a.device.memory_bytes / b.device.memory_bytes for a, b in zip(after, before, strict=True)]
@@ -215,9 +215,9 @@ def test_both_directions_of_a_link_and_the_switch_are_made_faster() -> None:
 
 def test_a_largest_batch_grows_along() -> None:
     batches = [
-        (change.wishes.batch_size, change.wishes.largest_batch)
+        (change.request.batch_size, change.request.largest_batch)
         for change in changes(two(1e9), PlanRequest(4, largest_batch=6))
-        if change.wishes.batch_size != 4
+        if change.request.batch_size != 4
     ]
     assert batches == [(8, 8)]
 

@@ -42,11 +42,11 @@ SMALL = cluster_of(a=[(1.0, 10.0)], b=[(0.5, 2.0)])
 LARGE = cluster_of(a=[(1.0, 10.0)] * 2, b=[(0.4, 2.0)] * 2)
 
 
-def best(cluster: Cluster, wishes: PlanRequest) -> Plan:
-    found = find_plan(PROFILE, cluster, wishes)
+def best(cluster: Cluster, request: PlanRequest) -> Plan:
+    found = find_plan(PROFILE, cluster, request)
     assert isinstance(found, Answer), found
     for candidate in found.candidates:
-        assert set(wishes.owners) <= set(homes_of(candidate.plan, cluster, (0, 3)))
+        assert set(request.owners) <= set(homes_of(candidate.plan, cluster, (0, 3)))
     return found.best.plan
 
 
@@ -64,17 +64,17 @@ def test_the_plan_is_the_best_of_those_that_keep_samples_at_home(
     schedule: str, owners: tuple[str, ...], goal: Goal
 ) -> None:
     """Of all that there are, written down with nothing of the search."""
-    wishes = PlanRequest(4, schedule=schedule, owners=owners, goal=goal)
+    request = PlanRequest(4, schedule=schedule, owners=owners, goal=goal)
 
     def cost(plan: Plan) -> float:
-        forecast = forecast_of(plan, PROFILE, SMALL, wishes)
+        forecast = forecast_of(plan, PROFILE, SMALL, request)
         if not fits(forecast) or not set(owners) <= set(homes_of(plan, SMALL, (0, 3))):
             return math.inf
         assert forecast.joules_per_sample is not None
         return forecast.cost_s_per_sample if goal is Goal.THROUGHPUT else forecast.joules_per_sample
 
-    least = min(map(cost, every_plan(PROFILE, SMALL, wishes)))
-    assert cost(best(SMALL, wishes)) == pytest.approx(least, rel=1e-9)
+    least = min(map(cost, every_plan(PROFILE, SMALL, request)))
+    assert cost(best(SMALL, request)) == pytest.approx(least, rel=1e-9)
 
 
 def test_a_pipeline_over_two_servers_comes_back_to_the_owner() -> None:
@@ -97,7 +97,7 @@ def test_many_devices_are_searched_with_the_constraint_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "told"),
+    ("request", "told"),
     [
         (PlanRequest(4, schedule="1f1b", depth=2, owners=("b",)), "the schedule zbv"),
         (PlanRequest(4, schedule="1f1b", depth=2, owners=("b",)), "another depth than 2"),
@@ -107,10 +107,10 @@ def test_many_devices_are_searched_with_the_constraint_too() -> None:
     ],
 )
 def test_a_plan_that_cannot_keep_samples_at_home_is_refused_with_what_would_do(
-    wishes: PlanRequest, told: str
+    request: PlanRequest, told: str
 ) -> None:
     with pytest.raises(BiremeError, match=told):
-        find_plan(PROFILE, SMALL, wishes)
+        find_plan(PROFILE, SMALL, request)
 
 
 def test_a_plan_that_somebody_made_is_checked_in_the_same_way() -> None:

@@ -45,10 +45,10 @@ FAST = Link(1e9)
 
 @cache
 def found(memory: TierLimits | None, *, is_small: bool = False) -> Answer:
-    wishes = request(memory)
+    asked = request(memory)
     if is_small:
-        wishes = replace(wishes, depth=1, recompute=Recompute.NEVER)
-    answer = find_plan(PROFILE, cluster(), wishes)
+        asked = replace(asked, depth=1, recompute=Recompute.NEVER)
+    answer = find_plan(PROFILE, cluster(), asked)
     assert isinstance(answer, Answer)
     return answer
 

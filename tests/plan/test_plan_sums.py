@@ -27,8 +27,8 @@ def cluster() -> Cluster:
 
 def forecast(codec: str, schedule: str = "1f1b") -> Forecast:
     plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(("one/gpu0", "other/gpu0"),))
-    wishes = PlanRequest(batch_size=8, sums=cost(codec))
-    return forecast_of(plan, tiny_profile(), cluster(), wishes)
+    request = PlanRequest(batch_size=8, sums=cost(codec))
+    return forecast_of(plan, tiny_profile(), cluster(), request)
 
 
 def cost(codec: str) -> SumCost:
@@ -52,9 +52,9 @@ def test_what_a_codec_keeps_is_counted() -> None:
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:
-    wishes = PlanRequest(batch_size=8, sums=cost("threshold:0.01:50"))
-    ground = PlanningProblem(tiny_profile(), cluster(), wishes)
-    one, two = (ground.merged(1, width).bytes for width in (1, 2))
+    request = PlanRequest(batch_size=8, sums=cost("threshold:0.01:50"))
+    problem = PlanningProblem(tiny_profile(), cluster(), request)
+    one, two = (problem.merged(1, width).bytes for width in (1, 2))
     assert (two.optimizer - one.optimizer).tolist() == (2 * one.gradient).tolist()
     assert (two.gradient == one.gradient).all()
 

@@ -31,7 +31,7 @@ from tests.support.planning import small_clusters, small_profiles
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
 
 
-def every_plan(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Iterator[Plan]:
+def every_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator[Plan]:
     """All plans, written down with nothing of the search: whatever `Plan` takes is one.
 
     Updates come early where the problem says that this costs no time.
@@ -39,26 +39,26 @@ def every_plan(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Itera
     problem: PlanningProblem | None = None
     names = [device.name for device in cluster.devices()]
     num_units = len(profile.units)
-    schedules = NAMES if wishes.schedule == "auto" else [wishes.schedule]
+    schedules = NAMES if request.schedule == "auto" else [request.schedule]
     for width, ranks in product(range(1, len(names) + 1), repeat=2):
         if width * ranks > len(names):
             continue
         for sizes in product(profile.micro_batches, repeat=width):
-            m, left = divmod(wishes.batch_size, sum(sizes))
+            m, left = divmod(request.batch_size, sum(sizes))
             if left or m == 0:
                 continue
             for name in schedules:
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
                     continue
-                if ranks == 1 and wishes.schedule == "auto" and name != "sequential":
+                if ranks == 1 and request.schedule == "auto" and name != "sequential":
                     continue  # without a pipeline there is nothing to schedule
                 for parts in {"interleaved": (2, 4), "zbv": (2,)}.get(name, (1,)):
                     if parts > 1 and ranks == 1:
                         continue
-                    problem = problem or PlanningProblem(profile, cluster, wishes)
+                    problem = problem or PlanningProblem(profile, cluster, request)
                     early = problem.updates_early(name, ranks, sizes)
                     yield from _cut_every_way(
-                        name, ranks, parts, sizes, m, names, num_units, wishes.recompute, early=early
+                        name, ranks, parts, sizes, m, names, num_units, request.recompute, early=early
                     )
 
 
@@ -109,25 +109,25 @@ def fits(forecast: Forecast) -> bool:
     return all(stage.peak_bytes <= stage.limit_bytes for stage in forecast.stages)
 
 
-def least_costs(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> dict[Kind, float]:
+def least_costs(profile: Profile, cluster: Cluster, request: PlanRequest) -> dict[Kind, float]:
     """The least cost of every kind, by brute force."""
     found: dict[Kind, float] = {}
-    for plan in every_plan(profile, cluster, wishes):
-        forecast = forecast_of(plan, profile, cluster, wishes)
+    for plan in every_plan(profile, cluster, request):
+        forecast = forecast_of(plan, profile, cluster, request)
         if fits(forecast):
             kind = Kind.of(plan)
             found[kind] = min(found.get(kind, math.inf), forecast.cost_s_per_sample)
     return found
 
 
-def check(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> None:
+def check(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
     """The search finds the best of every kind, and nothing where nothing fits."""
     try:
-        answer = find_plan(profile, cluster, wishes)
+        answer = find_plan(profile, cluster, request)
     except BiremeError:
-        assert not any(every_plan(profile, cluster, wishes))
+        assert not any(every_plan(profile, cluster, request))
         return
-    least = least_costs(profile, cluster, wishes)
+    least = least_costs(profile, cluster, request)
     if not isinstance(answer, Answer):
         assert not least
         assert answer.missing_bytes > 0
@@ -136,7 +136,7 @@ def check(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> None:
     found: dict[Kind, float] = {}
     for candidate in answer.candidates:
         assert candidate.fits
-        again = forecast_of(candidate.plan, profile, cluster, wishes)
+        again = forecast_of(candidate.plan, profile, cluster, request)
         assert again == candidate.forecast
         kind = Kind.of(candidate.plan)
         found[kind] = min(found.get(kind, math.inf), candidate.forecast.cost_s_per_sample)
@@ -184,10 +184,10 @@ def test_so_it_is_with_all_schedules_at_once(profile: Profile, cluster: Cluster,
 def test_a_plan_can_be_seen_as_it_will_run() -> None:
     profile = profile_of([0.01, 0.02, 0.015, 0.01], [0.02, 0.04, 0.03, 0.02], sizes=(1, 2))
     cluster = Cluster((Server("one", (Device("cpu", "cpu", 2**34),) * 2),))
-    wishes = PlanRequest(batch_size=8, depth=2, schedule="2bw")
-    answer = find_plan(profile, cluster, wishes)
+    request = PlanRequest(batch_size=8, depth=2, schedule="2bw")
+    answer = find_plan(profile, cluster, request)
     assert isinstance(answer, Answer)
-    timeline = timeline_of(answer.best.plan, profile, cluster, wishes, num_batches=12)
+    timeline = timeline_of(answer.best.plan, profile, cluster, request, num_batches=12)
     assert timeline.program.num_batches == 12
     assert timeline.steady_batch_s == pytest.approx(answer.best.forecast.batch_s, rel=0.01)
 

@@ -13,8 +13,8 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
 
 
-def plan_of(model: Model, wishes: PlanRequest) -> Candidate:
-    answer = find_plan(profile_of_model(model), p3_16xlarge(), wishes)
+def plan_of(model: Model, request: PlanRequest) -> Candidate:
+    answer = find_plan(profile_of_model(model), p3_16xlarge(), request)
     assert isinstance(answer, Answer), str(answer)
     return answer.best
 
@@ -43,8 +43,8 @@ def test_1_3b_is_faster_without_recomputation_where_that_fits() -> None:
 
 
 def test_2_2b_keeps_no_large_micro_batch_without_recomputation() -> None:
-    wishes = PlanRequest(64, schedule="2bw", depth=8, micro_batch=8, recompute=Recompute.NEVER)
-    answer = find_plan(profile_of_model(GPT_2_2B), p3_16xlarge(), wishes)
+    request = PlanRequest(64, schedule="2bw", depth=8, micro_batch=8, recompute=Recompute.NEVER)
+    answer = find_plan(profile_of_model(GPT_2_2B), p3_16xlarge(), request)
     assert isinstance(answer, NothingFits)
     assert "recomputation" in str(answer)
     assert "micro-batches of 4" in str(answer)
@@ -59,8 +59,8 @@ def test_gpipe_runs_out_of_memory_where_the_paper_says_so(batch_size: int) -> No
     it did not. Keeping every micro-batch's logits on the last stage would explain it.
     """
     profile = profile_of_model(GPT_2_2B)
-    wishes = PlanRequest(batch_size, schedule="gpipe", depth=8, width=1, recompute=Recompute.NEVER)
-    answer = find_plan(profile, p3_16xlarge(), wishes)
+    request = PlanRequest(batch_size, schedule="gpipe", depth=8, width=1, recompute=Recompute.NEVER)
+    answer = find_plan(profile, p3_16xlarge(), request)
     assert isinstance(answer, NothingFits)
     assert answer.missing_bytes > 1e9
     again = find_plan(profile, p3_16xlarge(), PlanRequest(batch_size, schedule="gpipe", depth=8, width=1))

@@ -79,8 +79,8 @@ def cluster(num_devices: int, num_cores: int) -> Cluster:
 def test_workers_on_fewer_cores_are_planned_as_sharing_them() -> None:
     """Three workers on two cores were planned as if each had its own."""
     profile = profile_of([1.0] * 3, [2.0] * 3)
-    wishes = PlanRequest(batch_size=6, schedule="2bw", depth=3, micro_batch=1)
-    own, shared = (find_plan(profile, cluster(3, cores), wishes) for cores in (0, 2))
+    request = PlanRequest(batch_size=6, schedule="2bw", depth=3, micro_batch=1)
+    own, shared = (find_plan(profile, cluster(3, cores), request) for cores in (0, 2))
     assert isinstance(own, Answer)
     assert isinstance(shared, Answer)
     assert own.best.forecast.batch_s == pytest.approx(6 * 3)
@@ -90,16 +90,16 @@ def test_workers_on_fewer_cores_are_planned_as_sharing_them() -> None:
 
 def test_a_process_counts_before_it_has_a_tensor() -> None:
     profile = profile_of([1.0] * 2, [2.0] * 2, parameter_bytes=[1000] * 2)
-    wishes = PlanRequest(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
-    answer = find_plan(profile, cluster(2, 0), wishes)
+    request = PlanRequest(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
+    answer = find_plan(profile, cluster(2, 0), request)
     assert isinstance(answer, Answer)
     measured = replace(profile, engine=EngineCost(process_bytes=2**28))
-    found = forecast_of(answer.best.plan, measured, cluster(2, 0), wishes)
+    found = forecast_of(answer.best.plan, measured, cluster(2, 0), request)
     for one, other in zip(found.stages, answer.best.forecast.stages, strict=True):
         assert one.peak_bytes == other.peak_bytes + 2**28
         assert one.limit_bytes == other.limit_bytes
     too_large = replace(profile, engine=EngineCost(process_bytes=2**30))
-    assert not isinstance(find_plan(too_large, cluster(2, 0), wishes), Answer)
+    assert not isinstance(find_plan(too_large, cluster(2, 0), request), Answer)
 
 
 def test_what_was_measured_at_once_counts_in_the_mean() -> None:

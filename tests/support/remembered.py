@@ -15,15 +15,15 @@ _find_plan = search.find_plan
 def find_plan_once(
     profile: Profile,
     cluster: Cluster,
-    wishes: PlanRequest,
+    request: PlanRequest,
     *,
     progress: search.Progress | None = None,
     is_brief: bool = False,
 ) -> Answer | NothingFits:
     """`find_plan`, or what it found before."""
-    question = repr((profile, cluster, wishes, is_brief))
+    question = repr((profile, cluster, request, is_brief))
     if question not in _found:
-        _found[question] = _find_plan(profile, cluster, wishes, progress=progress, is_brief=is_brief)
+        _found[question] = _find_plan(profile, cluster, request, progress=progress, is_brief=is_brief)
     return _found[question]
 
 

@@ -32,7 +32,7 @@ class Help:
 def explain(
     profile: Profile,
     cluster: Cluster,
-    wishes: PlanRequest,
+    request: PlanRequest,
     answer: Answer,
     search: Search,
     *,
@@ -40,28 +40,28 @@ def explain(
 ) -> tuple[Help, ...]:
     """What each change would bring, the best first; what then fits nowhere or cannot be is left out."""
     found = []
-    all_changes = list(changes(cluster, wishes))
+    all_changes = list(changes(cluster, request))
     for place, change in enumerate(all_changes):
         tell(place / len(all_changes), f"planning with {change.words}")
         other = _planned(search, profile, change)
         if other is not None:
             best = other.best
-            gain = _cost(answer.best, wishes) / _cost(best, wishes)
+            gain = _cost(answer.best, request) / _cost(best, request)
             found.append(Help(change.words, best, gain))
     tell(1.0, "done")
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def _cost(candidate: Candidate, wishes: PlanRequest) -> float:
+def _cost(candidate: Candidate, request: PlanRequest) -> float:
     """What a sample costs, by what is planned for."""
     forecast = candidate.forecast
-    power = forecast.watts if wishes.goal is Goal.ENERGY else None
+    power = forecast.watts if request.goal is Goal.ENERGY else None
     return forecast.cost_s_per_sample * (power or 1.0)
 
 
 def _planned(search: Search, profile: Profile, change: Change) -> Answer | None:
     try:
-        found = search(profile, change.cluster, change.wishes)
+        found = search(profile, change.cluster, change.request)
     except BiremeError:
         return None
     return found if isinstance(found, Answer) else None

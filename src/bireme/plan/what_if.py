@@ -1,4 +1,4 @@
-"""What could be otherwise: clusters and wishes changed in one thing each, to plan for them again."""
+"""What could be otherwise: clusters and requests changed in one thing each, to plan for them again."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -26,18 +26,18 @@ Group = TypeVar("Group", Bridge, Mesh, Card)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is otherwise, in words that follow on "with", and the cluster and wishes that are then."""
+    """What is otherwise, in words that follow on "with", and the cluster and request that are then."""
 
     words: str
     cluster: Cluster
-    wishes: PlanRequest
+    request: PlanRequest
 
 
-def changes(cluster: Cluster, wishes: PlanRequest) -> Iterator[Change]:
+def changes(cluster: Cluster, request: PlanRequest) -> Iterator[Change]:
     """More memory on each kind of device, each kind of link faster, a larger batch, each wish given up."""
     for device in _most_frequent([placed.device for placed in cluster.devices()]):
         names = [placed.name for placed in cluster.devices() if placed.device == device]
-        yield Change(f"{TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), wishes)
+        yield Change(f"{TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
     links = [(type(group), group.link) for server in cluster.servers for group in _groups(server)]
     for kind, link in _most_frequent(links):
         names = [
@@ -48,28 +48,28 @@ def changes(cluster: Cluster, wishes: PlanRequest) -> Iterator[Change]:
         ]
         if _faster(link) != link:
             other = _with_link(cluster, kind, link, _faster(link))
-            yield Change(f"{TIMES} × the bandwidth of {device_ranges(names)}", other, wishes)
+            yield Change(f"{TIMES} × the bandwidth of {device_ranges(names)}", other, request)
     rate = None if cluster.switch is None else cluster.switch.bytes_per_s
     if cluster.switch is not None and rate is not None and _more(rate) != rate:
         switch = replace(cluster.switch, bytes_per_s=_more(rate))
-        yield Change(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), wishes)
-    yield from _other_tiers(cluster, wishes)
-    yield from (Change(words, cluster, other) for words, other in _other_wishes(cluster, wishes))
+        yield Change(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
+    yield from _other_tiers(cluster, request)
+    yield from (Change(words, cluster, other) for words, other in _other_request(cluster, request))
 
 
-def _other_tiers(cluster: Cluster, wishes: PlanRequest) -> Iterator[Change]:
+def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[Change]:
     """Where paging is allowed: more of the device, and faster wires as far as the cluster says them."""
-    memory = wishes.memory
+    memory = request.memory
     if memory is None:
         return
     if memory.device_bytes is not None:
         more = replace(memory, device_bytes=TIMES * memory.device_bytes)
-        yield Change(f"{TIMES} × the device memory that is allowed", cluster, replace(wishes, memory=more))
+        yield Change(f"{TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
     if any(server.disk_bytes_per_s for server in cluster.servers):
         disks = _changed(
             cluster, lambda server: replace(server, disk_bytes_per_s=_more(server.disk_bytes_per_s))
         )
-        yield Change(f"{TIMES} × the bandwidth of the disks", disks, wishes)
+        yield Change(f"{TIMES} × the bandwidth of the disks", disks, request)
     if any(device.device.host_bytes_per_s for device in cluster.devices()):
         wires = _changed(
             cluster,
@@ -80,7 +80,7 @@ def _other_tiers(cluster: Cluster, wishes: PlanRequest) -> Iterator[Change]:
                 ),
             ),
         )
-        yield Change(f"{TIMES} × the bandwidth between devices and hosts", wires, wishes)
+        yield Change(f"{TIMES} × the bandwidth between devices and hosts", wires, request)
 
 
 def _most_frequent(things: Iterable[Thing]) -> list[Thing]:
@@ -136,28 +136,28 @@ def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
     return (*server.bridges, *server.meshes, *server.cards)
 
 
-def _other_wishes(cluster: Cluster, wishes: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    batch, largest = TIMES * wishes.batch_size, wishes.largest_batch
+def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    batch, largest = TIMES * request.batch_size, request.largest_batch
     yield (
         f"a batch of {batch} samples",
-        replace(wishes, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
+        replace(request, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
     )
-    plain = PlanRequest(wishes.batch_size)
+    plain = PlanRequest(request.batch_size)
     words = {
-        "schedule": f"any schedule, not {wishes.schedule} alone",
+        "schedule": f"any schedule, not {request.schedule} alone",
         "synchronous": "delayed updates allowed",
-        "memory_fraction": f"all of the memory instead of {wishes.memory_fraction:.0%}",
-        "depth": f"another depth than {wishes.depth}",
-        "width": f"another width than {wishes.width}",
-        "micro_batch": f"other micro-batches than of {wishes.micro_batch}",
+        "memory_fraction": f"all of the memory instead of {request.memory_fraction:.0%}",
+        "depth": f"another depth than {request.depth}",
+        "width": f"another width than {request.width}",
+        "micro_batch": f"other micro-batches than of {request.micro_batch}",
         "pinned": "no units pinned",
         "together": "no units kept together",
         "devices": f"all {cluster.num_devices} devices",
         "recompute": "recomputation where needed",
         "lookahead": "stages that may run further ahead",
-        "sums": f"sums of gradients as they are, not through {wishes.sums.codec}",
+        "sums": f"sums of gradients as they are, not through {request.sums.codec}",
     }
     for name, sentence in words.items():
         usual = getattr(plain, name)
-        if getattr(wishes, name) != usual:
-            yield sentence, replace(wishes, **{name: usual})
+        if getattr(request, name) != usual:
+            yield sentence, replace(request, **{name: usual})

@@ -76,11 +76,11 @@ def saved_plan_document(
     }
 
 
-def sync_document(wishes: PlanRequest) -> dict[str, Any]:
+def sync_document(request: PlanRequest) -> dict[str, Any]:
     """The codec of sums over replicas: bytes of a replica's message, and what it keeps, for each of its
     gradients' bytes.
     """
-    sums = wishes.sums
+    sums = request.sums
     return {
         "codec": str(sums.codec),
         "message_share": sums.message_share,

@@ -20,18 +20,18 @@ from bireme.profile.profile import Profile
 __all__ = ["with_best_codecs"]
 
 Search = Callable[[PlanRequest, int, int], Answer | NothingFits]
-"""Searches with a wish; told that it is the one of that number, of so many."""
+"""Searches for a request; told that it is the one of that number, of so many."""
 
 
 def with_best_codecs(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, search: Search
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: Search
 ) -> Answer | NothingFits:
     """The best answer over all codecs, the best plan without any among its candidates."""
-    bare = replace(wishes, codec="none")
-    words = WORDS_TO_TRY if _has_far_devices(cluster, wishes) else ()
+    bare = replace(request, codec="none")
+    words = WORDS_TO_TRY if _has_far_devices(cluster, request) else ()
     plain = search(bare, 0, 1 + len(words))
     found = [
-        search(replace(wishes, codec=word), place, 1 + len(words)) for place, word in enumerate(words, 1)
+        search(replace(request, codec=word), place, 1 + len(words)) for place, word in enumerate(words, 1)
     ]
     answers = [one for one in (plain, *found) if isinstance(one, Answer)]
     if not answers:
@@ -50,25 +50,25 @@ def _cost_s(answer: Answer) -> float:
     return answer.best.forecast.cost_s_per_sample
 
 
-def _has_far_devices(cluster: Cluster, wishes: PlanRequest) -> bool:
+def _has_far_devices(cluster: Cluster, request: PlanRequest) -> bool:
     """Whether the devices that may be used lie on several servers."""
     placed = cluster.devices()
-    usable = [cluster.number_of(name) for name in wishes.devices] or range(len(placed))
+    usable = [cluster.number_of(name) for name in request.devices] or range(len(placed))
     return len({placed[device].server for device in usable}) > 1
 
 
-def _refined(best: Candidate, ground: PlanningProblem) -> Candidate:
+def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
     """The plan with the best codec of each border, given those of the others."""
-    judge = PlanEvaluator(ground)
-    draft, forecast = draft_of(best.plan, ground.cluster), best.forecast
+    evaluator = PlanEvaluator(problem)
+    draft, forecast = draft_of(best.plan, problem.cluster), best.forecast
     tried = (AS_IT_IS, *(BorderCodecs(word, word) for word in WORDS_TO_TRY))
     for border in range(len(draft.codecs)):
         for one in tried:
             own = (*draft.codecs[:border], one, *draft.codecs[border + 1 :])
             other = replace(draft, codecs=own)
-            promised = judge.forecast(other)
+            promised = evaluator.forecast(other)
             candidate = Candidate(best.plan, promised)
             if candidate.fits and promised.cost_s_per_sample < forecast.cost_s_per_sample:
                 draft, forecast = other, promised
-    codecs = ground.codecs(draft.outline.rank_of_stage, draft.codecs)
-    return Candidate(draft.plan(ground.names, codecs), forecast)
+    codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
+    return Candidate(draft.plan(problem.names, codecs), forecast)

@@ -24,14 +24,14 @@ class Ring:
     num_bytes: float
 
 
-def ring_over(ground: PlanningProblem, devices: Sequence[int], num_bytes: float) -> Ring:
+def ring_over(problem: PlanningProblem, devices: Sequence[int], num_bytes: float) -> Ring:
     """Around the devices in the order of their numbers, which keeps those of a server together."""
     ring = sorted(set(devices))
     hops = _hops(ring)
-    crossed = Counter(lane for hop in hops for lane in ground.path(*hop))
+    crossed = Counter(lane for hop in hops for lane in problem.path(*hop))
     per_hop = ring_share(len(ring)) * num_bytes
     slowest_s = max((per_hop * times / lane.bytes_per_s for lane, times in crossed.items()), default=0.0)
-    late_s = 2 * (len(ring) - 1) * max((ground.cluster.latency(*hop) for hop in hops), default=0.0)
+    late_s = 2 * (len(ring) - 1) * max((problem.cluster.latency(*hop) for hop in hops), default=0.0)
     return Ring(slowest_s + late_s, num_bytes)
 
 
@@ -47,7 +47,7 @@ class Traffic:
 
     @staticmethod
     def of(
-        ground: PlanningProblem,
+        problem: PlanningProblem,
         grid: Sequence[Sequence[int]],
         rank_of_stage: Sequence[int],
         border_bytes: Sequence[Sequence[float]],
@@ -65,14 +65,14 @@ class Traffic:
             for stage in range(len(rank_of_stage) - 1):
                 here, there = (grid[rank_of_stage[place]][replica] for place in (stage, stage + 1))
                 for of_stages, ends in zip(borders, ((here, there), (there, here)), strict=True):
-                    for lane in ground.path(*ends):
+                    for lane in problem.path(*ends):
                         own[lane] += of_stages[stage]
             messages.append(own)
         rings: defaultdict[Lane, float] = defaultdict(float)
         for rank, num_bytes in enumerate(reduce_bytes):
             if num_bytes and len(grid[rank]) > 1:
                 for hop in _hops(sorted(grid[rank])):
-                    for lane in ground.path(*hop):
+                    for lane in problem.path(*hop):
                         rings[lane] += num_bytes
         total: defaultdict[str, float] = defaultdict(float)
         for one in messages:
@@ -110,7 +110,7 @@ class Traffic:
 
 
 def links_between(
-    ground: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int]
+    problem: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int]
 ) -> list[Link]:
     """The path after each stage, for the worst placed replica while all messages are in flight."""
     flows: Counter[str] = Counter()
@@ -118,14 +118,14 @@ def links_between(
     for one, other in pairwise(rank_of_stage):
         ends = [pair for a, b in zip(grid[one], grid[other], strict=True) for pair in ((a, b), (b, a))]
         ways.append(ends)
-        flows.update(lane.name for pair in ends for lane in ground.path(*pair))
+        flows.update(lane.name for pair in ends for lane in problem.path(*pair))
     return [
         Link(
             min(
-                (lane.bytes_per_s / flows[lane.name] for pair in ends for lane in ground.path(*pair)),
+                (lane.bytes_per_s / flows[lane.name] for pair in ends for lane in problem.path(*pair)),
                 default=float("inf"),
             ),
-            max((ground.cluster.latency(*pair) for pair in ends), default=0.0),
+            max((problem.cluster.latency(*pair) for pair in ends), default=0.0),
         )
         for ends in ways
     ]

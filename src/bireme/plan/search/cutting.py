@@ -31,25 +31,25 @@ RECKONED_AS = {"1f1b-sliced": "1f1b"}
 """Whose bytes and times are taken for a schedule until it is evaluated."""
 
 
-def all_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
+def all_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """All ways to cut, and all sets of stages that could run again."""
-    for cuts in combinations(ground.bounds[1:-1], outline.num_stages - 1):
-        if _keeps_pins(ground, outline, grid, cuts) and keeps_home(ground, outline, grid, cuts):
-            for recompute in _sets(ground, outline.num_stages):
+    for cuts in combinations(problem.bounds[1:-1], outline.num_stages - 1):
+        if _keeps_pins(problem, outline, grid, cuts) and keeps_home(problem, outline, grid, cuts):
+            for recompute in _sets(problem, outline.num_stages):
                 yield Draft(outline, grid, cuts, recompute)
 
 
-def num_cuts_and_sets(ground: PlanningProblem, outline: Outline) -> int:
+def num_cuts_and_sets(problem: PlanningProblem, outline: Outline) -> int:
     """How many of them there are for a mapping."""
-    num_sets = 2**outline.num_stages if ground.wishes.recompute is Recompute.WHERE_NEEDED else 1
+    num_sets = 2**outline.num_stages if problem.request.recompute is Recompute.WHERE_NEEDED else 1
     count = 1
     for place in range(outline.num_stages - 1):
-        count = count * (ground.num_units - 1 - place) // (place + 1)
+        count = count * (problem.num_units - 1 - place) // (place + 1)
     return count * num_sets
 
 
-def _sets(ground: PlanningProblem, num_stages: int) -> Iterator[tuple[int, ...]]:
-    match ground.wishes.recompute:
+def _sets(problem: PlanningProblem, num_stages: int) -> Iterator[tuple[int, ...]]:
+    match problem.request.recompute:
         case Recompute.NEVER:
             yield ()
         case Recompute.ALWAYS:
@@ -59,12 +59,12 @@ def _sets(ground: PlanningProblem, num_stages: int) -> Iterator[tuple[int, ...]]
                 yield from combinations(range(num_stages), count)
 
 
-def _keeps_pins(ground: PlanningProblem, outline: Outline, grid: Grid, cuts: tuple[int, ...]) -> bool:
-    if not ground.pins:
+def _keeps_pins(problem: PlanningProblem, outline: Outline, grid: Grid, cuts: tuple[int, ...]) -> bool:
+    if not problem.pins:
         return True
     ranks = outline.rank_of_stage
-    for place, device in ground.pins.items():
-        stage = sum(cut <= ground.bounds[place] for cut in cuts)
+    for place, device in problem.pins.items():
+        stage = sum(cut <= problem.bounds[place] for cut in cuts)
         if device not in grid[ranks[stage]]:
             return False
     return True
@@ -74,16 +74,16 @@ ENOUGH_ROUNDS = 16
 """So many micro-batches for each rank show where a schedule that drains is best cut."""
 
 
-def promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
+def promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     """The cuts that the partitioners would make, best first; none if they see no way to fit."""
-    found = _promising_drafts(ground, outline, grid)
-    return [draft for draft in found if keeps_home(ground, outline, grid, draft.cuts)]
+    found = _promising_drafts(problem, outline, grid)
+    return [draft for draft in found if keeps_home(problem, outline, grid, draft.cuts)]
 
 
-def _promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
+def _promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     if outline.stages_per_rank > 1:
-        return list(_folded(ground, outline, grid))
-    loads = loads_on(ground, outline, grid)
+        return list(_folded(problem, outline, grid))
+    loads = loads_on(problem, outline, grid)
     found = exact(loads)
     if isinstance(found, Misfit):
         return []
@@ -96,7 +96,7 @@ def _promising_drafts(ground: PlanningProblem, outline: Outline, grid: Grid) -> 
             partitions.insert(0, better.partition)
     drafts = []
     for partition in partitions:
-        cuts = tuple(ground.bounds[cut] for cut in partition.cuts)
+        cuts = tuple(problem.bounds[cut] for cut in partition.cuts)
         drafts.append(Draft(outline, grid, cuts, partition.recompute))
     return drafts
 
@@ -110,33 +110,33 @@ class _Group:
     limits: tuple[float, ...]
 
 
-def loads_on(ground: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
+def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
-    links = tuple(links_between(ground, grid, range(outline.num_ranks)))
+    links = tuple(links_between(problem, grid, range(outline.num_ranks)))
     schedule = RECKONED_AS.get(outline.schedule, outline.schedule)
     num_microbatches = outline.num_microbatches
     if schedule == "zb-h1" and outline.num_ranks > DEEP:
         # None of its stages keeps more than that many micro-batches, so it takes no more than this.
         schedule, num_microbatches = "gpipe", min(outline.num_ranks, num_microbatches)
-    groups = _groups(ground, outline, grid)
+    groups = _groups(problem, outline, grid)
     of_group = []
     for group in groups:
         seats = tuple(
             DeviceSlot(f"rank {rank}", speed, limit)
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
-        setting = Setting(schedule, num_microbatches, ground.wishes.recompute, outline.updates_early)
-        of_group.append(loads_of(ground.merged(group.size, outline.width), DeviceRow(seats, links), setting))
+        setting = Setting(schedule, num_microbatches, problem.request.recompute, outline.updates_early)
+        of_group.append(loads_of(problem.merged(group.size, outline.width), DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(
-        replace(seat, name=ground.names[min(row, key=lambda device: ground.limits[device])])
+        replace(seat, name=problem.names[min(row, key=lambda device: problem.limits[device])])
         for seat, row in zip(slowest.line.seats, grid, strict=True)
     )
     slowest = replace(slowest, line=replace(slowest.line, seats=named))
-    return _pinned(ground, slowest, grid) if ground.pins else slowest
+    return _pinned(problem, slowest, grid) if problem.pins else slowest
 
 
-def _groups(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[_Group]:
+def _groups(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[_Group]:
     """One for each size of micro-batch, with the slowest and the tightest device of each rank."""
     found = []
     for size in dict.fromkeys(outline.sizes):
@@ -144,8 +144,8 @@ def _groups(ground: PlanningProblem, outline: Outline, grid: Grid) -> list[_Grou
         found.append(
             _Group(
                 size,
-                tuple(min(ground.speeds[row[place]] for place in places) for row in grid),
-                tuple(min(ground.limits[row[place]] for place in places) for row in grid),
+                tuple(min(problem.speeds[row[place]] for place in places) for row in grid),
+                tuple(min(problem.limits[row[place]] for place in places) for row in grid),
             )
         )
     return found
@@ -171,31 +171,31 @@ def _worst(of_group: list[Loads]) -> Loads:
     )
 
 
-def _pinned(ground: PlanningProblem, loads: Loads, grid: Grid) -> Loads:
+def _pinned(problem: PlanningProblem, loads: Loads, grid: Grid) -> Loads:
     """The loads in which no stage fits that has a unit which belongs to another's device."""
     peaks = []
     for stage, table in enumerate(loads.peak_bytes):
         blocked = np.zeros_like(table, np.bool_)
         places = np.arange(len(table))
-        for unit, device in ground.pins.items():
+        for unit, device in problem.pins.items():
             if device not in grid[stage]:
                 blocked |= (places[:, None] + stage <= unit) & (unit <= places[None, :] + stage)
         peaks.append(np.where(blocked, np.inf, table))
     return replace(loads, peak_bytes=tuple(peaks))
 
 
-def _folded(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
+def _folded(problem: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """Stages of equal seconds: without a limit, within the memory, and running all again."""
     ranks = outline.rank_of_stage
-    chain = ground.merged(max(outline.sizes), outline.width)
+    chain = problem.merged(max(outline.sizes), outline.width)
     width = chain.num_units - outline.num_stages + 1
     is_empty = np.tri(width, width, -1, np.bool_)
-    wish = ground.wishes.recompute
+    allowed = problem.request.recompute
     ways = {
         Recompute.NEVER: [(False, False), (True, False)],
         Recompute.ALWAYS: [(False, True), (True, True)],
         Recompute.WHERE_NEEDED: [(False, False), (True, False), (True, True)],
-    }[wish]
+    }[allowed]
     seen = set()
     for within, again in ways:
         backward_s = chain.recompute_backward_s if again else chain.backward_s
@@ -205,16 +205,16 @@ def _folded(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[D
         costs = []
         for stage, rank in enumerate(ranks):
             here, there = slice(stage, stage + width), slice(stage + 1, stage + 1 + width)
-            speed = min(ground.speeds[device] for device in grid[rank])
+            speed = min(problem.speeds[device] for device in grid[rank])
             seconds = (through_s[there][None, :] - through_s[here][:, None]) / speed
             seconds[is_empty] = np.inf
             if within:
                 num = _num_kept(outline, rank)
                 held = state + tables.workspace + num * (tables.inputs if again else tables.kept)
                 held = held + (tables.kept if again else 0)
-                limit = min(ground.limits[device] for device in grid[rank]) / outline.stages_per_rank
+                limit = min(problem.limits[device] for device in grid[rank]) / outline.stages_per_rank
                 seconds[held[here, there] > limit] = np.inf
-            for unit, device in ground.pins.items():
+            for unit, device in problem.pins.items():
                 if device not in grid[rank]:
                     place = np.arange(width) + stage
                     seconds[(place[:, None] <= unit) & (unit <= place[None, :])] = np.inf
@@ -222,7 +222,7 @@ def _folded(ground: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[D
         least = least_max(costs)
         if least.value == np.inf:
             continue
-        cuts = tuple(ground.bounds[cut] for cut in least.cuts())
+        cuts = tuple(problem.bounds[cut] for cut in least.cuts())
         recompute = tuple(range(outline.num_stages)) if again else ()
         if (cuts, recompute) not in seen:
             seen.add((cuts, recompute))

@@ -20,7 +20,7 @@ SHORT_BYTES = 2
 
 
 def paging_of(
-    ground: PlanningProblem,
+    problem: PlanningProblem,
     draft: Draft,
     costs: Costs,
     *,
@@ -29,19 +29,19 @@ def paging_of(
     is_summed: bool,
 ) -> Paging | None:
     """What a draft pages whose stages cost that, in its largest micro-batches; None where all of it fits."""
-    kept_share = ground.wishes.sums.kept_share if draft.outline.width > 1 else 0.0
+    kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
     sizes = costs.sizes()
     # What codecs of sums keep is counted with the optimiser, and is not the optimiser's.
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(
         sizes,
-        master=ground.wishes.value_bytes == SHORT_BYTES,
+        master=problem.request.value_bytes == SHORT_BYTES,
         optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
         buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
     )
-    asked = ground.wishes.memory
+    asked = problem.request.memory
     paging = Paging(
-        budgets_of(ground, draft.grid),
+        budgets_of(problem, draft.grid),
         sizes,
         ahead=ahead,
         updates_together=updates_together,

@@ -49,11 +49,11 @@ class _Totals:
 class Estimator:
     """Orders shapes by what they would cost."""
 
-    def __init__(self, ground: PlanningProblem, outlines: Outlines) -> None:
-        self._ground = ground
+    def __init__(self, problem: PlanningProblem, outlines: Outlines) -> None:
+        self._problem = problem
         self._outlines = outlines
         self._totals: dict[int, _Totals] = {}
-        self._limits = np.sort([ground.limits[device] for device in ground.devices])[::-1]
+        self._limits = np.sort([problem.limits[device] for device in problem.devices])[::-1]
 
     def cost(self, outline: Outline) -> float:
         """Seconds of training per sample, or joules if energy is the goal."""
@@ -61,7 +61,7 @@ class Estimator:
         m, p = outline.num_microbatches, outline.num_ranks
         totals = self._of(max(outline.sizes))
         again = self._runs_again(outline, rule, totals)
-        num_units = self._ground.num_units
+        num_units = self._problem.num_units
         # Units are not divided: of 10 on 4 ranks one has 3.
         pace_s = self._outlines.least_pace_s(outline) * (p * -(-num_units // p) / num_units)
         if again is None:
@@ -72,8 +72,8 @@ class Estimator:
         batch_s = max(m * max(pace_s, message_s if p > 1 else 0.0) * (1 + self._bubble(outline)), ring_s)
         if rule is Rule.SYNCHRONOUS:
             batch_s += ring_s
-        penalty = self._ground.penalty(outline.schedule, outline.num_stages, m)
-        return penalty * batch_s / outline.batch_size * self._ground.least_power(outline.num_devices)
+        penalty = self._problem.penalty(outline.schedule, outline.num_stages, m)
+        return penalty * batch_s / outline.batch_size * self._problem.least_power(outline.num_devices)
 
     def rough_cost(self, draft: Draft, floor_s: float) -> float:
         """The same for a plan whose busiest device or lane is known."""
@@ -81,10 +81,10 @@ class Estimator:
         batch_s = floor_s * (1 + self._bubble(outline))
         if draft.rule is Rule.SYNCHRONOUS:
             batch_s += self._links_s(outline, self._of(max(outline.sizes)))[1]
-        penalty = self._ground.penalty(
+        penalty = self._problem.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
-        power = self._ground.power(device for row in draft.grid for device in row)
+        power = self._problem.power(device for row in draft.grid for device in row)
         return penalty * batch_s / outline.batch_size * power
 
     def _bubble(self, outline: Outline) -> float:
@@ -113,12 +113,12 @@ class Estimator:
         state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
         state += totals.workspace_bytes
         if outline.width > 1:
-            state += self._ground.wishes.sums.kept_share * totals.gradient_bytes / p
-        wish = self._ground.wishes.recompute
-        if wish is not Recompute.ALWAYS and state + under_way * totals.kept_bytes / p <= limit:
+            state += self._problem.request.sums.kept_share * totals.gradient_bytes / p
+        allowed = self._problem.request.recompute
+        if allowed is not Recompute.ALWAYS and state + under_way * totals.kept_bytes / p <= limit:
             return False
         least = state + totals.kept_bytes / p + under_way * totals.boundary_bytes
-        return True if wish is not Recompute.NEVER and least <= limit else None
+        return True if allowed is not Recompute.NEVER and least <= limit else None
 
     def _links_s(self, outline: Outline, totals: _Totals) -> tuple[float, float]:
         """A micro-batch's messages and a batch's gradient ring, in the better of two placements."""
@@ -127,7 +127,7 @@ class Estimator:
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
         message = totals.boundary_bytes + totals.returned_bytes
-        ring = self._ground.wishes.sums.hop_share(w) * totals.gradient_bytes / p
+        ring = self._problem.request.sums.hop_share(w) * totals.gradient_bytes / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (
@@ -145,26 +145,26 @@ class Estimator:
 
     @cached_property
     def _per_server(self) -> int:
-        devices = self._ground.devices
-        return max(1, len(devices) // len({self._ground.servers[device] for device in devices}))
+        devices = self._problem.devices
+        return max(1, len(devices) // len({self._problem.servers[device] for device in devices}))
 
     @cached_property
     def _rates(self) -> tuple[float, float]:
         """Bytes a second inside a server and between two, as two typical devices have them."""
-        ground = self._ground
-        first = ground.devices[0]
-        inside = [d for d in ground.devices[1:] if ground.servers[d] == ground.servers[first]]
-        outside = [d for d in ground.devices if ground.servers[d] != ground.servers[first]]
-        fast = ground.cluster.bandwidth(first, inside[0]) if inside else float("inf")
+        problem = self._problem
+        first = problem.devices[0]
+        inside = [d for d in problem.devices[1:] if problem.servers[d] == problem.servers[first]]
+        outside = [d for d in problem.devices if problem.servers[d] != problem.servers[first]]
+        fast = problem.cluster.bandwidth(first, inside[0]) if inside else float("inf")
         slow = min(
-            (ground.cluster.bandwidth(first, d) for d in outside[:: max(1, len(outside) // 8)]),
+            (problem.cluster.bandwidth(first, d) for d in outside[:: max(1, len(outside) // 8)]),
             default=fast,
         )
         return (fast if inside else slow), slow
 
     def _of(self, size: int) -> _Totals:
         if size not in self._totals:
-            chain = self._ground.merged(size)
+            chain = self._problem.merged(size)
             tables = chain.bytes
             self._totals[size] = _Totals(
                 work_s=float((chain.forward_s + chain.backward_s).sum()),

@@ -45,10 +45,10 @@ class EvaluatedDrafts:
     """Evaluates drafts and remembers the best."""
 
     def __init__(
-        self, ground: PlanningProblem, judge: PlanEvaluator, progress: Callable[[float], None]
+        self, problem: PlanningProblem, evaluator: PlanEvaluator, progress: Callable[[float], None]
     ) -> None:
-        self._ground = ground
-        self.judge = judge
+        self._problem = problem
+        self.evaluator = evaluator
         self.progress = progress
         self._of_kind: dict[Kind, EvaluatedDraft] = {}
         self._of_shape: dict[tuple[str, int, int], EvaluatedDraft] = {}
@@ -61,54 +61,54 @@ class EvaluatedDrafts:
 
     def misfits(self) -> list[EvaluatedDraft]:
         """What was simulated and does not fit."""
-        return [judged for judged in self._seen.values() if not judged.fits]
+        return [one for one in self._seen.values() if not one.fits]
 
     def all_best(self) -> list[EvaluatedDraft]:
         """The best of every kind, the best of all first."""
-        return sorted(self._of_kind.values(), key=lambda judged: judged.cost)
+        return sorted(self._of_kind.values(), key=lambda one: one.cost)
 
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
         best = self._of_kind.get(Kind.of(outline))
         if best is None:
             return True
-        penalty = self._ground.penalty(outline.schedule, outline.num_stages, outline.num_microbatches)
+        penalty = self._problem.penalty(outline.schedule, outline.num_stages, outline.num_microbatches)
         least_s = penalty * least_batch_s / outline.batch_size
-        return least_s * self._ground.least_power(outline.num_devices) < best.cost * (1 - SLACK)
+        return least_s * self._problem.least_power(outline.num_devices) < best.cost * (1 - SLACK)
 
-    def judged(self, draft: Draft) -> EvaluatedDraft:
+    def evaluated(self, draft: Draft) -> EvaluatedDraft:
         """What the plan evaluator says; the best are remembered."""
         known = self._seen.get(draft)
         if known is not None:
             return known
-        power = self._ground.power(device for row in draft.grid for device in row)
-        judged = self._seen[draft] = EvaluatedDraft(draft, self.judge.forecast(draft), power)
-        if judged.fits:
+        power = self._problem.power(device for row in draft.grid for device in row)
+        found = self._seen[draft] = EvaluatedDraft(draft, self.evaluator.forecast(draft), power)
+        if found.fits:
             kind, shape = Kind.of(draft.outline), _shape(draft.outline)
-            _keep(self._of_kind, kind, judged)
-            _keep(self._of_shape, shape, judged)
-        return judged
+            _keep(self._of_kind, kind, found)
+            _keep(self._of_shape, shape, found)
+        return found
 
     def candidates(self) -> tuple[Candidate, ...]:
         """The best, those of every kind among them, by what they cost."""
-        shown = {judged.draft: judged for judged in self._of_kind.values()}
-        for judged in sorted(self._of_shape.values(), key=lambda judged: judged.cost):
+        shown = {one.draft: one for one in self._of_kind.values()}
+        for one in sorted(self._of_shape.values(), key=lambda one: one.cost):
             if len(shown) < MOST_SHOWN:
-                shown.setdefault(judged.draft, judged)
-        ordered = sorted(shown.values(), key=lambda judged: (judged.cost, judged.draft.outline.num_devices))
+                shown.setdefault(one.draft, one)
+        ordered = sorted(shown.values(), key=lambda one: (one.cost, one.draft.outline.num_devices))
         return tuple(self._candidate(one) for one in ordered)
 
     def _candidate(self, found: EvaluatedDraft) -> Candidate:
-        draft, ground = found.draft, self._ground
-        codecs = ground.codecs(draft.outline.rank_of_stage, draft.codecs)
-        return Candidate(draft.plan(ground.names, codecs), found.forecast)
+        draft, problem = found.draft, self._problem
+        codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
+        return Candidate(draft.plan(problem.names, codecs), found.forecast)
 
 
 def _shape(outline: Outline) -> tuple[str, int, int]:
     return outline.schedule, outline.width, outline.num_ranks
 
 
-def _keep(book: dict[Key, EvaluatedDraft], key: Key, judged: EvaluatedDraft) -> None:
+def _keep(book: dict[Key, EvaluatedDraft], key: Key, found: EvaluatedDraft) -> None:
     best = book.get(key)
-    if best is None or judged.cost < best.cost * (1 - SLACK):
-        book[key] = judged
+    if best is None or found.cost < best.cost * (1 - SLACK):
+        book[key] = found

@@ -82,8 +82,8 @@ class LowerBound:
 class PlanEvaluator:
     """Evaluates draft plans."""
 
-    def __init__(self, ground: PlanningProblem) -> None:
-        self._ground = ground
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem = problem
         self._works: dict[object, _Work] = {}
         self.num_instructions = 0
 
@@ -91,7 +91,7 @@ class PlanEvaluator:
     def _tied(self) -> dict[str, list[tuple[int, int]]]:
         """The units that hold each tied parameter, and the bytes of its gradient."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for place, unit in enumerate(self._ground.profile.units):
+        for place, unit in enumerate(self._problem.profile.units):
             for held in unit.tied:
                 if held.gradient_bytes:
                     found.setdefault(held.name, []).append((place, held.gradient_bytes))
@@ -99,7 +99,7 @@ class PlanEvaluator:
 
     def floor(self, draft: Draft) -> LowerBound:
         """What the busiest device and the busiest lane need, all else being free."""
-        ground, outline = self._ground, draft.outline
+        problem, outline = self._problem, draft.outline
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
         works = {size: self._work(draft, size) for size in set(outline.sizes)}
@@ -107,11 +107,11 @@ class PlanEvaluator:
             for stage, rank in enumerate(rank_of_stage):
                 device = draft.grid[rank][replica]
                 busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule)
-                device_s[device] = device_s.get(device, 0.0) + busy_s / ground.speeds[device]
+                device_s[device] = device_s.get(device, 0.0) + busy_s / problem.speeds[device]
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._traffic(draft, rank_of_stage).slowest()
-        cores = cores_needed(ground, device_s)
-        floors = [(device_s[busiest], ground.names[busiest]), (lane_s, slowest_lane), *cores]
+        cores = cores_needed(problem, device_s)
+        floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
         return LowerBound(most_s, bottleneck, device_s)
 
@@ -130,7 +130,7 @@ class PlanEvaluator:
             work = self._work(draft, size)
             before_s = all_s = 0.0
             for stage, row in enumerate(draft.grid):
-                speed = self._ground.speeds[row[replica]]
+                speed = self._problem.speeds[row[replica]]
                 once_s = (work.costs.forward_s[stage] + work.costs.backward_s[stage]) / speed
                 every_s = work.passes_s(stage, m) / speed
                 least_s = max(least_s, before_s + every_s)
@@ -142,7 +142,7 @@ class PlanEvaluator:
 
     def forecast(self, draft: Draft) -> Forecast:
         """What a draft takes, whether it fits or not."""
-        ground, outline = self._ground, draft.outline
+        problem, outline = self._problem, draft.outline
         short = draft.shortened()
         floor = self.floor(draft)
         program = short.program()
@@ -163,11 +163,11 @@ class PlanEvaluator:
             batch_s += floor.seconds - self.floor(short).seconds
         batch_s = max(batch_s, floor.seconds)
         slowest = max(timelines.values(), key=lambda timeline: timeline.steady_batch_s)
-        penalty = ground.penalty(
+        penalty = problem.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
-        codecs = ground.codecs(outline.rank_of_stage, draft.codecs)
-        codec_penalty = ground.wishes.codec_penalty(codecs)
+        codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
+        codec_penalty = problem.request.codec_penalty(codecs)
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
@@ -175,22 +175,22 @@ class PlanEvaluator:
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
             stages=tuple(self._stages(draft, program, of_replica)),
-            delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else ground.wishes.delay_warmup_share,
+            delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
-            watts=total_watts(ground.watts[device] for row in draft.grid for device in row),
+            watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
             tiers=tuple(tier_forecasts(slowest)),
         )
 
     def paging(self, draft: Draft, *, ahead: int, updates_together: bool) -> Paging | None:
         """What a draft would page; None where all of it fits."""
         costs = self._work(draft, max(draft.outline.sizes)).costs
-        stages = draft.stages(len(self._ground.profile.units))
+        stages = draft.stages(len(self._problem.profile.units))
         is_tied = any(
             sum(any(begin <= place < end for place, _ in places) for begin, end in stages) > 1
             for places in self._tied.values()
         )
         return paging_of(
-            self._ground,
+            self._problem,
             draft,
             costs,
             ahead=ahead,
@@ -202,7 +202,7 @@ class PlanEvaluator:
         seconds, rank, lower = busiest_wire(slowest)
         if seconds <= floor.seconds:
             return floor.bottleneck
-        name = self._ground.names[draft.grid[rank][0]]
+        name = self._problem.names[draft.grid[rank][0]]
         return f"{name}'s disk" if lower == "disk" else f"{name}'s wire to its host"
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
@@ -218,10 +218,10 @@ class PlanEvaluator:
         return sorted(range(len(busiest_s)), key=lambda replica: (-busiest_s[replica], replica))
 
     def _stages(self, draft: Draft, program: Program, timelines: Sequence[Timeline]) -> list[StageForecast]:
-        ground, outline = self._ground, draft.outline
+        problem, outline = self._problem, draft.outline
         works = {size: self._work(draft, size) for size in set(outline.sizes)}
         found = []
-        for stage, (begin, end) in enumerate(draft.stages(len(ground.profile.units))):
+        for stage, (begin, end) in enumerate(draft.stages(len(problem.profile.units))):
             rank = program.rank_of_stage[stage]
             row = draft.grid[rank]
             more = [0.0] * outline.width
@@ -232,19 +232,19 @@ class PlanEvaluator:
                 timeline.memory[rank].peak_bytes + extra
                 for timeline, extra in zip(timelines, more, strict=True)
             ]
-            tightest = min(range(outline.width), key=lambda r: ground.limits[row[r]] - held[r])
-            process = [ground.process_bytes[device] for device in row]
+            tightest = min(range(outline.width), key=lambda r: problem.limits[row[r]] - held[r])
+            process = [problem.process_bytes[device] for device in row]
             peaks = tuple(one + own for one, own in zip(held, process, strict=True))
-            limits = tuple(ground.limits[device] + own for device, own in zip(row, process, strict=True))
+            limits = tuple(problem.limits[device] + own for device, own in zip(row, process, strict=True))
             found.append(
                 StageForecast(
                     begin=begin,
                     end=end,
-                    devices=tuple(ground.names[device] for device in row),
+                    devices=tuple(problem.names[device] for device in row),
                     recompute=stage in draft.recompute,
                     busy_s=max(
                         works[size].busy_s(stage, outline.num_microbatches, draft.rule)
-                        / ground.speeds[device]
+                        / problem.speeds[device]
                         for size, device in zip(outline.sizes, row, strict=True)
                     ),
                     peak_bytes=peaks[tightest],
@@ -256,10 +256,10 @@ class PlanEvaluator:
         return found
 
     def _simulate(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> Timeline:
-        ground = self._ground
+        problem = self._problem
         devices = [row[replica] for row in draft.grid]
         replicas = dict(enumerate(draft.grid)) if draft.outline.width > 1 else None
-        network = cluster_network(ground.cluster, program, devices, replicas=replicas)
+        network = cluster_network(problem.cluster, program, devices, replicas=replicas)
         shared = Network(
             tuple(
                 replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
@@ -275,8 +275,8 @@ class PlanEvaluator:
             costs,
             reduce_s=tied_s,
             reduce_bytes=reduce_bytes,
-            rank_speed=tuple(ground.speeds[device] for device in devices),
-            engine=ground.engine,
+            rank_speed=tuple(problem.speeds[device] for device in devices),
+            engine=problem.engine,
         )
         self.num_instructions += program.num_instructions
         return simulate(
@@ -284,47 +284,47 @@ class PlanEvaluator:
             costs,
             shared,
             agree=True,
-            processors=processors_of(ground, draft.grid, replica),
-            tier_links=tier_links_of(ground, draft.grid, replica) if program.tiers else None,
+            processors=processors_of(problem, draft.grid, replica),
+            tier_links=tier_links_of(problem, draft.grid, replica) if program.tiers else None,
         )
 
     def _likeness(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> object:
         """What is equal for replicas that run alike."""
-        ground = self._ground
+        problem = self._problem
         devices = [row[replica] for row in draft.grid]
         names: dict[str, int] = {}
         ways = []
         for a, b in pairwise(program.rank_of_stage):
             for ends in ((devices[a], devices[b]), (devices[b], devices[a])):
-                lanes = ground.path(*ends)
+                lanes = problem.path(*ends)
                 ways.append(
                     (
-                        ground.cluster.latency(*ends),
+                        problem.cluster.latency(*ends),
                         tuple(
                             (names.setdefault(lane.name, len(names)), *traffic.at(replica, lane))
                             for lane in lanes
                         ),
                     )
                 )
-        speeds = tuple(ground.speeds[device] for device in devices)
-        wires = tier_links_of(ground, draft.grid, replica) if program.tiers else ()
-        cores = processors_of(ground, draft.grid, replica)
+        speeds = tuple(problem.speeds[device] for device in devices)
+        wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
+        cores = processors_of(problem, draft.grid, replica)
         return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires
 
     def _work(self, draft: Draft, size: int) -> _Work:
-        ground = self._ground
-        kept_share = ground.wishes.sums.kept_share if draft.outline.width > 1 else 0.0
-        codecs = ground.codecs(draft.outline.rank_of_stage, draft.codecs)
+        problem = self._problem
+        kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
+        codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share
         if key not in self._works:
             half = None
-            if draft.num_sliced and size % 2 == 0 and size // 2 in ground.profile.micro_batches:
-                half = ground.whole(size // 2).forward_s
-            costs = costs_between(ground.whole(size), draft.cuts, half_forward_s=half)
+            if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
+                half = problem.whole(size // 2).forward_s
+            costs = costs_between(problem.whole(size), draft.cuts, half_forward_s=half)
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
-            costs = coded(costs, codecs, ground.wishes.value_bytes)
+            costs = coded(costs, codecs, problem.request.value_bytes)
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
@@ -335,7 +335,7 @@ class PlanEvaluator:
 
     def _rings(self, draft: Draft, rank_of_stage: Sequence[int]) -> list[tuple[tuple[int, ...], Ring]]:
         """The stages whose gradients go around each ring beside those of replicas, and what goes there."""
-        stages = draft.stages(len(self._ground.profile.units))
+        stages = draft.stages(len(self._problem.profile.units))
         of_ranks: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         sums: defaultdict[tuple[int, ...], float] = defaultdict(float)
         for places in self._tied.values():
@@ -352,7 +352,7 @@ class PlanEvaluator:
             (
                 tuple(sorted({stage for one in holders for stage in one})),
                 ring_over(
-                    self._ground, [device for rank in ranks for device in draft.grid[rank]], sums[ranks]
+                    self._problem, [device for rank in ranks for device in draft.grid[rank]], sums[ranks]
                 ),
             )
             for ranks, holders in of_ranks.items()
@@ -365,7 +365,7 @@ class PlanEvaluator:
         num_stages = draft.outline.num_stages
         tied_s = [0.0] * num_stages
         reduced = list(self._reduce_bytes(draft))
-        share = self._ground.wishes.sums.hop_share(draft.outline.width)
+        share = self._problem.request.sums.hop_share(draft.outline.width)
         for holders, ring in rings:
             for stage in holders:
                 tied_s[stage] += ring.seconds
@@ -374,7 +374,7 @@ class PlanEvaluator:
 
     def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        share = self._ground.wishes.sums.hop_share(draft.outline.width)
+        share = self._problem.request.sums.hop_share(draft.outline.width)
         gradients = self._work(draft, draft.outline.sizes[0]).costs.gradient_bytes
         return tuple(share * one for one in gradients)
 
@@ -386,7 +386,7 @@ class PlanEvaluator:
         for stage, rank in enumerate(rank_of_stage):
             per_rank[rank] += reduced[stage]
         return Traffic.of(
-            self._ground,
+            self._problem,
             draft.grid,
             rank_of_stage,
             [[count * one for one in own.forward_bytes] for own in costs],

@@ -75,22 +75,22 @@ class Explorer(Protocol):
         """Judge what these shapes have to offer."""
 
 
-def few_enough(ground: PlanningProblem, shapes: Sequence[Outline]) -> bool:
+def few_enough(problem: PlanningProblem, shapes: Sequence[Outline]) -> bool:
     """Whether all plans can be gone through."""
-    if len(ground.devices) > MOST_DEVICES:
+    if len(problem.devices) > MOST_DEVICES:
         return False
     num_plans = 0
     grids: dict[tuple[int, tuple[int, ...]], int] = {}
     for outline in shapes:
-        each = num_cuts_and_sets(ground, outline) * len(
-            list(_variants(outline, runs_ahead=ground.wishes.lookahead))
+        each = num_cuts_and_sets(problem, outline) * len(
+            list(_variants(outline, runs_ahead=problem.request.lookahead))
         )
         num_plans += each
         if num_plans > MOST_PLANS:
             return False
         key = outline.num_ranks, outline.sizes
         if key not in grids:
-            found = all_grids(ground, outline, MOST_PLANS // each)
+            found = all_grids(problem, outline, MOST_PLANS // each)
             if found is None:
                 return False
             grids[key] = len(found)
@@ -119,9 +119,9 @@ class ExhaustiveExplorer:
     """
 
     def __init__(
-        self, ground: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
+        self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
     ) -> None:
-        self._ground = ground
+        self._problem = problem
         self._outlines = outlines
         self._ledger = ledger
         self._is_brief = is_brief
@@ -138,12 +138,14 @@ class ExhaustiveExplorer:
         num_plans = 0
         for place, outline in enumerate(ordered):
             ledger.progress(place / len(ordered))
-            if place >= num_kinds and ledger.judge.num_instructions > most and ledger.all_best():
+            if place >= num_kinds and ledger.evaluator.num_instructions > most and ledger.all_best():
                 self.how = f"the {ledger.num_evaluated:,} most promising plans simulated, as the run is short"
                 return
-            for grid in all_grids(self._ground, outline, MOST_PLANS) or []:
-                for draft in all_drafts(self._ground, outline, grid):
-                    for num_sliced, lookahead in _variants(outline, runs_ahead=self._ground.wishes.lookahead):
+            for grid in all_grids(self._problem, outline, MOST_PLANS) or []:
+                for draft in all_drafts(self._problem, outline, grid):
+                    for num_sliced, lookahead in _variants(
+                        outline, runs_ahead=self._problem.request.lookahead
+                    ):
                         num_plans += 1
                         self._look(replace(draft, num_sliced=num_sliced, lookahead=lookahead))
         ledger.progress(1.0)
@@ -153,14 +155,14 @@ class ExhaustiveExplorer:
 
     def _least_cost(self, outline: Outline) -> float:
         least_s = self._outlines.least_s(outline) / outline.batch_size
-        return least_s * self._ground.least_power(outline.num_devices)
+        return least_s * self._problem.least_power(outline.num_devices)
 
     def _look(self, draft: Draft) -> None:
         ledger, outline = self._ledger, draft.outline
         if not ledger.could_win(outline, self._outlines.least_s(outline)):
             return
-        if ledger.could_win(outline, ledger.judge.least_s(draft)):
-            ledger.judged(draft)
+        if ledger.could_win(outline, ledger.evaluator.least_s(draft)):
+            ledger.evaluated(draft)
 
 
 def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
@@ -174,12 +176,12 @@ def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
 class HeuristicExplorer:
     """Goes through the shapes that look best, and walks on from the best of every kind."""
 
-    def __init__(self, ground: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts) -> None:
-        self._ground = ground
+    def __init__(self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts) -> None:
+        self._problem = problem
         self._outlines = outlines
         self._ledger = ledger
-        self._estimator = Estimator(ground, outlines)
-        self._share = min(MOST_SHARE, FEW / len(ground.devices))
+        self._estimator = Estimator(problem, outlines)
+        self._share = min(MOST_SHARE, FEW / len(problem.devices))
         self._most_instructions = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * self._share))
         self.how = ""
 
@@ -198,27 +200,27 @@ class HeuristicExplorer:
                     break
                 num_shapes += 1
                 for draft in self._drafts(outline):
-                    floor_s = ledger.judge.least_s(draft)
+                    floor_s = ledger.evaluator.least_s(draft)
                     found.append((self._estimator.rough_cost(draft, floor_s), len(found), draft))
             drafts[kind] = sorted(found, key=lambda one: one[:2])
         for of_kind in drafts.values():
             # The best of every kind is shown beside the best of all, so each is simulated.
             for place, (_, _, draft) in enumerate(of_kind):
                 del of_kind[: place + 1]
-                if self._judge(draft).fits:
+                if self._evaluate(draft).fits:
                     break
         ledger.progress(0.6)
         rest = sorted((one for of_kind in drafts.values() for one in of_kind), key=lambda one: one[0])
         for _, _, draft in rest:
-            if ledger.judge.num_instructions > self._most_instructions:
+            if ledger.evaluator.num_instructions > self._most_instructions:
                 break
-            if ledger.could_win(draft.outline, ledger.judge.least_s(draft)):
-                self._judge(draft)
+            if ledger.could_win(draft.outline, ledger.evaluator.least_s(draft)):
+                self._evaluate(draft)
                 # Where links are slow, what a shape is worth shows only when its stages run ahead.
                 self._best_of(self._ahead(draft))
         ledger.progress(0.8)
-        for judged in ledger.all_best():
-            self._walk(judged)
+        for evaluated in ledger.all_best():
+            self._walk(evaluated)
         ledger.progress(1.0)
         self.how = (
             f"{num_shapes:,} of {len(shapes):,} shapes tried, {ledger.num_evaluated:,} plans simulated; the "
@@ -233,7 +235,11 @@ class HeuristicExplorer:
             looks = round(math.log(self._estimator.cost(outline)) / ALIKE)
             steps = outline.num_stages * min(outline.num_microbatches, 2 * outline.num_stages)
             looks += SIMPLER * max(steps // MOST_STEPS - 1, 0).bit_length()
-            if steps > MOST_STEPS and outline.stages_per_rank > 1 and self._ground.wishes.schedule == "auto":
+            if (
+                steps > MOST_STEPS
+                and outline.stages_per_rank > 1
+                and self._problem.request.schedule == "auto"
+            ):
                 continue
             ranked[Kind.of(outline)].append((looks, steps, place))
         return {kind: [shapes[place] for _, _, place in sorted(found)] for kind, found in ranked.items()}
@@ -241,30 +247,30 @@ class HeuristicExplorer:
     def _drafts(self, outline: Outline) -> Iterator[Draft]:
         num_sliced = next(_variants(outline, runs_ahead=False))[0]
         for grid in self._grids(outline):
-            for draft in promising_drafts(self._ground, outline, grid):
+            for draft in promising_drafts(self._problem, outline, grid):
                 yield replace(draft, num_sliced=num_sliced)
 
-    def _judge(self, draft: Draft) -> EvaluatedDraft:
-        return self._ledger.judged(draft)
+    def _evaluate(self, draft: Draft) -> EvaluatedDraft:
+        return self._ledger.evaluated(draft)
 
     def _grids(self, outline: Outline) -> list[Grid]:
         """The mappings whose links carry a batch soonest, those first that come first among equals."""
         most = max(MOST_CUT, MOST_GRIDS * FEW // max(outline.num_devices, FEW))
-        grids = list(islice(promising_grids(self._ground, outline), most))
+        grids = list(islice(promising_grids(self._problem, outline), most))
         if len(grids) <= MOST_CUT:
             return grids
-        units = self._ground.bounds
+        units = self._problem.bounds
         step = (len(units) - 1) / outline.num_stages
         cuts = tuple(units[max(stage, round(stage * step))] for stage in range(1, outline.num_stages))
         scored = []
         for place, grid in enumerate(grids):
-            floor = self._ledger.judge.floor(Draft(outline, grid, cuts))
+            floor = self._ledger.evaluator.floor(Draft(outline, grid, cuts))
             scored.append((floor.seconds, place))
         return [grids[place] for _, place in sorted(scored)[:MOST_CUT]]
 
-    def _walk(self, judged: EvaluatedDraft) -> None:
+    def _walk(self, evaluated: EvaluatedDraft) -> None:
         """From neighbour to neighbour as long as that is better: slices, lookahead, devices, cuts."""
-        best, is_better = judged, True
+        best, is_better = evaluated, True
         while is_better:
             is_better = False
             for more in (self._sliced, self._ahead, self._exchanged, self._recut):
@@ -276,10 +282,10 @@ class HeuristicExplorer:
         """The best that fits, of as many as may still be simulated."""
         ledger, best = self._ledger, None
         for draft in drafts:
-            if ledger.judge.num_instructions > 2 * self._most_instructions:
+            if ledger.evaluator.num_instructions > 2 * self._most_instructions:
                 break
-            if ledger.could_win(draft.outline, ledger.judge.least_s(draft)):
-                found = self._judge(draft)
+            if ledger.could_win(draft.outline, ledger.evaluator.least_s(draft)):
+                found = self._evaluate(draft)
                 if found.fits and (best is None or found.cost < best.cost):
                     best = found
         return best
@@ -291,28 +297,28 @@ class HeuristicExplorer:
 
     def _ahead(self, draft: Draft) -> Iterator[Draft]:
         if draft.num_sliced is None and draft.outline.num_stages > 1:
-            links = links_between(self._ground, draft.grid, draft.outline.rank_of_stage)
+            links = links_between(self._problem, draft.grid, draft.outline.rank_of_stage)
             if any(link.bytes_per_s < float("inf") or link.latency_s for link in links):
                 yield from (
                     replace(draft, lookahead=lookahead)
-                    for _, lookahead in _variants(draft.outline, runs_ahead=self._ground.wishes.lookahead)
+                    for _, lookahead in _variants(draft.outline, runs_ahead=self._problem.request.lookahead)
                     if lookahead in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
                 )
 
     def _exchanged(self, draft: Draft) -> Iterator[Draft]:
-        if len(self._ground.devices) > MOST_EXCHANGED:
+        if len(self._problem.devices) > MOST_EXCHANGED:
             return
-        for grid in islice(exchanged(self._ground, draft.grid), MOST_EXCHANGES):
-            for other in promising_drafts(self._ground, draft.outline, grid)[:1]:
+        for grid in islice(exchanged(self._problem, draft.grid), MOST_EXCHANGES):
+            for other in promising_drafts(self._problem, draft.outline, grid)[:1]:
                 yield replace(other, num_sliced=draft.num_sliced, lookahead=draft.lookahead)
 
     def _recut(self, draft: Draft) -> Iterator[Draft]:
-        bounds = self._ground.bounds
+        bounds = self._problem.bounds
         place_of = {unit: place for place, unit in enumerate(bounds)}
         for which, cut in enumerate(draft.cuts):
             for step in (-1, 1):
                 moved = bounds[place_of[cut] + step]
                 cuts = (*draft.cuts[:which], moved, *draft.cuts[which + 1 :])
                 rises = all(a < b for a, b in zip((0, *cuts), (*cuts, bounds[-1]), strict=True))
-                if rises and keeps_home(self._ground, draft.outline, draft.grid, cuts):
+                if rises and keeps_home(self._problem, draft.outline, draft.grid, cuts):
                     yield replace(draft, cuts=cuts)

@@ -13,45 +13,45 @@ from bireme.plan.search.shapes import Outline, Outlines
 __all__ = ["at_home", "keeps_home", "why_homeless"]
 
 
-def keeps_home(ground: PlanningProblem, outline: Outline, grid: Grid, cuts: Sequence[int]) -> bool:
+def keeps_home(problem: PlanningProblem, outline: Outline, grid: Grid, cuts: Sequence[int]) -> bool:
     """Whether every owner of private samples is the home of a replica."""
-    if not ground.owners:
+    if not problem.owners:
         return True
-    ranks = ranks_that_read(cuts, outline.rank_of_stage, ground.readers)
-    reading = ({ground.servers[grid[rank][replica]] for rank in ranks} for replica in range(outline.width))
-    return ground.owners <= {next(iter(servers)) for servers in reading if len(servers) == 1}
+    ranks = ranks_that_read(cuts, outline.rank_of_stage, problem.readers)
+    reading = ({problem.servers[grid[rank][replica]] for rank in ranks} for replica in range(outline.width))
+    return problem.owners <= {next(iter(servers)) for servers in reading if len(servers) == 1}
 
 
-def at_home(ground: PlanningProblem, outline: Outline, grids: Iterable[Grid]) -> Iterator[Grid]:
+def at_home(problem: PlanningProblem, outline: Outline, grids: Iterable[Grid]) -> Iterator[Grid]:
     """The mappings, changed so that each owner has both ends of a replica; without those that cannot be."""
-    if not ground.owners:
+    if not problem.owners:
         yield from grids
         return
     stages = outline.rank_of_stage
     ends = tuple(dict.fromkeys((stages[0], stages[-1])))
     for grid in grids:
-        found = _moved_home(ground, grid, ends)
+        found = _moved_home(problem, grid, ends)
         if found is not None:
             yield found
 
 
-def _moved_home(ground: PlanningProblem, grid: Grid, ends: Sequence[int]) -> Grid | None:
+def _moved_home(problem: PlanningProblem, grid: Grid, ends: Sequence[int]) -> Grid | None:
     """The mapping after devices have changed places, with each other or with idle ones."""
     rows = [list(row) for row in grid]
     free = set(range(len(grid[0])))
     fixed: set[tuple[int, int]] = set()
-    for owner in sorted(ground.owners):
+    for owner in sorted(problem.owners):
         if not free:
             return None
 
         def num_there(replica: int, owner: int = owner) -> int:
-            return sum(ground.servers[rows[rank][replica]] == owner for rank in ends)
+            return sum(problem.servers[rows[rank][replica]] == owner for rank in ends)
 
         replica = max(sorted(free), key=num_there)
         free.discard(replica)
         for rank in ends:
-            if ground.servers[rows[rank][replica]] != owner:
-                device = _next_device(ground, rows, fixed | {(one, replica) for one in ends}, owner)
+            if problem.servers[rows[rank][replica]] != owner:
+                device = _next_device(problem, rows, fixed | {(one, replica) for one in ends}, owner)
                 if device is None:
                     return None
                 _put(rows, device, rank, replica)
@@ -60,13 +60,13 @@ def _moved_home(ground: PlanningProblem, grid: Grid, ends: Sequence[int]) -> Gri
 
 
 def _next_device(
-    ground: PlanningProblem, rows: list[list[int]], fixed: set[tuple[int, int]], owner: int
+    problem: PlanningProblem, rows: list[list[int]], fixed: set[tuple[int, int]], owner: int
 ) -> int | None:
     """A device of a server that is idle, or in a place that may be given up."""
     places = {device: (rank, replica) for rank, row in enumerate(rows) for replica, device in enumerate(row)}
-    own = [device for device in ground.devices if ground.servers[device] == owner]
+    own = [device for device in problem.devices if problem.servers[device] == owner]
     movable = [device for device in own if places.get(device) not in fixed]
-    return min(movable, key=lambda device: (device not in places, -ground.speeds[device]), default=None)
+    return min(movable, key=lambda device: (device not in places, -problem.speeds[device]), default=None)
 
 
 def _put(rows: list[list[int]], device: int, rank: int, replica: int) -> None:
@@ -78,24 +78,26 @@ def _put(rows: list[list[int]], device: int, rank: int, replica: int) -> None:
     rows[rank][replica] = device
 
 
-def why_homeless(ground: PlanningProblem, outlines: Iterable[Outline]) -> str:
+def why_homeless(problem: PlanningProblem, outlines: Iterable[Outline]) -> str:
     """Why no mapping keeps private samples at home, and what would do; nothing if some do."""
-    if not ground.owners or _has_home(ground, outlines):
+    if not problem.owners or _has_home(problem, outlines):
         return ""
-    names = [server.name for server in ground.cluster.servers]
-    owners = ", ".join(names[owner] for owner in sorted(ground.owners))
-    used = {ground.servers[device] for device in ground.devices}
-    idle = sorted(ground.owners - used)
+    names = [server.name for server in problem.cluster.servers]
+    owners = ", ".join(names[owner] for owner in sorted(problem.owners))
+    used = {problem.servers[device] for device in problem.devices}
+    idle = sorted(problem.owners - used)
     if idle:
         return (
             f"{names[idle[0]]} has private samples, but none of the devices to use is there. Add one of its "
             "devices."
         )
-    wishes = ground.wishes
-    fixed = [f"{name} {value}" for name in ("depth", "width") if (value := getattr(wishes, name)) is not None]
+    request = problem.request
+    fixed = [
+        f"{name} {value}" for name in ("depth", "width") if (value := getattr(request, name)) is not None
+    ]
     with_these = f" with {' and '.join(fixed)}" if fixed else ""
-    schedule = "any schedule" if wishes.schedule == "auto" else wishes.schedule
-    remedies = list(_remedies(ground))
+    schedule = "any schedule" if request.schedule == "auto" else request.schedule
+    remedies = list(_remedies(problem))
     would = f" What would do: {'; or '.join(remedies)}." if remedies else " Use more of their devices."
     return (
         f"No plan{with_these} for {schedule} keeps private samples at home: each of {owners} needs a replica "
@@ -103,34 +105,34 @@ def why_homeless(ground: PlanningProblem, outlines: Iterable[Outline]) -> str:
     )
 
 
-def _remedies(ground: PlanningProblem) -> Iterator[str]:
-    """The wishes about a plan's shape without any one of which there is such a mapping."""
-    wishes = ground.wishes
-    if wishes.schedule != "zbv" and not wishes.synchronous and _would(ground, schedule="zbv"):
+def _remedies(problem: PlanningProblem) -> Iterator[str]:
+    """The parts of the request about a plan's shape without any one of which there is such a mapping."""
+    request = problem.request
+    if request.schedule != "zbv" and not request.synchronous and _would(problem, schedule="zbv"):
         yield "the schedule zbv, which comes back to its first device"
-    elif wishes.schedule != "auto" and _would(ground, schedule="auto"):
+    elif request.schedule != "auto" and _would(problem, schedule="auto"):
         yield "another schedule (auto)"
     for name in ("depth", "width"):
-        value = getattr(wishes, name)
-        if value is not None and _would(ground, **{name: None}):
+        value = getattr(request, name)
+        if value is not None and _would(problem, **{name: None}):
             yield f"another {name} than {value}"
-    if wishes.depth is not None and wishes.width is not None and _would(ground, depth=1, width=None):
+    if request.depth is not None and request.width is not None and _would(problem, depth=1, width=None):
         yield "a whole replica on each (depth 1)"
-    if wishes.devices and _would(ground, devices=()):
+    if request.devices and _would(problem, devices=()):
         yield "all devices"
 
 
-def _would(ground: PlanningProblem, **changes: object) -> bool:
-    wishes = replace(ground.wishes, **changes)  # type: ignore[arg-type]  # the names and types are given above
+def _would(problem: PlanningProblem, **changes: object) -> bool:
+    request = replace(problem.request, **changes)  # type: ignore[arg-type]  # the names and types are given above
     with suppress(BiremeError):
-        other = PlanningProblem(ground.profile, ground.cluster, wishes)
+        other = PlanningProblem(problem.profile, problem.cluster, request)
         return _has_home(other, Outlines(other))
     return False
 
 
-def _has_home(ground: PlanningProblem, outlines: Iterable[Outline]) -> bool:
+def _has_home(problem: PlanningProblem, outlines: Iterable[Outline]) -> bool:
     """Whether the ends of enough replicas can be where they must be, in any of these shapes."""
-    count = {owner: sum(ground.servers[d] == owner for d in ground.devices) for owner in ground.owners}
+    count = {owner: sum(problem.servers[d] == owner for d in problem.devices) for owner in problem.owners}
     for outline in outlines:
         stages = outline.rank_of_stage
         num_ends = len({stages[0], stages[-1]})

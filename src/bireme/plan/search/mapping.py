@@ -32,30 +32,30 @@ MOST_REPLICAS = 4
 """With more, mappings are not all gone through."""
 
 
-def all_grids(ground: PlanningProblem, outline: Outline, most: int) -> list[Grid] | None:
+def all_grids(problem: PlanningProblem, outline: Outline, most: int) -> list[Grid] | None:
     """All mappings but those that exchanging equal devices or replicas makes alike; None if over `most`."""
     if outline.width > MOST_REPLICAS:
         return None
     found: dict[tuple[tuple[int, ...], ...], Grid] = {}
-    for number, order in enumerate(_orders(ground, (), outline.num_devices)):
+    for number, order in enumerate(_orders(problem, (), outline.num_devices)):
         if number > MOST_ORDERS:
             return None
         pipelines = _dealt(order, outline)
-        key = min(_written(ground, exchange) for exchange in _exchanges(pipelines, outline.sizes))
+        key = min(_written(problem, exchange) for exchange in _exchanges(pipelines, outline.sizes))
         found.setdefault(key, tuple(zip(*pipelines, strict=True)))
         if len(found) > most:
             return None
     return list(found.values())
 
 
-def _orders(ground: PlanningProblem, used: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+def _orders(problem: PlanningProblem, used: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
     if not left:
         yield used
         return
-    free = ground.symmetry.choices(used) if ground.is_symmetric else ground.devices
+    free = problem.symmetry.choices(used) if problem.is_symmetric else problem.devices
     for device in free:
         if device not in used:
-            yield from _orders(ground, (*used, device), left - 1)
+            yield from _orders(problem, (*used, device), left - 1)
 
 
 def _dealt(order: Sequence[int], outline: Outline) -> tuple[tuple[int, ...], ...]:
@@ -75,29 +75,29 @@ def _exchanges(
         yield tuple(pipeline for group in chosen for pipeline in group)
 
 
-def _written(ground: PlanningProblem, pipelines: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    if not ground.is_symmetric:
+def _written(problem: PlanningProblem, pipelines: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    if not problem.is_symmetric:
         return pipelines
-    order = ground.symmetry.canonical([device for pipeline in pipelines for device in pipeline])
+    order = problem.symmetry.canonical([device for pipeline in pipelines for device in pipeline])
     depth = len(pipelines[0])
     return tuple(order[r * depth : (r + 1) * depth] for r in range(len(pipelines)))
 
 
-def promising_grids(ground: PlanningProblem, outline: Outline) -> Iterator[Grid]:
+def promising_grids(problem: PlanningProblem, outline: Outline) -> Iterator[Grid]:
     """Mappings worth a look."""
     seen: set[Grid] = set()
-    for order in _device_orders(ground, outline):
+    for order in _device_orders(problem, outline):
         for tile in _tiles(outline.width):
-            pinned = _with_pins(ground, _tiled(order, outline, tile))
-            for grid in at_home(ground, outline, pinned):
+            pinned = _with_pins(problem, _tiled(order, outline, tile))
+            for grid in at_home(problem, outline, pinned):
                 if grid not in seen:
                     seen.add(grid)
                     yield grid
 
 
-def _with_pins(ground: PlanningProblem, grid: Grid) -> Iterator[Grid]:
+def _with_pins(problem: PlanningProblem, grid: Grid) -> Iterator[Grid]:
     """The mappings in which pinned devices have changed places with others, to run any of the ranks."""
-    pinned = list(dict.fromkeys(device for _, device in sorted(ground.pins.items())))
+    pinned = list(dict.fromkeys(device for _, device in sorted(problem.pins.items())))
     for ranks in islice(product(range(len(grid)), repeat=len(pinned)), MOST_PINNED):
         rows = [list(row) for row in grid]
         for device, rank in zip(pinned, ranks, strict=True):
@@ -130,13 +130,13 @@ def _tiled(order: Sequence[int], outline: Outline, tile: int) -> Grid:
     return tuple(map(tuple, grid))
 
 
-def _device_orders(ground: PlanningProblem, outline: Outline) -> Iterator[tuple[int, ...]]:
+def _device_orders(problem: PlanningProblem, outline: Outline) -> Iterator[tuple[int, ...]]:
     """Orders of as many devices as are needed, those of a server next to each other."""
     count = outline.num_devices
-    speed, memory = ground.speeds.__getitem__, ground.limits.__getitem__
+    speed, memory = problem.speeds.__getitem__, problem.limits.__getitem__
     by_server: dict[int, list[int]] = {}
-    for device in ground.devices:
-        by_server.setdefault(ground.servers[device], []).append(device)
+    for device in problem.devices:
+        by_server.setdefault(problem.servers[device], []).append(device)
 
     def arranged(value: Callable[[int], float], *, rising: bool) -> tuple[int, ...]:
         sign = 1 if rising else -1
@@ -147,7 +147,7 @@ def _device_orders(ground: PlanningProblem, outline: Outline) -> Iterator[tuple[
     chosen = set(fastest)
     yield fastest
     for order in (
-        ground.devices,
+        problem.devices,
         arranged(memory, rising=False),
         arranged(speed, rising=True),
         arranged(memory, rising=True),
@@ -156,33 +156,33 @@ def _device_orders(ground: PlanningProblem, outline: Outline) -> Iterator[tuple[
     roomiest = arranged(memory, rising=False)[:count]
     if set(roomiest) != chosen:
         yield roomiest
-    if ground.wishes.goal is Goal.ENERGY:
-        yield tuple(sorted(ground.devices, key=lambda device: ground.watts[device] / speed(device))[:count])
-    pinned = [device for _, device in sorted(ground.pins.items()) if device not in chosen]
+    if problem.request.goal is Goal.ENERGY:
+        yield tuple(sorted(problem.devices, key=lambda device: problem.watts[device] / speed(device))[:count])
+    pinned = [device for _, device in sorted(problem.pins.items()) if device not in chosen]
     if pinned:
         yield (*fastest[: count - len(pinned)], *pinned)
         yield (*pinned, *fastest[: count - len(pinned)])
 
 
-def exchanged(ground: PlanningProblem, grid: Grid) -> Iterator[Grid]:
+def exchanged(problem: PlanningProblem, grid: Grid) -> Iterator[Grid]:
     """The mappings in which two unlike devices have changed places, or an unlike idle one has come in."""
     used = [(rank, replica) for rank, row in enumerate(grid) for replica in range(len(row))]
     taken = {device for row in grid for device in row}
-    idle = {_look(ground, device): device for device in reversed(ground.devices) if device not in taken}
+    idle = {_look(problem, device): device for device in reversed(problem.devices) if device not in taken}
     for place, (rank, replica) in enumerate(used):
         one = grid[rank][replica]
         for other_rank, other_replica in used[place + 1 :]:
             other = grid[other_rank][other_replica]
-            if _look(ground, one) != _look(ground, other):
+            if _look(problem, one) != _look(problem, other):
                 rows = [list(row) for row in grid]
                 rows[rank][replica], rows[other_rank][other_replica] = other, one
                 yield tuple(map(tuple, rows))
         for look, device in idle.items():
-            if look != _look(ground, one):
+            if look != _look(problem, one):
                 rows = [list(row) for row in grid]
                 rows[rank][replica] = device
                 yield tuple(map(tuple, rows))
 
 
-def _look(ground: PlanningProblem, device: int) -> tuple[int, float, float]:
-    return ground.servers[device], ground.speeds[device], ground.limits[device]
+def _look(problem: PlanningProblem, device: int) -> tuple[int, float, float]:
+    return problem.servers[device], problem.speeds[device], problem.limits[device]

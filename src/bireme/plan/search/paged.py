@@ -28,7 +28,7 @@ class Search(Protocol):
     """An ordinary search on a cluster; `is_tight` where hardly any plan fits."""
 
     def __call__(
-        self, machines: Cluster, wishes: PlanRequest, /, *, is_tight: bool = False
+        self, machines: Cluster, request: PlanRequest, /, *, is_tight: bool = False
     ) -> Answer | NothingFits:
         """What it finds."""
 
@@ -41,20 +41,20 @@ ROOM_BYTES = 2**60
 
 
 def with_paging(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, search: Search, *, is_brief: bool
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: Search, *, is_brief: bool
 ) -> Answer | NothingFits:
     """The best plan that fits, whether it pages or not, and what the other ways would take."""
 
     def cost(candidate: Candidate) -> float:
         forecast = candidate.forecast
-        power = forecast.watts if wishes.goal is Goal.ENERGY else None
+        power = forecast.watts if request.goal is Goal.ENERGY else None
         return forecast.cost_s_per_sample * (power or 1.0)
 
-    roomy = search(_roomy(cluster), replace(wishes, memory=None, memory_fraction=1.0))
-    walk = PagedWalk(PlanningProblem(profile, cluster, wishes), is_brief=is_brief)
+    roomy = search(_roomy(cluster), replace(request, memory=None, memory_fraction=1.0))
+    walk = PagedWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)
     if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
-        return search(cluster, wishes)
-    plain = search(cluster, wishes, is_tight=True)
+        return search(cluster, request)
+    plain = search(cluster, request, is_tight=True)
     fits = plain if isinstance(plain, Answer) else None
     least = math.inf if fits is None else cost(fits.best)
     paged: list[Candidate] = []

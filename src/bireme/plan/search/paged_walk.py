@@ -49,10 +49,10 @@ AS_GOOD = 1.001
 class PagedWalk:
     """Evaluates drafts that page, and remembers what those needed that do not fit."""
 
-    def __init__(self, ground: PlanningProblem, *, is_brief: bool) -> None:
-        self._ground = ground
+    def __init__(self, problem: PlanningProblem, *, is_brief: bool) -> None:
+        self._problem = problem
         self._most = BRIEFLY_WALKED if is_brief else MOST_WALKED
-        self._judge = PlanEvaluator(ground)
+        self._evaluator = PlanEvaluator(problem)
         self._seen: dict[Draft, Forecast | None] = {}
         self._least_bytes = math.inf
         self._least: Draft | None = None
@@ -65,7 +65,7 @@ class PagedWalk:
 
     def fits(self, draft: Draft) -> bool:
         """Whether a draft fits without paging."""
-        stages = self._judge.forecast(draft).stages
+        stages = self._evaluator.forecast(draft).stages
         return all(stage.peak_bytes <= stage.limit_bytes for stage in stages)
 
     def best_from(self, seed: Draft, least_cost: float) -> Candidate | None:
@@ -91,21 +91,21 @@ class PagedWalk:
             if promised and promised.tiers and bool(draft.recompute) == again
         ]
         best = min(found, key=self._cost, default=None)
-        return None if best is None else self._candidate(_paged(self._judge, best), self._seen[best])
+        return None if best is None else self._candidate(_paged(self._evaluator, best), self._seen[best])
 
     def refusal(self) -> BiremeError:
         """Why nothing fits, with the device memory that would do."""
         if self._least is None:
             return self._error or BiremeError("No plan can page: there is none to begin with.")
         num_bytes = math.ceil(self._least_bytes)
-        wishes = self._ground.wishes
-        assert wishes.memory is not None, "who pages may"
-        given = min(self._ground.limits[device] for row in self._least.grid for device in row)
-        enough = replace(wishes, memory=replace(wishes.memory, device_bytes=num_bytes))
-        ground = PlanningProblem(self._ground.profile, self._ground.cluster, enough)
-        if max(ground.limits) >= num_bytes:
+        request = self._problem.request
+        assert request.memory is not None, "who pages may"
+        given = min(self._problem.limits[device] for row in self._least.grid for device in row)
+        enough = replace(request, memory=replace(request.memory, device_bytes=num_bytes))
+        problem = PlanningProblem(self._problem.profile, self._problem.cluster, enough)
+        if max(problem.limits) >= num_bytes:
             try:
-                _paged(PlanEvaluator(ground), self._least)
+                _paged(PlanEvaluator(problem), self._least)
             except TierTooSmallError as error:
                 return error
         return BiremeError(
@@ -141,7 +141,7 @@ class PagedWalk:
     def _parts(self, draft: Draft) -> Iterator[Draft]:
         """The draft with each rank's stage whole, in two parts, in four, ..."""
         yield draft
-        outline, bounds = draft.outline, self._ground.bounds
+        outline, bounds = draft.outline, self._problem.bounds
         if outline.stages_per_rank > 1 or schedule_named(outline.schedule).stages_per_rank > 1:
             return
         stages = draft.stages(bounds[-1])
@@ -167,7 +167,7 @@ class PagedWalk:
 
     def _cut_in(self, units: list[int], end: int, num_parts: int, size: int) -> Iterator[int]:
         """Where to cut a stage that begins at the first of the units into parts of about equal bytes."""
-        tables = self._ground.whole(size).bytes
+        tables = self._problem.whole(size).bytes
         state = tables.parameter + tables.gradient + tables.optimizer + tables.kept
         work = [float(state[one, other]) for one, other in zip(units, (*units[1:], end), strict=True)]
         yield from (units[cut] for cut in even_cuts(work, num_parts))
@@ -199,7 +199,7 @@ class PagedWalk:
 
     def _recomputing(self, draft: Draft) -> Iterator[Draft]:
         """All ranks recompute, none does, and each as it does not."""
-        if self._ground.wishes.recompute is not Recompute.WHERE_NEEDED:
+        if self._problem.request.recompute is not Recompute.WHERE_NEEDED:
             return
         rank_of_stage = draft.outline.rank_of_stage
         now, everyone = self._ranks_again(draft), set(rank_of_stage)
@@ -216,11 +216,11 @@ class PagedWalk:
     def _smaller(self, draft: Draft) -> Iterator[Draft]:
         """More micro-batches of fewer samples."""
         outline = draft.outline
-        for size in sorted(self._ground.sizes, reverse=True):
+        for size in sorted(self._problem.sizes, reverse=True):
             times, rest = divmod(min(outline.sizes), size)
             if times > 1 and not rest and all(one % times == 0 for one in outline.sizes):
                 sizes = tuple(one // times for one in outline.sizes)
-                if set(sizes) <= set(self._ground.sizes):
+                if set(sizes) <= set(self._problem.sizes):
                     more = outline.num_microbatches * times
                     yield replace(draft, outline=replace(outline, sizes=sizes, num_microbatches=more))
 
@@ -229,12 +229,12 @@ class PagedWalk:
         if draft in self._seen:
             return self._seen[draft]
         self._seen[draft] = None
-        ground = self._ground
-        if not keeps_home(ground, draft.outline, draft.grid, draft.cuts):
+        problem = self._problem
+        if not keeps_home(problem, draft.outline, draft.grid, draft.cuts):
             return None
         try:
-            paged = _paged(self._judge, draft)
-            found = self._judge.forecast(paged)
+            paged = _paged(self._evaluator, draft)
+            found = self._evaluator.forecast(paged)
         except TierTooSmallError as error:
             self._note(draft, error)
             return None
@@ -250,7 +250,7 @@ class PagedWalk:
         if error.tier != "device":
             self._error = error
             return
-        paging = self._judge.paging(draft, ahead=1, updates_together=False)
+        paging = self._evaluator.paging(draft, ahead=1, updates_together=False)
         assert paging is not None, "what does not fit pages"
         program = draft.resident_program()
         needed = least_device_bytes(program, paging.cut(program), is_summed=paging.is_summed)
@@ -261,30 +261,30 @@ class PagedWalk:
         found = self._seen[draft]
         if found is None:
             return math.inf
-        power = found.watts if self._ground.wishes.goal is Goal.ENERGY else None
+        power = found.watts if self._problem.request.goal is Goal.ENERGY else None
         return found.cost_s_per_sample * (power or 1.0)
 
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
-        best, forecast = _paged(self._judge, draft), self._seen[draft]
+        best, forecast = _paged(self._evaluator, draft), self._seen[draft]
         if best.paging is not None and _waits(forecast):
             for paging in _variants(best.paging):
                 other = replace(best, paging=paging)
-                found = self._judge.forecast(other)
+                found = self._evaluator.forecast(other)
                 if forecast is None or found.batch_s * AS_GOOD < forecast.batch_s:
                     best, forecast = other, found
         return self._candidate(best, forecast)
 
     def _candidate(self, draft: Draft, forecast: Forecast | None) -> Candidate:
         assert forecast is not None, "it fits"
-        codecs = self._ground.codecs(draft.outline.rank_of_stage, draft.codecs)
-        return Candidate(draft.plan(self._ground.names, codecs), forecast)
+        codecs = self._problem.codecs(draft.outline.rank_of_stage, draft.codecs)
+        return Candidate(draft.plan(self._problem.names, codecs), forecast)
 
 
-def _paged(judge: PlanEvaluator, draft: Draft) -> Draft:
+def _paged(evaluator: PlanEvaluator, draft: Draft) -> Draft:
     """The draft with its paging. Several parts are updated together: the copies of an update take long."""
     together = draft.outline.stages_per_rank > 1
-    return replace(draft, paging=judge.paging(draft, ahead=1, updates_together=together))
+    return replace(draft, paging=evaluator.paging(draft, ahead=1, updates_together=together))
 
 
 def _waits(forecast: Forecast | None) -> bool:

@@ -32,12 +32,12 @@ LEAST_BYTES = 1.0
 
 
 class PlanningProblem:
-    """A profile, a cluster and wishes that have been checked against each other."""
+    """A profile, a cluster and a request that have been checked against each other."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, wishes: PlanRequest) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
         self.profile = profile
         self.cluster = cluster
-        self.wishes = wishes
+        self.request = request
         placed = cluster.devices()
         self.names = tuple(device.name for device in placed)
         self.speeds = tuple(device.device.speed for device in placed)
@@ -47,11 +47,11 @@ class PlanningProblem:
         )
         """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
         self.room = tuple(
-            max(device.device.memory_bytes * wishes.memory_fraction - process, LEAST_BYTES)
+            max(device.device.memory_bytes * request.memory_fraction - process, LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
         )
         """What each device has for tensors, and `limits` what a plan may use of that."""
-        most = None if wishes.memory is None else wishes.memory.device_bytes
+        most = None if request.memory is None else request.memory.device_bytes
         self.limits = self.room if most is None else tuple(min(own, float(most)) for own in self.room)
         self.watts = tuple(device.device.watts for device in placed)
         self.threads = tuple(
@@ -59,20 +59,20 @@ class PlanningProblem:
         )
         """The cores of its server that each device computes on; none of an accelerator."""
         self.servers = tuple(device.server for device in placed)
-        check_servers(wishes.owners, cluster)
+        check_servers(request.owners, cluster)
         numbers = {server.name: number for number, server in enumerate(cluster.servers)}
-        self.owners = frozenset(numbers[name] for name in wishes.owners)
+        self.owners = frozenset(numbers[name] for name in request.owners)
         """The servers that have private samples."""
         read = tuple(place for place, unit in enumerate(profile.units) if unit.inputs)
         self.readers = read or (0, len(profile.units) - 1)
         """The units that read inputs of the model; of a profile that does not say it, the ends."""
-        self.devices = tuple(dict.fromkeys(map(cluster.number_of, wishes.devices))) or tuple(
+        self.devices = tuple(dict.fromkeys(map(cluster.number_of, request.devices))) or tuple(
             range(len(placed))
         )
-        self.bounds = _bounds(wishes, len(profile.units))
+        self.bounds = _bounds(request, len(profile.units))
         self.pins = self._pins()
-        self.schedules = _schedules(wishes)
-        word = "none" if wishes.codec == AUTO else wishes.codec
+        self.schedules = _schedules(request)
+        word = "none" if request.codec == AUTO else request.codec
         self.codec = BorderCodecs(word, word)
         """That of all borders between ranks, unless a draft has its own."""
         self.sizes = self._sizes()
@@ -89,8 +89,8 @@ class PlanningProblem:
     @property
     def batches(self) -> range:
         """How many samples a step may have."""
-        wishes = self.wishes
-        return range(wishes.batch_size, (wishes.largest_batch or wishes.batch_size) + 1)
+        request = self.request
+        return range(request.batch_size, (request.largest_batch or request.batch_size) + 1)
 
     @cached_property
     def symmetry(self) -> Symmetry:
@@ -122,15 +122,15 @@ class PlanningProblem:
     @property
     def is_symmetric(self) -> bool:
         """Whether equal devices may change places: not where some are named, or their servers."""
-        return not self.wishes.devices and not self.pins and not self.owners
+        return not self.request.devices and not self.pins and not self.owners
 
     def power(self, devices: Iterable[int]) -> float:
         """What a second on these devices counts: what they draw if energy is the goal, else 1."""
-        return sum(self.watts[device] for device in devices) if self.wishes.goal is Goal.ENERGY else 1.0
+        return sum(self.watts[device] for device in devices) if self.request.goal is Goal.ENERGY else 1.0
 
     def least_power(self, count: int) -> float:
         """The same of those `count` devices that draw least."""
-        return self._least_powers[count] if self.wishes.goal is Goal.ENERGY else 1.0
+        return self._least_powers[count] if self.request.goal is Goal.ENERGY else 1.0
 
     @cached_property
     def _least_powers(self) -> tuple[float, ...]:
@@ -146,13 +146,13 @@ class PlanningProblem:
         """The chain of what may be cut apart, with the bytes that are sent over its cuts, and what a codec
         keeps of the sums over so many replicas.
         """
-        kept_share = self.wishes.sums.kept_share if width > 1 else 0.0
+        kept_share = self.request.sums.kept_share if width > 1 else 0.0
         key = micro_batch, kept_share
         if key not in self._merged:
             chain = self.whole(micro_batch)
             is_plain = len(self.bounds) == chain.num_units + 1
             merged = chain if is_plain else chain.merged(self.bounds)
-            coded = with_fewer_bytes(merged, self.codec, self.wishes.value_bytes)
+            coded = with_fewer_bytes(merged, self.codec, self.request.value_bytes)
             self._merged[key] = coded.with_residuals(kept_share) if kept_share else coded
         return self._merged[key]
 
@@ -163,8 +163,8 @@ class PlanningProblem:
         draft's own, or the one that is wished for.
         """
         asked = own or (self.codec,) * (len(rank_of_stage) - 1)
-        if self.wishes.borders:
-            single = dict(self.wishes.borders)
+        if self.request.borders:
+            single = dict(self.request.borders)
             asked = tuple(single.get(border, one) for border, one in enumerate(asked))
         far = (one != other for one, other in pairwise(rank_of_stage))
         return tuple(one if is_far else AS_IT_IS for one, is_far in zip(asked, far, strict=False))
@@ -179,7 +179,7 @@ class PlanningProblem:
     def penalty(self, schedule: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0) -> float:
         """What a shape costs in steps, if that is minded."""
         rule = schedule_named(schedule).rule
-        return self.wishes.penalty(
+        return self.request.penalty(
             rule, self.profile.optimizer, num_stages, num_microbatches, lookahead=lookahead
         )
 
@@ -187,7 +187,7 @@ class PlanningProblem:
         """The device of each pinned unit of the merged chain."""
         pins: dict[int, int] = {}
         num_units = len(self.profile.units)
-        for unit, name in self.wishes.pinned.items():
+        for unit, name in self.request.pinned.items():
             if not 0 <= unit < num_units:
                 raise BiremeError(
                     f"Unit {unit} is pinned to {name}, but the model's units are 0 to {num_units - 1}."
@@ -204,35 +204,35 @@ class PlanningProblem:
         return pins
 
     def _sizes(self) -> tuple[int, ...]:
-        wish = self.wishes.micro_batch
+        wish = self.request.micro_batch
         if wish is None:
             return tuple(sorted(set(self.profile.micro_batches)))
         self.profile.units[0].at(wish)  # refuses what the profile does not know
         return (wish,)
 
     def _check_numbers(self) -> None:
-        check_numbers(self.wishes, len(self.devices))
+        check_numbers(self.request, len(self.devices))
         unknown = next((device for device in self.devices if not self.watts[device]), None)
-        if self.wishes.goal is Goal.ENERGY and unknown is not None:
+        if self.request.goal is Goal.ENERGY and unknown is not None:
             raise BiremeError(
                 f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
                 "Give all devices their watts, or take another objective."
             )
-        depth = self.wishes.depth or 1
+        depth = self.request.depth or 1
         if depth > self.num_units:
             raise BiremeError(
                 f"{self.num_units} units that may be separated cannot make {depth} stages: each needs one."
             )
 
 
-def check_numbers(wishes: PlanRequest, num_devices: int) -> None:
-    """Refuse wishes that no model could be planned by."""
-    if wishes.largest_batch is not None and wishes.largest_batch < wishes.batch_size:
+def check_numbers(request: PlanRequest, num_devices: int) -> None:
+    """Refuse a request that no model could be planned by."""
+    if request.largest_batch is not None and request.largest_batch < request.batch_size:
         raise BiremeError(
-            f"The largest batch is {wishes.largest_batch}, but the batch size is {wishes.batch_size}. "
+            f"The largest batch is {request.largest_batch}, but the batch size is {request.batch_size}. "
             "Swap the two."
         )
-    depth, width = wishes.depth or 1, wishes.width or 1
+    depth, width = request.depth or 1, request.width or 1
     if depth * width > num_devices:
         raise BiremeError(
             f"Depth {depth} times width {width} needs {depth * width} devices, but {num_devices} may be "
@@ -240,10 +240,10 @@ def check_numbers(wishes: PlanRequest, num_devices: int) -> None:
         )
 
 
-def _bounds(wishes: PlanRequest, num_units: int) -> tuple[int, ...]:
+def _bounds(request: PlanRequest, num_units: int) -> tuple[int, ...]:
     """Where the chain may be cut, its begin and its end included."""
     inside: set[int] = set()
-    for first, last in wishes.together:
+    for first, last in request.together:
         if not 0 <= first <= last < num_units:
             raise BiremeError(
                 f"Units {first} to {last} cannot be kept together: the model's units are 0 to "
@@ -253,18 +253,18 @@ def _bounds(wishes: PlanRequest, num_units: int) -> tuple[int, ...]:
     return tuple(place for place in range(num_units + 1) if place not in inside)
 
 
-def _schedules(wishes: PlanRequest) -> tuple[str, ...]:
-    if wishes.schedule == "auto":
+def _schedules(request: PlanRequest) -> tuple[str, ...]:
+    if request.schedule == "auto":
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
-        if wishes.synchronous:
+        if request.synchronous:
             found = [name for name in found if SCHEDULES[name].rule is Rule.SYNCHRONOUS]
-        return tuple(n for n in found if not (wishes.whole_backwards and SCHEDULES[n].splits_backward))
-    schedule = schedule_named(wishes.schedule)
+        return tuple(n for n in found if not (request.whole_backwards and SCHEDULES[n].splits_backward))
+    schedule = schedule_named(request.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(
             f"The engine does not run {schedule.name}, so Bireme cannot plan for it. Use 2bw, its successor."
         )
-    if wishes.synchronous and schedule.rule is not Rule.SYNCHRONOUS:
+    if request.synchronous and schedule.rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
             f"{schedule.name} delays updates, but updates must be synchronous. Leave out one of the two, or "
             "use a schedule that drains (1f1b)."

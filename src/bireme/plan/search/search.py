@@ -37,7 +37,7 @@ Progress = Callable[[float], None]
 def find_plan(
     profile: Profile,
     cluster: Cluster,
-    wishes: PlanRequest,
+    request: PlanRequest,
     *,
     progress: Progress | None = None,
     is_brief: bool = False,
@@ -48,26 +48,26 @@ def find_plan(
     """
     tell = progress or (lambda _share: None)
 
-    def search(wish: PlanRequest, place: int, count: int) -> Answer | NothingFits:
+    def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         def share(done: float) -> None:
             tell((place + done) / count)
 
-        def on(machines: Cluster, wishes: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
-            return _found(profile, machines, wishes, share, is_brief=is_brief, is_tight=is_tight)
+        def on(machines: Cluster, request: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
+            return _found(profile, machines, request, share, is_brief=is_brief, is_tight=is_tight)
 
-        if wish.memory is None:
-            return on(cluster, wish)
-        return with_paging(profile, cluster, wish, on, is_brief=is_brief)
+        if asked.memory is None:
+            return on(cluster, asked)
+        return with_paging(profile, cluster, asked, on, is_brief=is_brief)
 
-    if wishes.codec == AUTO:
-        return with_best_codecs(profile, cluster, wishes, search)
-    return search(wishes, 0, 1)
+    if request.codec == AUTO:
+        return with_best_codecs(profile, cluster, request, search)
+    return search(request, 0, 1)
 
 
 def _found(
     profile: Profile,
     cluster: Cluster,
-    wishes: PlanRequest,
+    request: PlanRequest,
     progress: Progress,
     *,
     is_brief: bool,
@@ -76,59 +76,61 @@ def _found(
     """The best plans with the codec that is wished for. If memory is tight, not all plans are gone through:
     hardly any fits, and so hardly any would be ruled out.
     """
-    ground = PlanningProblem(profile, cluster, wishes)
-    outlines = Outlines(ground)
+    problem = PlanningProblem(profile, cluster, request)
+    outlines = Outlines(problem)
     shapes = list(outlines)
     if not shapes:
-        raise BiremeError(_no_shape(ground, outlines.refusal))
-    if homeless := why_homeless(ground, shapes):
+        raise BiremeError(_no_shape(problem, outlines.refusal))
+    if homeless := why_homeless(problem, shapes):
         raise BiremeError(homeless)
-    ledger = EvaluatedDrafts(ground, PlanEvaluator(ground), progress)
+    ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress)
     explorer: Explorer
-    if not is_tight and few_enough(ground, shapes):
-        explorer = ExhaustiveExplorer(ground, outlines, ledger, is_brief=is_brief)
+    if not is_tight and few_enough(problem, shapes):
+        explorer = ExhaustiveExplorer(problem, outlines, ledger, is_brief=is_brief)
     else:
-        explorer = HeuristicExplorer(ground, outlines, ledger)
+        explorer = HeuristicExplorer(problem, outlines, ledger)
     explorer.explore(shapes)
     candidates = ledger.candidates()
     if not candidates:
-        return nearest_misfit(ground, shapes, ledger.misfits())
+        return nearest_misfit(problem, shapes, ledger.misfits())
     origin = Origin(
         graph=profile.graph,
         profile=profile_hash(profile),
         cluster=cluster_hash(cluster),
-        batch_size=wishes.batch_size,
+        batch_size=request.batch_size,
         how=explorer.how,
     )
     return Answer(candidates, origin, ledger.num_evaluated)
 
 
-def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Forecast:
+def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, request: PlanRequest) -> Forecast:
     """What any plan promises that names its devices and the samples of its micro-batches.
 
-    Of the wishes the part of the memory and the penalties count.
+    Of the request the part of the memory and the penalties count.
     """
     draft = draft_of(plan, cluster)
-    return PlanEvaluator(PlanningProblem(profile, cluster, wishes)).forecast(draft)
+    return PlanEvaluator(PlanningProblem(profile, cluster, request)).forecast(draft)
 
 
 def timeline_of(
-    plan: Plan, profile: Profile, cluster: Cluster, wishes: PlanRequest, *, num_batches: int
+    plan: Plan, profile: Profile, cluster: Cluster, request: PlanRequest, *, num_batches: int
 ) -> Timeline:
     """The first batches under such a plan, by the simulator: of the slowest replica."""
-    judge = PlanEvaluator(PlanningProblem(profile, cluster, wishes))
-    return judge.timeline(draft_of(plan, cluster), plan.program(num_batches))
+    evaluator = PlanEvaluator(PlanningProblem(profile, cluster, request))
+    return evaluator.timeline(draft_of(plan, cluster), plan.program(num_batches))
 
 
-def _no_shape(ground: PlanningProblem, refusal: str) -> str:
-    wishes = ground.wishes
-    sizes = ", ".join(map(str, ground.sizes))
-    batch = f"{wishes.batch_size}"
-    if wishes.largest_batch:
-        batch += f" to {wishes.largest_batch}"
-    fixed = [f"{name} {value}" for name in ("depth", "width") if (value := getattr(wishes, name)) is not None]
+def _no_shape(problem: PlanningProblem, refusal: str) -> str:
+    request = problem.request
+    sizes = ", ".join(map(str, problem.sizes))
+    batch = f"{request.batch_size}"
+    if request.largest_batch:
+        batch += f" to {request.largest_batch}"
+    fixed = [
+        f"{name} {value}" for name in ("depth", "width") if (value := getattr(request, name)) is not None
+    ]
     shape = f" with {' and '.join(fixed)}" if fixed else ""
-    schedule = "any schedule" if wishes.schedule == "auto" else wishes.schedule
+    schedule = "any schedule" if request.schedule == "auto" else request.schedule
     if refusal:
         return f"No plan{shape} for {schedule} makes batches of {batch} samples. {refusal}"
     return (

@@ -86,11 +86,11 @@ class Outline:
 
 
 class Outlines:
-    """All shapes that the wishes allow, with their bounds."""
+    """All shapes that the request allows, with their bounds."""
 
-    def __init__(self, ground: PlanningProblem) -> None:
-        self._ground = ground
-        self._speeds = np.sort([ground.speeds[device] for device in ground.devices])[::-1]
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem = problem
+        self._speeds = np.sort([problem.speeds[device] for device in problem.devices])[::-1]
         self._fastest = np.concatenate(([0.0], np.cumsum(self._speeds)))
         self._work: dict[int, tuple[float, float]] = {}
         self._paces: dict[tuple[int, tuple[int, ...]], float] = {}
@@ -104,33 +104,33 @@ class Outlines:
         self._widths = [*few, *(width for width in range(MANY + 1, most + 1) if _is_round(width))]
 
     def __iter__(self) -> Iterator[Outline]:
-        wishes = self._ground.wishes
-        widths = (wishes.width,) if wishes.width else self._widths
+        request = self._problem.request
+        widths = (request.width,) if request.width else self._widths
         for width in widths:
             for sizes in self._sizes(width):
                 for m in self._counts(sum(sizes)):
                     yield from self._of(sizes, m)
 
     def _of(self, sizes: tuple[int, ...], num_microbatches: int) -> Iterator[Outline]:
-        ground, wishes = self._ground, self._ground.wishes
-        most = min(len(ground.devices) // len(sizes), ground.num_units)
-        depths = (wishes.depth,) if wishes.depth else self._depths
+        problem, request = self._problem, self._problem.request
+        most = min(len(problem.devices) // len(sizes), problem.num_units)
+        depths = (request.depth,) if request.depth else self._depths
         for depth in depths:
             if depth > most:
                 continue
-            for name in ground.schedules:
-                if depth == 1 and wishes.schedule == "auto" and name != "sequential":
+            for name in problem.schedules:
+                if depth == 1 and request.schedule == "auto" and name != "sequential":
                     continue  # where there is no pipeline they are all the same
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
                     continue
-                is_early = ground.updates_early(name, depth, sizes)
+                is_early = problem.updates_early(name, depth, sizes)
                 for parts in PARTS.get(name, (1,)):
                     outline = Outline(name, depth, parts, sizes, num_microbatches, is_early)
                     if self._is_possible(outline):
                         yield outline
 
     def _is_possible(self, outline: Outline) -> bool:
-        if outline.num_stages > self._ground.num_units or (
+        if outline.num_stages > self._problem.num_units or (
             outline.stages_per_rank > 1 and outline.num_ranks < 2
         ):
             return False
@@ -144,7 +144,7 @@ class Outlines:
 
     def _sizes(self, width: int) -> Iterator[tuple[int, ...]]:
         """Equal micro-batches in all replicas; where devices are unequal or few, of two sizes."""
-        sizes = self._ground.sizes
+        sizes = self._problem.sizes
         for size in sizes:
             yield (size,) * width
         if not self.is_unequal and len(self._speeds) > MOST_UNLIKE:
@@ -162,7 +162,7 @@ class Outlines:
         return sorted(number for number in found if 0 < number < width)
 
     def _counts(self, samples: int) -> list[int]:
-        batches = self._ground.batches
+        batches = self._problem.batches
         least, most = -(-batches.start // samples), (batches.stop - 1) // samples
         if most - least < MOST_BATCHES:
             return list(range(least, most + 1))
@@ -203,7 +203,7 @@ class Outlines:
     def _work_of(self, size: int) -> tuple[float, float]:
         """All work of a micro-batch, and its longest unit."""
         if size not in self._work:
-            chain = self._ground.merged(size)
+            chain = self._problem.merged(size)
             both_s = chain.forward_s + chain.backward_s
             self._work[size] = float(both_s.sum()), float(both_s.max())
         return self._work[size]

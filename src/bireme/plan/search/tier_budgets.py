@@ -17,31 +17,31 @@ from bireme.simulate.copies import TierLinks
 __all__ = ["budgets_of", "tier_links_of"]
 
 
-def budgets_of(ground: PlanningProblem, grid: Grid) -> tuple[Budgets, ...]:
+def budgets_of(problem: PlanningProblem, grid: Grid) -> tuple[Budgets, ...]:
     """The budgets of each rank."""
-    asked = ground.wishes.memory or TierLimits()
+    asked = problem.request.memory or TierLimits()
     used = [device for row in grid for device in row]
-    return tuple(_least([_budgets(ground, device, used, asked) for device in row]) for row in grid)
+    return tuple(_least([_budgets(problem, device, used, asked) for device in row]) for row in grid)
 
 
-def tier_links_of(ground: PlanningProblem, grid: Grid, replica: int) -> tuple[TierLinks, ...]:
+def tier_links_of(problem: PlanningProblem, grid: Grid, replica: int) -> tuple[TierLinks, ...]:
     """The wires of each rank of a replica. Devices of a server share its disk."""
     used = [device for row in grid for device in row]
-    shares = [tier_share(ground.cluster, row[replica], used) for row in grid]
+    shares = [tier_share(problem.cluster, row[replica], used) for row in grid]
     return tuple(TierLinks(one.host_bytes_per_s, one.disk_bytes_per_s) for one in shares)
 
 
-def _budgets(ground: PlanningProblem, device: int, used: Sequence[int], asked: TierLimits) -> Budgets:
-    share = tier_share(ground.cluster, device, used)
-    kind = ground.cluster.devices()[device].device.kind
-    device_bytes = int(ground.limits[device])
+def _budgets(problem: PlanningProblem, device: int, used: Sequence[int], asked: TierLimits) -> Budgets:
+    share = tier_share(problem.cluster, device, used)
+    kind = problem.cluster.devices()[device].device.kind
+    device_bytes = int(problem.limits[device])
     host_bytes = share.host_bytes if asked.host_bytes is None else asked.host_bytes
     if host_bytes is None and kind == "cpu":
-        host_bytes = int(ground.room[device]) - device_bytes  # it is the same memory
+        host_bytes = int(problem.room[device]) - device_bytes  # it is the same memory
     disk_bytes = share.disk_bytes if asked.disk_bytes is None else asked.disk_bytes
     if disk_bytes is None:
         raise BiremeError(
-            f"How much of its disk {ground.names[device]} may use is not known. Say it, or give its server "
+            f"How much of its disk {problem.names[device]} may use is not known. Say it, or give its server "
             "disk_bytes in the cluster file."
         )
     return Budgets(device_bytes, host_bytes, disk_bytes)

@@ -13,7 +13,8 @@ class LedgerTail:
         self._path, self._batch_size = path, batch_size
         self._place = path.stat().st_size if path.exists() else 0
         self._epochs: set[int] = set()
-        self.num_rounds = self.num_committed = 0
+        self._samples: dict[int, int] = {}
+        """The samples of each batch that counts."""
 
     def read(self) -> tuple[int, ...]:
         """The members of the last round that was added since this was last asked; nobody if none was."""
@@ -23,9 +24,23 @@ class LedgerTail:
             self._epochs.add(record["epoch"])
             if record["kind"] == "round":
                 members = tuple(record["members"])
-                self.num_rounds += 1
-                self.num_committed += sum(end - begin for own in record["samples"] for begin, end in own)
+                own = (end - begin for pairs in record["samples"] for begin, end in pairs)
+                self._samples[record["batch"]] = sum(own)
+            else:  # what was written after the last word of a coordinator that died is undone
+                undone = [batch for batch in self._samples if batch >= record["batch"]]
+                for batch in undone:
+                    del self._samples[batch]
         return members
+
+    @property
+    def num_rounds(self) -> int:
+        """How many batches count."""
+        return len(self._samples)
+
+    @property
+    def num_committed(self) -> int:
+        """How many samples count."""
+        return sum(self._samples.values())
 
     @property
     def num_epochs(self) -> int:
