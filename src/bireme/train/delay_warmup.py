@@ -5,17 +5,21 @@ from dataclasses import replace
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.schedule.rule import Rule
+from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.run_file import RunFile
 
 __all__ = ["first_delayed_step", "flush_twin"]
 
 
-def first_delayed_step(run: RunFile, saved: SavedPlan) -> int:
-    """The step after which updates are delayed, if the plan delays any: as asked, or as planned."""
-    asked = run.plan.num_delay_warmup_steps(run.training.steps)
-    if asked is not None:
-        return asked
-    return 0 if saved.forecast is None else round(saved.forecast.delay_warmup * run.training.steps)
+def first_delayed_step(run: RunFile, saved: SavedPlan, resumed: Manifest | None = None) -> int:
+    """The step after which updates are delayed, if the plan delays any: as asked, or as planned. A run that
+    was `resumed` under the plan's own schedule, and was made longer, does not go back to another one.
+    """
+    step = run.plan.num_delay_warmup_steps(run.training.steps)
+    if step is None:
+        step = 0 if saved.forecast is None else round(saved.forecast.delay_warmup * run.training.steps)
+    is_under_way = resumed is not None and resumed.schedule == saved.plan.schedule
+    return min(step, resumed.step) if resumed is not None and is_under_way else step
 
 
 def flush_twin(plan: Plan) -> Plan | None:

@@ -9,6 +9,7 @@ from bireme.runtime.quorum.launch import launch_replicas
 from bireme.sync.coordinator.messages import Samples
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures
 from bireme.train.prepare import Prepared
@@ -39,10 +40,11 @@ def run_replicas(
         waiting=waiting,
         num_samples=prepared.data.order(run.data.seed).num_samples,
     )
+    resumed = None if checkpoint is None else checkpoint.manifest
     launched = launch_replicas(
         train_replica,
         settings,
-        begin,
+        replace(begin, first_delayed_step=first_delayed_step(run, prepared.plan, resumed)),
         ledger=folder.ledger,
         tell=_tell,
         timeout_s=run.cluster.timeout_s,

@@ -70,7 +70,8 @@ class Start:
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
     damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new
-    plan for it if it ends to that end. `census` counts the private samples of all servers.
+    plan for it if it ends to that end. `census` counts the private samples of all servers. Updates are
+    delayed after `first_delayed_step`; where that is not told, the checkpoint and the plan say it.
     """
 
     folder: Path
@@ -81,10 +82,16 @@ class Start:
     passed_over: tuple[Path, ...] = ()
     may_replan: bool = False
     census: Census = field(default_factory=dict)
+    first_delayed_step: int | None = None
 
 
 def train_replica(world: World, seat: Seat, start: Start) -> Outcome:
-    """Train as one rank of a replica that may die, whose ranks are the world."""
+    """Train as one rank of a replica that may die, whose ranks are the world.
+
+    One that was started again gets all from the others. What the run was resumed from may be deleted by then.
+    """
+    if seat.life.life:
+        start = replace(start, checkpoint=None, passed_over=())
     return train_rank(world, start, seat)
 
 
@@ -146,11 +153,10 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
     part = replace(part, home=_home(part, saved))
-    begin, step = first_delayed_step(run, saved), 0
-    if checkpoint is not None:
-        step = checkpoint.manifest.step
-        if checkpoint.manifest.schedule == saved.plan.schedule:
-            begin = min(begin, step)  # a run that was made longer does not go back
+    manifest = None if checkpoint is None else checkpoint.manifest
+    begin, step = part.start.first_delayed_step, 0 if manifest is None else manifest.step
+    if begin is None:
+        begin = first_delayed_step(run, saved, manifest)
     if part.seat is not None:
         part, saved = _as_member(part, part.seat, saved)
     if part.member is not None:
