@@ -151,19 +151,27 @@ class CoordinatorServer:
 
     def _hear(self, caller: _Caller) -> None:
         try:
-            for line in caller.lines():
-                if caller.is_known:
-                    report = decode(Report, line)
-                    self._ranks[report.rank] = caller
-                    self._step(report)
-                elif line == self._token:
-                    caller.is_known = True
-                else:
-                    raise ConnectionError("the caller does not know the token of this run")
+            reports = self._reports(caller)
         except BlockingIOError:
-            pass
+            return
         except (OSError, BiremeError):
             self._forget(caller)
+            return
+        for report in reports:  # what fails from here on is not the caller's fault
+            self._ranks[report.rank] = caller
+            self._step(report)
+
+    def _reports(self, caller: _Caller) -> list[Report]:
+        """What a caller has said. Raises an error if it has hung up, or is no rank of this run."""
+        found = []
+        for line in caller.lines():
+            if caller.is_known:
+                found.append(decode(Report, line))
+            elif line == self._token:
+                caller.is_known = True
+            else:
+                raise ConnectionError("the caller does not know the token of this run")
+        return found
 
     def _step(self, event: Event) -> None:
         done = host_step(self._host, event, time.monotonic())

@@ -1,0 +1,42 @@
+"""The coordinator's server in this process."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from bireme.balance.shares import Limits
+from bireme.errors import BiremeError
+from bireme.runtime.coordinator_client import CoordinatorClient
+from bireme.runtime.coordinator_server import CoordinatorServer, listener
+from bireme.runtime.ledger import Ledger
+from bireme.sync.coordinator.host import beginner
+from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
+from bireme.sync.coordinator.messages import RankId
+from bireme.sync.coordinator.settings import Settings, SyncMode
+from tests.support.patience import patience_s
+
+
+class OnFullDisk(Ledger):
+    def append(self, lines: Iterable[Began | Committed]) -> None:
+        if list(lines):
+            raise BiremeError("No space left on device.")
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_coordinator_with_its_reason(tmp_path: Path) -> None:
+    """It is not the fault of the rank whose report leads to the line."""
+    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)))
+    ledger = OnFullDisk(tmp_path / LEDGER)
+    server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", ledger)
+    client = CoordinatorClient([("127.0.0.1", server.port)], "secret", RankId(0, 0, 0), "", lease_s=1.0)
+    server.start()
+    client.start()
+    try:
+        end_s = time.monotonic() + patience_s()
+        while server.failure is None and time.monotonic() < end_s:
+            time.sleep(0.01)
+    finally:
+        client.close(is_leaving=False)
+        server.close()
+        ledger.close()
+
+    assert str(server.failure) == "No space left on device."
