@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from bireme.runtime.quorum.job import Coordinator, DroppedError, Job, deal_in, is_in, member_in
+from bireme.runtime.quorum.job import Coordinator, DroppedError, Job, deal_in, heal_in, is_in, member_in
 from bireme.runtime.quorum.parcels import receive_into, receive_words, send_named, send_parcel
 from bireme.runtime.quorum.results import Buffers, Result
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
@@ -240,6 +240,10 @@ class Agent:
             job = self._jobs.get(batch)
         if job is None:
             return False
+        heal = heal_in(word, self.own)
+        if job.prepare is None and heal is not None and heal.batch > batch:
+            # The sum will not come: it was to be had from a donor that is gone.
+            raise DroppedError(f"replica {self.own.replica} has lost its donor.")
         commit = next((one for one in word.commits if (one.line, one.round) == (0, batch)), None)
         if commit is not None:
             num_behind = word.committed[0] - batch

@@ -13,6 +13,7 @@ from torch import Tensor
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.job import DroppedError, heal_in
 from bireme.runtime.quorum.parcels import receive_named, receive_words
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.quorum.tied import TiedSums
@@ -88,37 +89,39 @@ def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: C
     """
     agent.begin(held)
     own = agent.own
-    healed: Heal | None = None
-
-    def heal_in(word: Word) -> Heal | None:
-        return next((one for one in word.heals if one.replica == own.replica), None)
+    asked: Heal | None = None
+    """The last one whose snapshot was asked for."""
+    is_healed = False
 
     def is_new(heal: Heal) -> bool:
-        return healed is None or (heal.donor, heal.batch) != (healed.donor, healed.batch)
+        return asked is None or (heal.donor, heal.batch) != (asked.donor, asked.batch)
 
     def first_in(word: Word) -> int | None:
-        heal = heal_in(word)
+        heal = heal_in(word, own)
         if heal is not None:
             return heal.first
         return next((one.first for one in word.members if one.own_life == own.own_life), None)
 
     def goes_on(word: Word) -> bool:
-        heal, first = heal_in(word), first_in(word)
-        if heal is None and first is None:
+        heal, first = heal_in(word, own), first_in(word)
+        if heal is not None and is_new(heal):
+            return True
+        if (heal is None and first is None) or (heal is not None and not is_healed):
             return False
-        return (
-            (heal is not None and is_new(heal))
-            or (first is not None and held >= first)
-            or word.committed[0] > held
-        )
+        return (first is not None and held >= first) or word.committed[0] > held
 
     while True:
         word = agent.wait_for(goes_on)
-        heal, first = heal_in(word), first_in(word)
+        heal, first = heal_in(word, own), first_in(word)
         if heal is not None and is_new(heal):
+            if is_healed:  # another rank of this replica may wait for a sum that only the first donor had
+                raise DroppedError(f"replica {own.replica} has lost its donor.")
+            if asked is not None:
+                agent.begin(held)  # a donor that was lost may be asked again
+            asked = heal
             if (snapshot := _fetched(agent, heal)) is not None:
                 restore(snapshot)
-                held, healed = heal.batch, heal
+                held, is_healed = heal.batch, True
                 agent.begin(held, is_healed=True)
         elif first is not None and held >= first:
             return held
@@ -128,12 +131,12 @@ def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: C
 
 
 def _fetched(agent: Agent, heal: Heal) -> Snapshot | None:
-    """What the donor sends; None if it could not be had, and another one is to be waited for."""
+    """What the donor sends; None if it could not be had, and the coordinator is to name one again."""
     try:
         with closing(agent.fetch(heal)) as made:
             words = receive_words(made)
             return Snapshot(words["num_trained"], words["clip_scale"], receive_named(made, words))
     except (LineBroken, OSError):
-        agent.tell_lost(heal.donor)
-        agent.wait_for(lambda word: all(one.donor != heal.donor for one in word.heals))
+        if heal in agent.word.heals:
+            agent.tell_lost(heal.donor)
         return None

@@ -8,11 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 from bireme.runtime.quorum.results import Result
-from bireme.sync.coordinator.messages import Deal, Grant, Member, RankId, RoundAt, Word
+from bireme.sync.coordinator.messages import Deal, Grant, Heal, Member, RankId, RoundAt, Word
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["Coordinator", "DroppedError", "Job", "deal_in", "is_in", "member_in"]
+__all__ = ["Coordinator", "DroppedError", "Job", "deal_in", "heal_in", "is_in", "member_in"]
 
 
 class DroppedError(Exception):
@@ -60,6 +60,11 @@ class Job:
 def deal_in(word: Word, own: RankId, batch: int) -> Deal | None:
     """What a rank's replica trains in a batch, if that is dealt."""
     return next((one for one in word.deals if (one.replica, one.batch) == (own.replica, batch)), None)
+
+
+def heal_in(word: Word, own: RankId) -> Heal | None:
+    """Where a rank's replica gets its state from, if it is no member yet."""
+    return next((one for one in word.heals if one.replica == own.replica), None)
 
 
 def is_in(own: RankId, grant: Grant) -> bool:

@@ -1,0 +1,119 @@
+"""Coming to the state of the others, where donors fail: nothing waits for what will not come."""
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import pytest
+import torch
+
+from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.agreement import join
+from bireme.runtime.quorum.job import DroppedError, Job
+from bireme.runtime.quorum.parcels import send_named
+from bireme.runtime.snapshot import Snapshot
+from bireme.sync.coordinator.messages import Heal, RankId, RoundAt, Word
+from bireme.sync.quorum.line import LineBroken
+from tests.support.patience import patience_s
+
+OWN = RankId(1, 1, 0)
+
+
+class Scripted:
+    """An agent that hears these words, the next one once nothing follows from the last. Of a donor that
+    is `deaf` no snapshot can be had.
+    """
+
+    own = OWN
+
+    def __init__(self, words: Sequence[Word], deaf: Heal | None = None) -> None:
+        self._words, self._deaf = list(words), deaf
+        self.begun: list[tuple[int, bool]] = []
+        self.lost: list[int] = []
+
+    @property
+    def word(self) -> Word:
+        return self._words[0]
+
+    def begin(self, first: int, *, is_healed: bool = False) -> None:
+        self.begun.append((first, is_healed))
+
+    def tell_lost(self, donor: int) -> None:
+        self.lost.append(donor)
+
+    def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
+        while not is_so(self.word):
+            assert self._words[1:], "it waits for ever"
+            self._words.pop(0)
+        return self.word
+
+    def fetch(self, heal: Heal) -> socket.socket:
+        if heal == self._deaf:
+            raise LineBroken(heal.donor, "it says nothing")
+        here, there = socket.socketpair()
+        with there:
+            send_named(there, {"num_trained": heal.batch, "clip_scale": 1.0}, {}, share=1.0)
+        return here
+
+
+def joined(agent: Scripted) -> tuple[int, list[int], list[int]]:
+    """The first batch, the snapshots that were restored, and the batches whose sums were applied."""
+    restored, followed = list[Snapshot](), list[int]()
+    first = join(cast(Agent, agent), 0, restored.append, followed.append)
+    return first, [one.num_trained for one in restored], followed
+
+
+def test_a_donor_that_could_not_be_reached_once_is_asked_again_if_there_is_no_other() -> None:
+    failed, again = Heal(1, donor=0, batch=5), Heal(1, donor=0, batch=6)
+    words = [
+        Word(1, 1, committed=(4,), heals=(failed,)),
+        Word(1, 2, committed=(5,), heals=(again,)),
+        Word(1, 3, committed=(8,), heals=(Heal(1, donor=0, batch=6, first=8),)),
+    ]
+    agent = Scripted(words, deaf=failed)
+
+    assert joined(agent) == (8, [6], [6, 7])
+    assert agent.lost == [0]
+    assert agent.begun == [(0, False), (0, False), (6, True)]  # the second takes back that it is lost
+
+
+def test_a_replica_that_loses_its_donor_while_it_catches_up_begins_anew() -> None:
+    """Some of its ranks may have applied a sum that the others cannot get any more."""
+    words = [
+        Word(1, 1, committed=(4,), heals=(Heal(1, donor=0, batch=5),)),
+        Word(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),)),
+    ]
+    with pytest.raises(DroppedError, match="lost its donor"):
+        joined(Scripted(words))
+
+
+class Told:
+    """A coordinator that says what it is told to."""
+
+    def __init__(self, word: Word) -> None:
+        self.word = word
+        self.act: Callable[[], None] = lambda: None
+
+    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+        pass
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        self.act = act
+
+    def close(self, *, is_leaving: bool) -> None:
+        pass
+
+
+def test_a_rank_that_waits_for_a_sum_of_its_donor_learns_that_it_will_not_come() -> None:
+    coordinator = Told(Word(1, 1, committed=(7,), heals=(Heal(1, donor=0, batch=5),)))
+    agent = Agent(OWN, coordinator, timeout_s=5.0)
+    agent.begin(6, is_healed=True)
+    job = Job(6, [torch.zeros(1)])
+    agent.add(job)
+
+    coordinator.word = Word(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
+    coordinator.act()
+
+    assert job.is_done.wait(patience_s())
+    assert isinstance(job.error, DroppedError)
+    agent.close(is_leaving=False)
