@@ -95,6 +95,7 @@ def test_a_run_goes_on_when_one_rank_is_killed_and_another_one_is_stopped(tmp_pa
     document, ledger = ended.document, ledger_of(run)
 
     assert document["reason"] == "signal"
+    assert document["checkpoint"] == document["steps"]
     assert "killed by signal 9" in ended.err
     members = [one["members"] for one in document["membership"]]
     assert members[0] == members[-1] == [0, 1]

@@ -50,8 +50,13 @@ class Replica:
         )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)
-        self.leads = seat.life.replica == 0 and seat.life.life == 0
         self.has_come_late = seat.life.life > 0
+        self._leader = None if self.has_come_late else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes the log and the checkpoints."""
+        return self._leader == self.number
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than
@@ -69,7 +74,7 @@ class Replica:
 
     def note(self, result: Result) -> None:
         """A batch is done, which says who leads now."""
-        self.leads = result.leader == self.number
+        self._leader = result.leader
 
     def votes(self, stops: Stops) -> Callable[[], float]:
         """What this rank gives along with a batch: time and saving are for who leads to ask for."""
@@ -89,8 +94,10 @@ class Replica:
         return [range(one.begin, one.end) for one in self._agent.dealt(batch).samples]
 
     def leave(self, step: int) -> None:
-        """This rank has done all steps up to that one."""
+        """This rank has done all steps up to that one. Who leads goes first, as it may still write."""
         self._agent.wait_until_kept_by_all(step)
+        if self._leader is not None and not self.leads:
+            self._agent.wait_until_gone(self._leader)
         self._agent.close(is_leaving=True)
 
 

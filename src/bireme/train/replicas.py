@@ -14,7 +14,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures
 from bireme.train.prepare import Prepared
 from bireme.train.shares import share_limits
-from bireme.train.worker import Start, train_replica
+from bireme.train.worker import Start, first_of, train_replica
 
 __all__ = ["run_replicas"]
 
@@ -22,7 +22,10 @@ __all__ = ["run_replicas"]
 def run_replicas(
     prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, begin: Start
 ) -> list[Outcome]:
-    """What the ranks of a replica come to, after a run in which others may have died and come back."""
+    """What the ranks of a replica come to, after a run in which others may have died and come back.
+
+    It is one that knows of the newest checkpoint, as the one that wrote it does.
+    """
     run, plan = prepared.run, prepared.plan.plan
     step = 0 if checkpoint is None else checkpoint.manifest.step
     fresh, waiting = _left_at(folder.ledger, step, run.training.batch_size)
@@ -56,7 +59,13 @@ def run_replicas(
     figures = SyncFigures(
         SyncMode.QUORUM, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone
     )
-    return [replace(one, sync=figures) for one in launched.results]
+    outcomes = max(launched.results, key=_newest)
+    return [replace(one, sync=figures) for one in outcomes]
+
+
+def _newest(outcomes: list[Outcome]) -> int:
+    step = first_of(outcomes).checkpoint
+    return -1 if step is None else step
 
 
 def _left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[Samples, ...]]:

@@ -191,6 +191,11 @@ class Agent:
         with suppress(Exception):
             self.wait_for(lambda word: not word.kept or word.kept[0] >= batch)
 
+    def wait_until_gone(self, replica: int) -> None:
+        """Wait until another replica is no member any more, or there is no telling."""
+        with suppress(Exception):
+            self.wait_for(lambda word: all(one.replica != replica for one in word.members))
+
     # The agent's own thread.
 
     def _work(self) -> None:

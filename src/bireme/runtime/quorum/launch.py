@@ -51,9 +51,9 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the ranks of the first replica that came to its end returned, and what the ledger says."""
+    """What the ranks of each replica returned that came to its end, and what the ledger says."""
 
-    results: list[Any]
+    results: list[list[Any]]
     ledger: LedgerTail
 
 
@@ -195,19 +195,22 @@ class _Supervision:
         self._replicas, self._coordinator, self._tail, self._tell = replicas, coordinator, tail, tell
 
     def results(self) -> Launched:
-        """What the first replica that is done has come to, once the others that train have ended."""
+        """What the replicas have come to, once one is done and the others that train have ended."""
         while True:
             if self._coordinator.keep():
                 self._tell("The coordinator had ended; it was started again, and the run goes on.")
             self._note_members()
-            done = next((found for one in self._replicas if (found := one.results) is not None), None)
-            if done is not None:
+            if self._done():
                 self._part()
                 self._tail.read()
-                return Launched(done, self._tail)
+                return Launched(self._done(), self._tail)
             for one in self._replicas:
                 self._note_death(one)
             time.sleep(LOOK_S)
+
+    def _done(self) -> list[list[Any]]:
+        """What the ranks of those replicas returned that have come to their end."""
+        return [found for one in self._replicas if (found := one.results) is not None]
 
     def _note_death(self, one: _Replica) -> None:
         """See whether a replica has died: the others learn of it at once, and it begins again once all of its
