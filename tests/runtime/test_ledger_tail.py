@@ -31,3 +31,15 @@ def test_what_is_added_to_a_ledger_is_counted_once_and_what_is_undone_is_not(tmp
     path.write_text(text[: text.rfind("{")] + line("start", 2, 1_000_001) + committed(2, 0, epoch=1_000_001))
     assert tail.read() == (0,)
     assert (tail.num_rounds, tail.num_committed) == (2, 12)
+
+
+def test_half_a_line_that_was_there_before_is_passed_over_once_the_coordinator_has_cut_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(committed(0, 0, 1) + '{"kind": "round", "batch": 1, "epo')
+    tail = LedgerTail(path, 8)
+    path.write_text(committed(0, 0, 1) + line("start", 1) + committed(1, 0, 1))
+
+    assert tail.read() == (0, 1)
+    assert tail.num_rounds == 1

@@ -2,9 +2,9 @@
 
 import sys
 from dataclasses import replace
-from json import loads
 from pathlib import Path
 
+from bireme.documents import read_json_lines
 from bireme.runtime.quorum.launch import launch_replicas
 from bireme.sync.coordinator.messages import Samples
 from bireme.sync.coordinator.settings import Settings, SyncMode
@@ -71,12 +71,9 @@ def _newest(outcomes: list[Outcome]) -> int:
 def _left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[Samples, ...]]:
     """The first sample that nobody was given before a step, and those before it that do not count yet."""
     fresh, waiting = step * batch_size, tuple[Samples, ...]()
-    text = ledger.read_text() if ledger.exists() else ""
-    for line in text.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            continue
-        record = loads(line)
-        if record["kind"] == "round" and record["batch"] == step - 1:
+    records = read_json_lines(ledger, start="start").records.values() if ledger.exists() else ()
+    for record in records:
+        if record.get("kind") == "round" and record.get("batch") == step - 1:
             fresh, waiting = record["fresh"], tuple(Samples(*pair) for pair in record["open"])
     return fresh, waiting
 

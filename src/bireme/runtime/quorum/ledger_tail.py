@@ -11,7 +11,8 @@ class LedgerTail:
 
     def __init__(self, path: Path, batch_size: int) -> None:
         self._path, self._batch_size = path, batch_size
-        self._place = path.stat().st_size if path.exists() else 0
+        # A half line at the end goes when the coordinator opens it.
+        self._place = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
         self._epochs: set[int] = set()
         self._samples: dict[int, int] = {}
         """The samples of each batch that counts."""
