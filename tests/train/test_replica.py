@@ -6,10 +6,15 @@ from typing import cast
 import pytest
 
 from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Life
 from bireme.train import worker
+from bireme.train.checkpoint.checkpoint import newest_good
+from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.replica import LeaderWriter
 from bireme.train.worker import Start, train_replica
+from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 
 
 def test_a_replica_that_is_started_again_needs_no_checkpoint_that_may_be_deleted(
@@ -22,3 +27,23 @@ def test_a_replica_that_is_started_again_needs_no_checkpoint_that_may_be_deleted
         train_replica(cast(World, None), Seat(Life(1, life), (), "", 10.0), start)
 
     assert [one.checkpoint for one in found] == [start.checkpoint, None]
+
+
+def test_replicas_that_lead_in_turns_write_into_one_folder(tmp_path: Path) -> None:
+    warnings: list[str] = []
+
+    def make(_number: int) -> CheckpointWriter:
+        return CheckpointWriter(
+            tmp_path, 0, 1, HashStore(), on_event=ignore, resumed_from=newest_good(tmp_path)
+        )
+
+    replicas = [LeaderWriter(make, warnings.append) for _ in range(2)]
+    for step in (10, 20, 30):
+        leader = step // 10 % 2
+        replicas[1 - leader].close()
+        replicas[leader].save(snapshot_of(0, step), META)
+        replicas[leader].wait()
+    for one in replicas:
+        one.close()
+
+    assert (steps_in(tmp_path), warnings) == ([20, 30], [])

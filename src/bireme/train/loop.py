@@ -350,6 +350,7 @@ class Loop:
     def _save(self) -> None:
         self.stops.saved()
         if self._member is not None and not self._member.leads:
+            self.writer.close()
             return
         begin_s = perf_counter()
         snapshot = self.pipeline.snapshot(but=self._not_saved)

@@ -167,6 +167,13 @@ class LeaderWriter:
                 return
         self._writer.save(snapshot, meta, copied_s=copied_s)
 
+    def close(self) -> None:
+        """Let another replica write, if this one did. One that leads again opens a writer again."""
+        if self._writer is not None:
+            with suppress(BiremeError):
+                self._writer.close()
+            self._writer = None
+
     def wait(self) -> None:
         """Wait until nothing is being written."""
         if self._writer is not None:
