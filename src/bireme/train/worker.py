@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def train_rank(world: World, start: Start, seat: Seat | None = None) -> Outcome:
     folder = RunFolder.of(start.folder)
     run = folder.load_run()
     # From here on, so that who is told to stop while it makes its model does not just die.
-    with (stops := _stops(run, world)).listening():
+    with (stops := _stops(run, world, seat)).listening():
         model = RunModel.of(run, run.plan.micro_batch or 1)
         data = data_of(run, model)
         if start.checkpoint is not None:
@@ -144,8 +145,13 @@ class _Part:
         return load_profile(self.folder.profile) if self.folder.profile.is_file() else None
 
 
-def _stops(run: RunFile, world: World) -> Stops:
-    return Stops() if world.rank else Stops(run.training.time_limit_s, run.checkpoint.every_s)
+def _stops(run: RunFile, world: World, seat: Seat | None) -> Stops:
+    if world.rank:
+        return Stops()
+    limit_s = run.training.time_limit_s
+    if limit_s is not None and seat is not None and seat.life.life:
+        limit_s -= monotonic() - seat.began_s  # the run's time, not that of this start of a replica
+    return Stops(limit_s, run.checkpoint.every_s)
 
 
 def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:

@@ -41,12 +41,15 @@ PARTING_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of a process in a run of several replicas, and where its coordinator is."""
+    """The place of a process in a run of several replicas, and where its coordinator is. The run began at
+    `began_s`, by the clock of this machine (`time.monotonic`).
+    """
 
     life: Life
     hosts: tuple[Address, ...]
     token: str
     lease_s: float
+    began_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,10 @@ def launch_replicas(
     coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
     tail = LedgerTail(ledger, settings.batch_size)
     num_ranks = settings.num_replicas * settings.num_stages
+    began_s = time.monotonic()
 
     def crew_of(life: Life) -> Crew:
-        seat = Seat(life, ((own_address(), coordinator.port),), token, settings.lease_s)
+        seat = Seat(life, ((own_address(), coordinator.port),), token, settings.lease_s, began_s)
         order = Order(
             port=store.port,
             num_processes=settings.num_stages,
