@@ -360,7 +360,7 @@ class Agent:
         result = self._buffers.take(job.like)
         try:
             address = member_in(word, source).addresses[self.own.stage]
-            with self._board.ask(source, address, SUM, job.batch, commit.attempt) as made:
+            with self._board.ask(source, address, SUM, job.batch) as made:
                 words = receive_words(made)
                 receive_into(made, result.flats)
         except (LineBroken, OSError):
@@ -391,17 +391,17 @@ class Agent:
 
     # Other threads.
 
-    def _answer(self, made: socket.socket, what: int, first: int, second: int) -> None:
+    def _answer(self, made: socket.socket, what: int, batch: int) -> None:
         """Give another replica what it asks for, once it is there; hang up where it will not be."""
         if what == SUM:
-            result = self._found(lambda: self._kept.get(first))
-            if result is None or result.attempt != second or result.summed is None:
+            result = self._found(lambda: self._kept.get(batch))
+            if result is None or result.summed is None:
                 return
             one = result.summed
             words = {"holds": one.holds.hex(), "weight": one.weight, "means": one.means}
             send_parcel(made, {**words, "numbers": one.numbers}, result.flats)
         elif what == SNAPSHOT:
-            snapshot = self._found(lambda: self._snapshots.get(first))
+            snapshot = self._found(lambda: self._snapshots.get(batch))
             if snapshot is not None:
                 words = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
                 send_named(made, words, snapshot.tensors, share=HEAL_SHARE)

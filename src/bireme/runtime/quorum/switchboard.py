@@ -19,14 +19,14 @@ from bireme.sync.quorum.line import LineBroken, PeerLine
 __all__ = ["LINE", "SNAPSHOT", "SUM", "Switchboard"]
 
 TOKEN_BYTES = 16
-GREETING = Struct(f"<{TOKEN_BYTES}sBiiqi")
-"""The token, what for, who calls (replica and life), and two numbers that say what is asked for."""
+GREETING = Struct(f"<{TOKEN_BYTES}sBiiq")
+"""The token, what for, who calls (replica and life), and the batch that is asked for."""
 GREETING_S = 5.0
 LOOK_S = 0.05
 LINE, SUM, SNAPSHOT = 1, 2, 3
 
-Answer = Callable[[socket.socket, int, int, int], None]
-"""Answers a request: on that socket, of that kind, with its two numbers."""
+Answer = Callable[[socket.socket, int, int], None]
+"""Answers a request: on that socket, of that kind, for that batch."""
 
 
 class Switchboard:
@@ -69,9 +69,9 @@ class Switchboard:
         self._lines[replica] = life, line
         return line
 
-    def ask(self, replica: int, address: str, what: int, first: int, second: int = 0) -> socket.socket:
+    def ask(self, replica: int, address: str, what: int, batch: int) -> socket.socket:
         """A connection to another rank, on which it answers; it blocks, for the timeout at most."""
-        return self._call(replica, address, what, first, second)
+        return self._call(replica, address, what, batch)
 
     def drop(self, replica: int) -> None:
         """Let go of the line to a replica, if there is one."""
@@ -92,14 +92,14 @@ class Switchboard:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
-    def _call(self, replica: int, address: str, what: int, first: int = 0, second: int = 0) -> socket.socket:
+    def _call(self, replica: int, address: str, what: int, batch: int = 0) -> socket.socket:
         try:
             host, port, token, local = address.split()
             made = called_locally(local, self._timeout_s) if host == self._host else None
             if made is None:
                 made = socket.create_connection((host, int(port)), timeout=self._timeout_s)
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = (bytes.fromhex(token), what, self._own.replica, self._own.life, first, second)
+            greeting = (bytes.fromhex(token), what, self._own.replica, self._own.life, batch)
             made.sendall(GREETING.pack(*greeting))
         except (OSError, ValueError) as error:
             raise LineBroken(
@@ -144,7 +144,7 @@ class Switchboard:
         """Hear what a caller wants, and do it."""
         with suppress(OSError, LineBroken):
             made.settimeout(GREETING_S)
-            token, what, replica, life, first, second = GREETING.unpack(_exactly(made, GREETING.size))
+            token, what, replica, life, batch = GREETING.unpack(_exactly(made, GREETING.size))
             if not secrets.compare_digest(token, self._token):
                 made.close()
                 return
@@ -158,7 +158,7 @@ class Switchboard:
                 return
             made.settimeout(self._timeout_s)
             with made:
-                self._answer(made, what, first, second)
+                self._answer(made, what, batch)
             self._forget(made)
 
 

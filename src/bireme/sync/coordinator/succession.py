@@ -26,6 +26,9 @@ from bireme.sync.coordinator.state import State, Step
 
 __all__ = ["Candidate", "taken_up"]
 
+UNKNOWN = -1
+"""The attempt of a round that counts, where no caller tells of it: whoever lacks its sum gets it from another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -140,7 +143,7 @@ def _commits(last: Word, held: Collection[Word], heard: Collection[Heard]) -> tu
     for line, committed in enumerate(last.committed):
         places = [each.report.rounds[line].committed for each in heard if line < len(each.report.rounds)]
         for number in range(min(places, default=committed), committed):
-            found.setdefault((line, number), Commit(line, number, 0, ()))
+            found.setdefault((line, number), Commit(line, number, UNKNOWN, ()))
     return tuple(found[key] for key in sorted(found))
 
 

@@ -1,0 +1,35 @@
+"""What a coordinator that takes up makes of the last words of its callers."""
+
+from bireme.sync.coordinator.membership import Heard
+from bireme.sync.coordinator.messages import Known, Life, Member, RankId, Report, RoundAt, Source, Word
+from bireme.sync.coordinator.state import Tick
+from bireme.sync.coordinator.coordinator import step
+from bireme.sync.coordinator.succession import Candidate, taken_up
+from tests.support.coordinated import settings_for
+
+MEMBERS = (Member(0, 0, ("a",)), Member(1, 0, ("b",)))
+VOTERS = ((Life(0, 0), Life(1, 0)),)
+
+
+def word(number: int, committed: int) -> Word:
+    return Word(1, number, (committed,), members=MEMBERS, voters=VOTERS, is_installed=True)
+
+
+def heard(replica: int, at: RoundAt, last: Word) -> Heard:
+    report = Report(RankId(replica, 0, 0), 1, 1, "", rounds=(at,), known=Known(last))
+    return Heard(report, 0.0)
+
+
+def test_a_round_that_counts_in_an_attempt_that_nobody_tells_of_comes_from_who_has_its_sum() -> None:
+    """The other one holds the sum of an attempt that may be another one, and must not use it."""
+    callers = [
+        heard(0, RoundAt(committed=6), word(9, 6)),
+        heard(1, RoundAt(committed=5, ready=5, summed=5, attempt=0), word(3, 5)),
+    ]
+    ranks = {one.report.rank: one for one in callers}
+    taken = taken_up(settings_for(2, 1), Candidate(0, 1), ranks, is_late=True)
+
+    assert taken is not None
+    (commit,) = step(taken.state, Tick(), 0.0).state.commits
+    assert (commit.round, commit.sources) == (5, (Source(target=1, source=0),))
+    assert commit.attempt not in {one.report.rounds[0].attempt for one in callers}
