@@ -48,6 +48,7 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.links import AUTO
 from bireme.train.run_length import is_short
+from bireme.train.samples_left import check_none_left
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
 from bireme.train.shares import sharing_of
 from bireme.train.tiers_here import check_paging_disk, with_tiers_here
@@ -173,6 +174,7 @@ def prepared_again(
     if checkpoint is not None:
         if is_alone:
             check_same_census(load_census(folder.private), found.census, str(folder.path), tell)
+        check_none_left(run, folder, checkpoint.manifest.step)
         tell_changed_codecs(run, found.plan.plan, folder, tell)
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder, checkpoint)

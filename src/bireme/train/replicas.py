@@ -2,17 +2,15 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
-from bireme.documents import read_json_lines
 from bireme.runtime.quorum.launch import launch_replicas
-from bireme.sync.coordinator.messages import Samples
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures
 from bireme.train.prepare import Prepared
+from bireme.train.samples_left import left_at
 from bireme.train.shares import share_limits
 from bireme.train.worker import Start, first_of, train_replica
 
@@ -28,7 +26,7 @@ def run_replicas(
     """
     run, plan = prepared.run, prepared.plan.plan
     step = 0 if checkpoint is None else checkpoint.manifest.step
-    fresh, waiting = _left_at(folder.ledger, step, run.training.batch_size)
+    fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
     limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
     settings = Settings(
         SyncMode.QUORUM,
@@ -66,16 +64,6 @@ def run_replicas(
 def _newest(outcomes: list[Outcome]) -> int:
     step = first_of(outcomes).checkpoint
     return -1 if step is None else step
-
-
-def _left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[Samples, ...]]:
-    """The first sample that nobody was given before a step, and those before it that do not count yet."""
-    fresh, waiting = step * batch_size, tuple[Samples, ...]()
-    records = read_json_lines(ledger, start="start").records.values() if ledger.exists() else ()
-    for record in records:
-        if record.get("kind") == "round" and record.get("batch") == step - 1:
-            fresh, waiting = record["fresh"], tuple(Samples(*pair) for pair in record["open"])
-    return fresh, waiting
 
 
 def _tell(sentence: str) -> None:
