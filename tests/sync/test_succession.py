@@ -1,9 +1,9 @@
 """What a coordinator that takes up makes of the last words of its callers."""
 
+from bireme.sync.coordinator.coordinator import step
 from bireme.sync.coordinator.membership import Heard
 from bireme.sync.coordinator.messages import Known, Life, Member, RankId, Report, RoundAt, Source, Word
 from bireme.sync.coordinator.state import Tick
-from bireme.sync.coordinator.coordinator import step
 from bireme.sync.coordinator.succession import Candidate, taken_up
 from tests.support.coordinated import settings_for
 

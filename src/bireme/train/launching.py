@@ -22,14 +22,14 @@ from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
 from bireme.train.loop import RECORDED
 from bireme.train.machines import visible_gpus
-from bireme.train.outcome import REPLAN, Outcome
+from bireme.train.outcome import REPLAN, Outcome, first_of
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, write_prepared
 from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
 from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
-from bireme.train.worker import Start, first_of, train_rank
+from bireme.train.worker import Start, train_rank
 
 __all__ = ["DONE", "Finished", "finish", "first_words", "start"]
 

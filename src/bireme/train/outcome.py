@@ -1,12 +1,13 @@
 """The results of a run as plain data: each rank's part, and the whole beside its prediction."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.balance.slow_stage import SlowStage
 from bireme.runtime.paging.rank_paging import TierMoves
 
-__all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome", "SyncFigures"]
+__all__ = ["REPLAN", "LinkBytes", "Outcome", "RankOutcome", "SyncFigures", "first_of"]
 
 REPLAN = "new plan"
 """The reason of a run that has ended so that a new plan takes over."""
@@ -80,3 +81,8 @@ class Outcome:
     slow: SlowStage | None = None
     placement: dict[str, Any] | None = None
     sync: SyncFigures | None = None
+
+
+def first_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """That of rank 0, which has what all share."""
+    return next(outcome for outcome in outcomes if outcome.own.rank == 0)

@@ -8,11 +8,11 @@ from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
-from bireme.train.outcome import Outcome, SyncFigures
+from bireme.train.outcome import Outcome, SyncFigures, first_of
 from bireme.train.prepare import Prepared
 from bireme.train.samples_left import left_at
 from bireme.train.shares import share_limits
-from bireme.train.worker import Start, first_of, train_replica
+from bireme.train.worker import Start, train_replica
 
 __all__ = ["run_replicas"]
 

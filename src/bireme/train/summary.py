@@ -16,10 +16,9 @@ from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import main_codecs
-from bireme.train.outcome import Outcome
+from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared
 from bireme.train.sums import idle_codec
-from bireme.train.worker import first_of
 
 __all__ = [
     "ControlSummary",

@@ -1,6 +1,5 @@
 """One process of a run: make its part of the pipeline, load a checkpoint, run the loop."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +52,7 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
+from bireme.train.shared_peaks import SharedPeaks
 from bireme.train.shares import measures_first, mode_of, sharing_of
 from bireme.train.slow_stages import ReplicaNotes, sample_seconds, stage_watch_of
 from bireme.train.stops import Stops
@@ -214,7 +214,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             _meta(part, pipeline),
             tell=_silent if log is None else log.tell,
             memory=memory,
-            rank_bytes=_Shared(world),
+            rank_bytes=SharedPeaks(world),
             stops=stops,
             control=_control(part),
             later=later,
@@ -398,24 +398,3 @@ def _identity(part: _Part) -> DataIdentity:
 
 def _silent(_kind: str, _step: int, **_values: Any) -> None:
     """Ranks other than 0 write no log."""
-
-
-class _Shared:
-    """Tells the others how much memory this rank has had, and rank 0 what the others last told."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __call__(self, own: int | None) -> list[int | None]:
-        """The bytes of every rank, as far as known; of the others only on rank 0."""
-        world = self._world
-        world.store.set(f"memory/{world.rank}", str(own or 0))
-        if world.rank:
-            return []
-        keys = [f"memory/{rank}" for rank in range(world.size)]
-        return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
-
-
-def first_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """That of rank 0, which has what all share."""
-    return next(outcome for outcome in outcomes if outcome.own.rank == 0)
