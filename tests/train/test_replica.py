@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Life
@@ -24,7 +24,7 @@ def test_a_replica_that_is_started_again_needs_no_checkpoint_that_may_be_deleted
     monkeypatch.setattr(worker, "train_rank", lambda _world, start, _seat: found.append(start))
     start = Start(Path("run"), Path("run/checkpoints/step-10"), None, False, {})
     for life in range(2):
-        train_replica(cast(World, None), Seat(Life(1, life), (), "", 10.0, 0.0), start)
+        train_replica(cast(World, None), ReplicaOrder(Life(1, life), (), "", 10.0, 0.0), start)
 
     assert [one.checkpoint for one in found] == [start.checkpoint, None]
 

@@ -13,7 +13,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.pipeline import Result
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
-from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.world import World
@@ -34,11 +34,18 @@ class Replica:
     """What this rank knows of the replicas of its run; `num_replicas` there are at most."""
 
     def __init__(
-        self, world: World, seat: Seat, num_replicas: int, batch_size: int, *, spare: int, balances: bool
+        self,
+        world: World,
+        order: ReplicaOrder,
+        num_replicas: int,
+        batch_size: int,
+        *,
+        spare: int,
+        balances: bool,
     ) -> None:
-        self.number = seat.life.replica
-        rank = RankId(self.number, seat.life.life, world.rank)
-        talk = Talk(seat.hosts, seat.token, rank, lease_s=seat.lease_s)
+        self.number = order.life.replica
+        rank = RankId(self.number, order.life.life, world.rank)
+        talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s)
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
             rank,
@@ -50,7 +57,7 @@ class Replica:
         )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)
-        self.has_come_late = seat.life.life > 0
+        self.has_come_late = order.life.life > 0
         self._leader = None if self.has_come_late else 0
 
     @property

@@ -23,7 +23,7 @@ from bireme.runtime.balancer import Sharing
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import Seat
+from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base
@@ -86,37 +86,37 @@ class Start:
     first_delayed_step: int | None = None
 
 
-def train_replica(world: World, seat: Seat, start: Start) -> Outcome:
+def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
     """Train as one rank of a replica that may die, whose ranks are the world.
 
     One that was started again gets all from the others. What the run was resumed from may be deleted by then.
     """
-    if seat.life.life:
+    if order.life.life:
         start = replace(start, checkpoint=None, passed_over=())
-    return train_rank(world, start, seat)
+    return train_rank(world, start, order)
 
 
-def train_rank(world: World, start: Start, seat: Seat | None = None) -> Outcome:
+def train_rank(world: World, start: Start, order: ReplicaOrder | None = None) -> Outcome:
     """Train as one rank of a world, until the end or until all are asked to stop."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
     folder = RunFolder.of(start.folder)
     run = folder.load_run()
     # From here on, so that who is told to stop while it makes its model does not just die.
-    with (stops := _stops(run, world, seat)).listening():
+    with (stops := _stops(run, world, order)).listening():
         model = RunModel.of(run, run.plan.micro_batch or 1)
         data = data_of(run, model)
         if start.checkpoint is not None:
             step = open_checkpoint(start.checkpoint).manifest.step
             find_place(data, run.data.seed, step * run.training.batch_size, is_shown=not world.rank)
         with MemoryUsed(world.device) as memory:
-            return _trained(_Part(world, start, folder, run, model, data, seat=seat), memory, stops)
+            return _trained(_Part(world, start, folder, run, model, data, order=order), memory, stops)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What a rank has before it has a pipeline; `home` is what it reads where some samples are private. With
-    a `seat` it is of a replica that may die, which `member` is then.
+    an `order` it is of a replica that may die, which `member` is then.
     """
 
     world: World
@@ -126,7 +126,7 @@ class _Part:
     model: RunModel
     data: RunData
     home: HomeData | None = None
-    seat: Seat | None = None
+    order: ReplicaOrder | None = None
     member: Replica | None = None
 
     @property
@@ -145,12 +145,12 @@ class _Part:
         return load_profile(self.folder.profile) if self.folder.profile.is_file() else None
 
 
-def _stops(run: RunFile, world: World, seat: Seat | None) -> Stops:
+def _stops(run: RunFile, world: World, order: ReplicaOrder | None) -> Stops:
     if world.rank:
         return Stops()
     limit_s = run.training.time_limit_s
-    if limit_s is not None and seat is not None and seat.life.life:
-        limit_s -= monotonic() - seat.began_s  # the run's time, not that of this start of a replica
+    if limit_s is not None and order is not None and order.life.life:
+        limit_s -= monotonic() - order.began_s  # the run's time, not that of this start of a replica
     return Stops(limit_s, run.checkpoint.every_s)
 
 
@@ -163,8 +163,8 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     begin, step = part.start.first_delayed_step, 0 if manifest is None else manifest.step
     if begin is None:
         begin = first_delayed_step(run, saved, manifest)
-    if part.seat is not None:
-        part, saved = _as_member(part, part.seat, saved)
+    if part.order is not None:
+        part, saved = _as_member(part, part.order, saved)
     if part.member is not None:
         step = part.member.begin(step)
     pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
@@ -244,13 +244,13 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     return outcome
 
 
-def _as_member(part: _Part, seat: Seat, saved: SavedPlan) -> tuple[_Part, SavedPlan]:
+def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Part, SavedPlan]:
     """The part of a replica that may die, and the plan of this replica alone."""
-    plan, replica = saved.plan, seat.life.replica
+    plan, replica = saved.plan, order.life.replica
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     member = Replica(
-        part.world, seat, plan.width, part.run.training.batch_size, spare=spare, balances=balances
+        part.world, order, plan.width, part.run.training.batch_size, spare=spare, balances=balances
     )
     alone = replace(
         plan,

@@ -29,7 +29,7 @@ from bireme.sync.coordinator.settings import Settings
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend
 
-__all__ = ["Launched", "Seat", "launch_replicas"]
+__all__ = ["Launched", "ReplicaOrder", "launch_replicas"]
 
 LOOK_S = 0.1
 TOKEN_BYTES = 16
@@ -40,9 +40,9 @@ PARTING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of a process in a run of several replicas, and where its coordinator is. The run began at
-    `began_s`, by the clock of this machine (`time.monotonic`).
+class ReplicaOrder:
+    """What the processes of a replica are told: which start of it they are, and where the coordinator is. The
+    run began at `began_s`, by the clock of this machine (`time.monotonic`).
     """
 
     life: Life
@@ -71,7 +71,7 @@ def launch_replicas(
     backend: "Backend" = "gloo",
     device: str | None = None,
 ) -> Launched:
-    """Run `function(world, seat, *args)` in new processes for each replica, until one replica is done.
+    """Run `function(world, order, *args)` in new processes for each replica, until one replica is done.
 
     `world` is of the replica's own ranks. `tell` is given a sentence for each death and each return. Raises
     what `launch` does where no replica is left to go on.
@@ -87,7 +87,7 @@ def launch_replicas(
     began_s = time.monotonic()
 
     def crew_of(life: Life) -> Crew:
-        seat = Seat(life, ((own_address(), coordinator.port),), token, settings.lease_s, began_s)
+        own = ReplicaOrder(life, ((own_address(), coordinator.port),), token, settings.lease_s, began_s)
         order = Order(
             port=store.port,
             num_processes=settings.num_stages,
@@ -99,7 +99,7 @@ def launch_replicas(
             first_local=life.replica * settings.num_stages,
         )
         board = Board(PrefixStore(order.prefix, store), settings.num_stages)
-        return Crew(order, pickled(function, (seat, *args)), board)
+        return Crew(order, pickled(function, (own, *args)), board)
 
     replicas = [_Replica(number, crew_of) for number in range(settings.num_replicas)]
     try:
@@ -226,7 +226,7 @@ class _Supervision:
             one.is_told = True
             self._coordinator.ended(one.life)
         if not one.lives and one.cause is not None:
-            self._bury(one, one.cause)
+            self._after_death(one, one.cause)
 
     def _note_members(self) -> None:
         """Notice who has a part in rounds, and say who is back."""
@@ -238,7 +238,7 @@ class _Supervision:
                     away_s, one.died_s = time.monotonic() - one.died_s, None
                     self._tell(f"Replica {one.number} is back after {away_s:.1f} s.")
 
-    def _bury(self, one: _Replica, cause: Failure) -> None:
+    def _after_death(self, one: _Replica, cause: Failure) -> None:
         """What follows from a replica's death: it begins again, or nothing goes on."""
         others = [other for other in self._replicas if other.lives and other.was_member]
         if cause.blame is not FailureKind.PROGRAM or not others:
