@@ -48,8 +48,8 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.links import AUTO
 from bireme.train.run_length import is_short
-from bireme.train.samples_left import check_none_left
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
+from bireme.train.samples_left import check_none_left
 from bireme.train.shares import sharing_of
 from bireme.train.tiers_here import check_paging_disk, with_tiers_here
 from bireme.train.tracker import check_trackers

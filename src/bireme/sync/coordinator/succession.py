@@ -27,7 +27,7 @@ from bireme.sync.coordinator.state import State, Step
 __all__ = ["Candidate", "taken_up"]
 
 UNKNOWN = -1
-"""The attempt of a round that counts, where no caller tells of it: whoever lacks its sum gets it from another."""
+"""The attempt of a round that counts, where no caller tells of it. Who lacks its sum gets it from another."""
 
 
 @dataclass(frozen=True, slots=True)
