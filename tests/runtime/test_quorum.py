@@ -154,7 +154,8 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
     replicas = Replicas(regression(), setting_of("2bw"), 2, data_for(6), 6, BATCH, on_instruction=kill)
     replicas.run()
 
-    assert_as_one_process(replicas)
+    # The samples of a batch lie at other addresses in one process, and products may round by them.
+    assert_as_one_process(replicas, tolerance=1e-14)
     assert replicas.hub.epochs == [(0, 1), (0,)]
 
 
