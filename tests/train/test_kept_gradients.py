@@ -21,6 +21,7 @@ def run(*sets: str) -> RunFile:
     return load_run_file(None, ["training.gradient=principal:2", *sets])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 1), ("2bw", 2)])
 def test_the_planner_counts_components_and_what_they_go_on_from(schedule: str, copies: int) -> None:
     graph = gpt(tied="false")
