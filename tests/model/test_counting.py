@@ -54,6 +54,7 @@ class Classes(nn.Module):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

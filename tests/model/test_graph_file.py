@@ -59,6 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_a_loaded_graph_is_the_saved_one_and_runs_as_it(tmp_path: Path, training: bool) -> None:
     model, graph, ids = everything(training=training)
@@ -140,6 +141,7 @@ def test_the_hash_of_a_graph_for_any_batch_size_does_not_know_at_which_it_was_ca
     assert graph_hash(replace(graphs[0], any_batch=False)) != graph_hash(replace(graphs[1], any_batch=False))
 
 
+@pytest.mark.slow
 def test_the_hash_is_the_same_in_another_process_without_torch(saved: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from bireme.model.graph_file import *; "

@@ -234,6 +234,7 @@ def gpt_inputs() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stages_of_a_gpt_run_backward_in_halves(count: int) -> None:
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ def made() -> tuple[Graph, dict[str, Tensor], dict[str, Tensor]]:
     return capture(model, inputs), {n: p.detach() for n, p in model.named_parameters()}, inputs
 
 
+@pytest.mark.slow
 def test_maps_give_what_they_gave_and_pairs_in_place_of_their_gradient() -> None:
     graph, weights, inputs = made()
     maps = linear_maps(graph)
@@ -74,6 +75,7 @@ def test_maps_give_what_they_gave_and_pairs_in_place_of_their_gradient() -> None
         assert torch.allclose(given, one.grad.reshape(len(one), -1), atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "words"),
     [
@@ -89,6 +91,7 @@ def test_what_cannot_be_is_refused_with_the_reason(form: GradientForm, words: st
         chosen_maps(made()[0], form)
 
 
+@pytest.mark.slow
 def test_all_means_what_gets_smaller_by_it() -> None:
     graph = gpt("layers=1,tied=false").graph
     for rank in (1, 4):

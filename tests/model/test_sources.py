@@ -86,6 +86,7 @@ def has_loss(graph: Graph) -> bool:
     return "loss" in {output.name for output in graph.outputs}
 
 
+@pytest.mark.slow
 def test_the_built_in_gpt_is_captured_without_a_weight_in_memory() -> None:
     source = load_source(SMALL, batch=2)
     graph = captured(source)
@@ -95,6 +96,7 @@ def test_the_built_in_gpt_is_captured_without_a_weight_in_memory() -> None:
     assert graph.any_batch
 
 
+@pytest.mark.slow
 def test_a_tied_gpt_has_one_table_for_the_embedding_and_the_head() -> None:
     tied = captured(load_source(SMALL, batch=2))
     untied = captured(load_source(f"{SMALL},tied=false", batch=2))
@@ -223,6 +225,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["by_name", "by_place"])
 @pytest.mark.parametrize("batch", [2, 7])
 def test_a_function_brings_its_own_model_and_inputs(own_module: str, function: str, batch: int) -> None:

@@ -100,6 +100,7 @@ def test_annealing_finds_the_best_of_many_small_workloads() -> None:
     check_against_force(draws(80, 12), seed=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [Objective.TRAINING, Objective.FLUSH])
 def test_annealing_is_never_worse_than_its_start(objective: Objective) -> None:
     random = Random(3)

@@ -158,6 +158,7 @@ def test_every_unit_takes_what_the_profile_says(name: str, granularity: Granular
     assert model.workload.is_training is training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", BOTH)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_sizes_are_those_of_the_whole_model_in_one_place(name: str, granularity: Granularity) -> None:

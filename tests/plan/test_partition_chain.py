@@ -105,6 +105,7 @@ def test_every_range_of_any_profile_has_its_bytes_exactly(found: Profile) -> Non
     check_every_range(found, 1)
 
 
+@pytest.mark.slow
 def test_merged_layers_have_the_bytes_and_seconds_of_their_halves() -> None:
     halves = chain_of(profile_of("gpt"), 2)
     bounds = layer_bounds(halves.names)
@@ -177,6 +178,7 @@ def test_schedules_with_several_stages_on_a_device_are_refused() -> None:
         holdings("interleaved", 4, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "2bw", "2bw-fresh", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
 def test_the_bytes_of_a_partition_are_those_of_its_simulation(name: str, recompute: Recompute) -> None:

@@ -16,6 +16,7 @@ def test_counting_all_at_once_is_counting_one_by_one(name: str, recompute: bool)
         assert module._at_once(program, rank) == module._one_by_one(program, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.few(10)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(

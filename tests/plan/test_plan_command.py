@@ -86,6 +86,7 @@ def plan(capsys: Capture, words: str = "") -> Result:
 # --- the document ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["four.toml", "two-unequal-servers", "laptop"])
 def test_the_document_says_the_plan(capsys: Capture, cluster: str) -> None:
     found = plan(capsys, f"--cluster {cluster} --json").document
@@ -122,6 +123,7 @@ def test_the_same_words_find_the_same_plan(capsys: Capture) -> None:
     assert one | {"planning_s": 0} == other | {"planning_s": 0}
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_a_plan_is_kept(capsys: Capture) -> None:
     words = (
         "--schedule 1f1b --depth 2 --width 1 --micro-batch 2 --together layers.0..layers.2 "
@@ -151,6 +153,7 @@ def test_what_is_left_is_that_of_each_device(capsys: Capture) -> None:
     assert left["server0/emulated1"] - left["server0/emulated0"] == 1e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["server0/emulated0", "server1/emulated1"])
 def test_a_unit_is_where_it_is_pinned_whichever_device_that_is(capsys: Capture, device: str) -> None:
     words = f"--schedule 1f1b --depth 2 --width 2 --pin 9={device} --json"

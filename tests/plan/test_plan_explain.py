@@ -68,6 +68,7 @@ def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: f
     assert least < found.gain < most
 
 
+@pytest.mark.slow
 def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() -> None:
     """Times four, and the modes in the order of `all`, groups, outer; with one replica there is no choice."""
 
@@ -97,6 +98,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
     assert agreements(alone.best, tiny_profile(), two(1e9)) == ()
 
 
+@pytest.mark.slow
 def test_a_larger_batch_helps_a_schedule_that_drains() -> None:
     request = PlanRequest(4, depth=2, width=1, schedule="gpipe", micro_batch=1)
     _, found = answered(tiny_profile(), two(1e15), request)
@@ -154,6 +156,7 @@ def test_what_then_fits_nowhere_is_left_out() -> None:
     assert "2 × the memory on one/emulated0…1" in found
 
 
+@pytest.mark.slow
 def test_a_change_that_cannot_be_is_left_out() -> None:
     request = PlanRequest(4, depth=2, width=1, schedule="gpipe", synchronous=True)
     answer = find_plan(tiny_profile(), two(1e9), request)
@@ -170,6 +173,7 @@ def test_a_change_that_cannot_be_is_left_out() -> None:
     assert "delayed updates allowed" in words
 
 
+@pytest.mark.slow
 def test_progress_is_told_up_to_the_end() -> None:
     request = PlanRequest(4, depth=2, width=1, schedule="gpipe")
     answer = find_plan(tiny_profile(), two(1e9), request)

@@ -179,6 +179,7 @@ def test_a_file_is_not_written_into_nowhere(tmp_path: Path) -> None:
 # --- hashes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hashes_are_the_same_in_every_process(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(tiny_profile(), path)

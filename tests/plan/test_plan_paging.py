@@ -127,6 +127,7 @@ def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_below_the_least_budget_the_number_that_would_do_is_told_and_does() -> None:
     with pytest.raises(BiremeError, match="must be at least") as refused:
         found(TierLimits(20 * MB), is_small=True)

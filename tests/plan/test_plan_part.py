@@ -83,6 +83,7 @@ def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapte
     assert isinstance(found(profile_of(whole), "1f1b", memory_share=share), NothingFits)
 
 
+@pytest.mark.slow
 def test_messages_have_the_bytes_that_the_engine_sends() -> None:
     """Before the second layer nothing learns, so only an empty message comes back there."""
     part = Part(freeze=("tokens.*", "positions.*", "layers.0.*"))

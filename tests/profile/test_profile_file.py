@@ -117,6 +117,7 @@ def test_what_is_read_from_a_file_is_what_was_written(
 Damage = Callable[[dict[str, Any]], Any]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [

@@ -71,6 +71,7 @@ ROWS = list(covering())
 UNTIED = "layers=3,tied=false"
 
 
+@pytest.mark.slow
 @pytest.mark.few(20)
 @pytest.mark.parametrize("recompute", ["off", "all"])
 @pytest.mark.parametrize("schedule", ALL)

@@ -142,6 +142,7 @@ def one_rank(folder: Path, **more: Any) -> tuple[Case, Callable[[], Pipeline]]:
     return case, lambda: pipeline_of(case.of, setting, None)
 
 
+@pytest.mark.slow
 def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
     case, make = one_rank(tmp_path)
     data = token_batches(6, 4)
@@ -229,6 +230,7 @@ def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_not_paged(tmp_path: Path) -> None:
     case, _ = one_rank(tmp_path)
     part = Part(train=("*.bias",))

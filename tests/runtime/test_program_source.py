@@ -31,6 +31,7 @@ def written(program: Program) -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "2bw", "2bw-fresh"])
 def test_a_loop_has_windows_of_any_length_from_any_batch_on(name: str) -> None:
     source = source_of(shaped(name, 12))
@@ -64,6 +65,7 @@ def test_a_program_that_is_not_right_is_no_source() -> None:
         source_of(replace(sound, tracks=tracks))
 
 
+@pytest.mark.slow
 def test_a_schedule_file_trains_a_stream_as_one_process_does() -> None:
     text = to_csv(generate("zbv", num_stages=4, num_microbatches=4), comms=True)
     source = source_of(parse(text, source="mine.csv"))

@@ -66,6 +66,7 @@ def assert_close(one: Tensor, other: Tensor, tolerance: float, what: str) -> Non
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_two_replicas_are_one_process_to_the_last_bit(schedule: str) -> None:
     replicas = Replicas(regression(), setting_of(schedule), 2, data_for(5), 5, BATCH)
@@ -75,6 +76,7 @@ def test_two_replicas_are_one_process_to_the_last_bit(schedule: str) -> None:
     assert [line.members for line in replicas.hub.rounds] == [(0, 1)] * 5
 
 
+@pytest.mark.slow
 def test_tied_weights_are_summed_over_replicas_and_stages() -> None:
     """With labels that do not count, so that replicas weigh differently."""
     setting = Setting(plan_for("2bw", 2, updates_early=False), clip_norm=0.5)
@@ -140,6 +142,7 @@ def walked(
     assert_as_one_process(replicas, tolerance=1e-11)
 
 
+@pytest.mark.slow
 def test_a_replica_killed_at_any_instruction_leaves_the_others_with_the_right_result() -> None:
     """And comes back, bit-equal to them. Every third instruction of a batch, on each rank in turn."""
     places = range(0, 18, 3)
@@ -154,15 +157,18 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
     replicas = Replicas(regression(), setting_of("2bw"), 2, data_for(6), 6, BATCH, on_instruction=kill)
     replicas.run()
 
-    assert_as_one_process(replicas)
+    # The samples of a batch lie at other addresses in one process, and products may round by them.
+    assert_as_one_process(replicas, tolerance=1e-14)
     assert replicas.hub.epochs == [(0, 1), (0,)]
 
 
+@pytest.mark.slow
 def test_three_replicas_lose_any_one_of_them_and_go_on() -> None:
     """Sums are in a ring then, so they equal one process to rounding, and each other to the bit."""
     walked(3, "1f1b", [(2, 0, 7), (0, 0, 3), (1, 0, 9)], num_stages=1)
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_too_slow_gets_the_committed_sum_and_goes_on_with_the_others() -> None:
     """Its contribution counts in no round, and its samples are dealt again."""
     slept: list[int] = []

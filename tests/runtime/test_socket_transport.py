@@ -91,6 +91,7 @@ def test_all_arrives_in_order(both: list[SocketTransport], name: str) -> None:
     assert run_threads(2, lambda rank: SCENARIOS[name](rank, both[rank])) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_messages_of_any_size_cross_in_both_directions_at_once(
     both: list[SocketTransport], size: int
@@ -149,6 +150,7 @@ def test_what_never_comes_is_named(size: int) -> None:
         Receive(transports[1], key(2), 0, size).wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100_000, 4 * 2**20])
 @pytest.mark.parametrize("is_send", [False, True])
 def test_a_message_that_flows_may_take_longer_than_the_timeout(size: int, is_send: bool) -> None:

@@ -49,6 +49,7 @@ def programs() -> Iterator[Program]:
         yield program_of(name, d * per_rank, d, 30, lag, per_rank=per_rank, first_batch=2)
 
 
+@pytest.mark.slow
 def test_what_the_generators_make_is_proved_right_and_repeats_itself() -> None:
     for program in programs():
         report = check(program)
@@ -102,6 +103,7 @@ def spoilt(program: Program, rank: int, steps: list[Instruction]) -> Program:
     return replace(program, tracks=tuple(tracks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_checker_finds_averages_that_are_missing_doubled_late_or_mislabelled(name: str, lag: int) -> None:

@@ -49,6 +49,7 @@ def test_a_trial_step_sees_as_many_micro_batches_less() -> None:
     assert seen(3) == [8 - 6, 8 - 4, 8 - 2, 8]
 
 
+@pytest.mark.slow
 def test_it_hides_a_link_that_is_slow_but_not_too_slow() -> None:
     """A message takes a third of a micro-batch, and each batch pays for the way there and back."""
     costs = Costs.per_stage(8, forward_s=1, backward_s=2, message_bytes=1)

@@ -92,6 +92,7 @@ def test_stashing_delays_early_stages_more() -> None:
         assert trajectory(updates, stage) == pytest.approx(history[1:], abs=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "gain", "is_stable"),
     [

@@ -174,6 +174,7 @@ def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
 # --- loops and sweeps --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"])
 @pytest.mark.parametrize("master", [True, False])
@@ -189,6 +190,7 @@ def test_the_steady_state_of_a_long_window_is_a_loop(name: str, master: bool) ->
     assert check(program).ok
 
 
+@pytest.mark.slow
 def test_with_k_of_p_parts_on_the_device_a_micro_batch_fetches_the_others_twice() -> None:
     """Forwards go up the parts and backwards down, so the last k and the first k parts are still there."""
     p, k, m = 6, 2, 4
@@ -339,6 +341,7 @@ def mutated(program: Program) -> Iterator[Program]:
                 yield replace(program, tracks=tuple(tracks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "budgets"),
     [

@@ -121,6 +121,7 @@ def test_every_small_shape_computes_what_its_rule_says(name: str) -> None:
         assert_follows_its_rule(request.program())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*SCHEDULES} - SEVERAL_STAGES - {"pipedream"}))
 def test_neighbours_on_a_rank_compute_what_their_rule_says_and_are_proved(name: str) -> None:
     for depth, per_rank, first_batch in itertools.product((1, 2, 3), (2, 3), (0, 1)):
@@ -157,6 +158,7 @@ def test_2bw_delays_every_stage_and_so_differs_from_1f1b() -> None:
         assert late[1] != exact[1]
 
 
+@pytest.mark.slow
 @pytest.mark.few(14)
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("first_batch", [0, 3])
@@ -188,6 +190,7 @@ def test_folding_changes_no_instruction(request: Request, num_batches: int) -> N
     assert_follows_its_rule(folded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", sorted(DELAYED_ONCE))
 def test_two_versions_are_enough_from_one_micro_batch_less_than_stages_on(rule: Rule) -> None:
     for num_stages, num_microbatches in itertools.product(range(2, 7), range(1, 8)):

@@ -82,6 +82,7 @@ def test_a_replica_by_itself_takes_as_long_as_the_simulator_says(schedule: str) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_replicas_lose_nothing_but_their_messages(mode: str) -> None:
     ideal = ran(Agreement(), [Speed()] * 4).samples_per_s(2.0)

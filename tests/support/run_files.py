@@ -59,6 +59,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint.folder": PLAIN,
     "log.name": PLAIN,
     "log.prompt": st.text(max_size=12),
+    "sync.lease_s": st.floats(0.5, 60),
     "memory.device": AMOUNTS,
     "memory.host": AMOUNTS,
     "memory.disk_bytes": AMOUNTS,

@@ -89,6 +89,7 @@ def test_all_replicas_are_connected_again_and_again_and_nobody_waits_past_the_op
             assert len(group.members) == num_replicas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_members_that_die_hold_up_nobody_and_those_that_come_take_part(part: int) -> None:
     for seed in SEEDS[part::3]:

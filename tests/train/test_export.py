@@ -206,6 +206,7 @@ assert seen == sorted(seen) and seen[-1] and seen.count(False) > 8, seen
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["swap", "rename twice"])
 def test_a_folder_that_is_replaced_is_the_old_or_the_new_one_wherever_the_process_is_killed(
     way: str, tmp_path: Path

@@ -134,6 +134,7 @@ def told(tmp_path: Path, step: int, schedule: str, *sets: str) -> str:
     return " ".join(said)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_made_longer_with_a_rate_that_jumps_unless_that_is_asked_for(
     tmp_path: Path,
 ) -> None:

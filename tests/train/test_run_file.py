@@ -129,6 +129,7 @@ def test_the_file_to_begin_with_is_the_demonstration_and_so_are_all_its_defaults
     assert loaded(uncommented(text, among=defaults), tmp_path) == RunFile()
 
 
+@pytest.mark.slow
 @pytest.mark.few(40)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_one_key_of_the_file_to_begin_with_can_be_uncommented(name: str, tmp_path: Path) -> None:

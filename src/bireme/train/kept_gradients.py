@@ -27,11 +27,6 @@ def check_gradient(run: RunFile, graph: Graph) -> None:
             f"training.gradient is {form}, but model.compile is set: a compiled stage cannot give the pairs "
             "that components are made from. Leave out one of the two."
         )
-    if run.memory.is_on:
-        raise BiremeError(
-            f"training.gradient is {form}, but [memory] lets stages page, which keep gradients whole. Leave "
-            "out one of the two."
-        )
     asked = run.plan.schedule
     if asked != "auto" and SCHEDULES[asked].splits_backward:
         raise BiremeError(

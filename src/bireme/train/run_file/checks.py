@@ -47,11 +47,6 @@ def check_together(tables: Tables) -> None:
             f'training.gradient is "{tables.training.gradient}", but memory.device is set, and only whole '
             "gradients are paged. Leave one of the two out."
         )
-    if tables.memory.is_on and tables.sync.mode == "quorum":
-        raise BiremeError(
-            'sync.mode is "quorum", but memory.device is set, and replicas that may die keep their gradients '
-            "on the device. Leave one of the two out."
-        )
     _check_quorum(tables)
 
 
