@@ -18,7 +18,7 @@ from bireme.cluster.device import device_named
 from bireme.plan.plan import Plan
 from bireme.profile.profiler import profile
 from bireme.profile.stages import stage_cost
-from bireme.runtime.banks import BankMemory
+from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline

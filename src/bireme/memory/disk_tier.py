@@ -6,7 +6,6 @@ past the system's cache, where the file system can.
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import threading
@@ -34,17 +33,17 @@ class DiskTier:
     def __init__(self, folder: Path, slot_bytes: int) -> None:
         self._folder, self._slot_bytes, self._num_slots = folder, slot_bytes, 0
         self._here = threading.local()
+        self._file = -1
         remove_leftovers(folder)
         path = folder / f"{PREFIX}{secrets.token_hex(8)}"
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise BiremeError(
                 f"Nothing can be paged to {folder}: {error.strerror}. Set memory.disk to a folder on a disk "
                 "that can be written to."
             ) from error
         path.unlink(missing_ok=True)
-        self._file = file
         self._is_direct = self._read_directly()
 
     def grow(self, num_slots: int) -> None:
@@ -86,6 +85,9 @@ class DiskTier:
         self.close()
 
     def _reserve(self, begin: int, more: int) -> None:
+        if not hasattr(os, "posix_fallocate"):  # as on macOS
+            os.ftruncate(self._file, begin + more)
+            return
         try:
             os.posix_fallocate(self._file, begin, more)
         except OSError as error:
@@ -97,6 +99,8 @@ class DiskTier:
         """Ask for copies past the system's cache. Returns whether the file system makes them."""
         if not hasattr(os, "O_DIRECT"):
             return False
+        import fcntl  # there is none on Windows
+
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -126,6 +130,8 @@ class DiskTier:
 
     def _read_cached(self) -> None:
         """Go on through the system's cache: the file system takes the flag and yet makes no direct copies."""
+        import fcntl
+
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._is_direct = False

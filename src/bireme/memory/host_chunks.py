@@ -12,6 +12,7 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.memory.system_memory import (
     PAGE_BYTES,
+    check_can_map,
     fill_bytes,
     map_file,
     map_nothing,
@@ -30,6 +31,7 @@ class HostChunks:
     """So many slots of so many bytes each."""
 
     def __init__(self, num_slots: int, slot_bytes: int, *, poisons: bool = False) -> None:
+        check_can_map()
         if slot_bytes % PAGE_BYTES:
             raise BiremeError(
                 f"Chunks of {slot_bytes} bytes cannot be paged here: a chunk must be a multiple of "

@@ -9,13 +9,17 @@ import mmap
 import os
 import tempfile
 import weakref
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from bireme.errors import BiremeError
+
 __all__ = [
     "PAGE_BYTES",
     "bytes_at",
+    "check_can_map",
     "copy_bytes",
     "fill_bytes",
     "map_file",
@@ -33,17 +37,14 @@ FIXED = 0x10
 NO_ACCESS = 0
 FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+def check_can_map() -> None:
+    """Refuse a system that does not map memory to given addresses, as Windows does not in this way."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        raise BiremeError(
+            "Memory cannot be paged on this system, which maps none to given addresses. Leave memory.device "
+            "out, or train on Linux or macOS."
+        )
 
 
 def reserve(num_bytes: int) -> int:
@@ -90,7 +91,7 @@ def shared_file(num_bytes: int) -> int:
 def tensor_at(address: int, num_bytes: int) -> Tensor:
     """The bytes of a reserved range as a tensor. The range is given back when no tensor looks at it."""
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, num_bytes).atexit = False
+    weakref.finalize(memory, _libc().munmap, address, num_bytes).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -126,9 +127,28 @@ def fill_bytes(memory: Tensor, value: int) -> None:
     ctypes.memset(memory.data_ptr(), value, memory.nbytes)
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    found = ctypes.CDLL(None, use_errno=True)
+    found.mmap.restype = ctypes.c_void_p
+    found.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    found.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return found
+
+
 def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: int, begin: int) -> int:
-    found = _libc.mmap(address, num_bytes, access, flags, file, begin)
+    found = _libc().mmap(address, num_bytes, access, flags, file, begin)
     if found is None or found == FAILED:
         number = ctypes.get_errno()
-        raise MemoryError(f"{num_bytes} bytes cannot be mapped: {os.strerror(number)}")
+        raise BiremeError(
+            f"{num_bytes} bytes of memory cannot be mapped for paging: {os.strerror(number)}. Lower "
+            "memory.device or memory.host, or raise the limit of this process."
+        )
     return int(found)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
 from bireme.runtime.shelf import Shelf
 from bireme.runtime.stage_memory import StageMemory
@@ -36,6 +37,11 @@ class ShelfWeights:
             if is_apart or dtype != shelf.dtype
             else None
         )
+        if memory.has_master and self.apart is None:
+            raise BiremeError(
+                "The plan pages weights that are made from a master copy, as bfloat16 ones are, and these "
+                f"are of {dtype} and have none. Make the plan anew, for the type that the model trains in."
+            )
         self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
         with memory.opened(Item.WEIGHTS):
             copy_by_name({name: given[name] for name in names}, self.banks[0].views)

@@ -124,7 +124,7 @@ class Stage:
             self._note_loss(place.batch, results[LOSS], micro_batch.share)
         if not self._recomputes:
             one.roots = self._roots(results)
-        return {name: results[name].detach() for name in self.function.sends}
+        return {name: self._memory.lasting(results[name].detach()) for name in self.function.sends}
 
     def recompute(self, place: Place, version: int) -> None:
         """Run the forwards of a micro-batch again, for what the backward needs of them."""

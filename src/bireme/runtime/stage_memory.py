@@ -36,6 +36,8 @@ class StageMemory:
 
     is_paged = False
     """Whether reading what there is makes copies of it."""
+    has_master = False
+    """Whether weights must be made from a master copy, because the version before may be elsewhere."""
 
     def bank(self, _number: int) -> Carver:
         """For the weights of a bank."""
@@ -55,6 +57,10 @@ class StageMemory:
     def stash(self, _batch: int, _microbatch: int) -> Stash:
         """For what a micro-batch keeps between its passes."""
         return UNPAGED
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """A result of a pass that can be read when what the pass used has left; a copy if it lies there."""
+        return tensor
 
     def opened(self, _item: Item, _number: int = 0) -> AbstractContextManager[None]:
         """Within this context an item may be read and written between instructions."""

@@ -4,6 +4,7 @@ Every rank goes through it alike. What all decide together comes with the result
 same everywhere: when to stop, which steps did not count. Only rank 0 writes the log and speaks.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -174,6 +175,7 @@ class Loop:
         self._sent += self._sent_by_pipeline()
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
+        gc.collect()  # its parts know each other
         self.pipeline, self._switch = later.make(), None
         self.pipeline.restore(snapshot)
         self.meta = replace(self.meta, schedule=self.pipeline.plan.source.name)

@@ -3,6 +3,7 @@
 Everything here is called by the rank's own thread. What the mover does of it is in the jobs that it is given.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,6 +50,7 @@ class ChunkStore:
         self.device = device
         self.chunks: dict[Chunk, Held] = {}
         self.mover = settings.mover(device)
+        self._under_way: deque[Job] = deque()
         self.moved_bytes: dict[Wire, int] = {}
         """The bytes that jobs have copied, by the tier that they came into and whether from below."""
         self.lower: list[LowerTier] = [_lower(tier.name, tiers, device, settings) for tier in tiers.tiers[1:]]
@@ -80,12 +82,20 @@ class ChunkStore:
     def post(self, held: Held, job: Job) -> None:
         """Have a chunk's next job made."""
         held.last, self.last_read = job, None
+        while self._under_way and self._under_way[0].is_done.is_set():
+            self._under_way.popleft()
+        self._under_way.append(job)
         self.mover.post(job)
 
     def wait(self, job: Job | None) -> None:
         """Wait for a job, if there is one."""
         if job is not None:
             self.mover.wait(job)
+
+    def settle(self) -> None:
+        """Wait for all jobs that were posted."""
+        while self._under_way:
+            self.mover.wait(self._under_way.popleft())
 
     def take(self, tier: int) -> tuple[int, Job | None]:
         """A slot of a tier, and the job to wait for before it is written to."""

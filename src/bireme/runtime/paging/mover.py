@@ -99,16 +99,22 @@ class ThreadMover:
         self._threads.clear()
 
     def _work(self, jobs: "queue.SimpleQueue[Job | None]") -> None:
-        use(self._device)
-        stream = torch.Stream(self._device) if is_accelerator(self._device) else None
+        stream: torch.Stream | None = None
         while (job := jobs.get()) is not None:
             for other in job.needs:
                 other.is_done.wait()
-            if stream is None:
-                job.do()
-            else:
-                with stream:
-                    if job.mark is not None:
-                        stream.wait_event(job.mark)
-                    job.do(stream.synchronize)
+            try:
+                if is_accelerator(self._device):
+                    if stream is None:
+                        use(self._device)
+                        stream = torch.Stream(self._device)
+                    with stream:
+                        if job.mark is not None:
+                            stream.wait_event(job.mark)
+                        job.do(stream.synchronize)
+                else:
+                    job.do()
+            except BaseException as error:  # of the stream: nobody may wait for ever
+                job.error = error
+                job.is_done.set()
             del job  # or what it holds would live until the next comes

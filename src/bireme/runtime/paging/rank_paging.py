@@ -107,8 +107,9 @@ class RankPaging:
                 self._predicted_bytes[number] += num_bytes
 
     def tiers(self) -> tuple[TierMoves, ...]:
-        """What there is to tell of each tier, the device's first."""
+        """What there is to tell of each tier, the device's first, once all copies are made."""
         store = self._store
+        store.settle()
         return tuple(
             TierMoves(
                 tier.name,
@@ -133,6 +134,7 @@ class PagedStage(StageMemory):
     def __init__(self, store: ChunkStore, stage: int, num_microbatches: int) -> None:
         self._store, self._stage = store, stage
         self._num_microbatches = num_microbatches
+        self.has_master = store.tiers.master
 
     def bank(self, number: int) -> Carver:
         """As `StageMemory` says."""
@@ -158,6 +160,10 @@ class PagedStage(StageMemory):
         number = batch * self._num_microbatches + microbatch
         own = ranges.of((Item.STASH, self._stage, number))
         return PagedStash(own, ranges.holds)
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """As `StageMemory` says: what passes a stage unchanged lies in its activations."""
+        return tensor.clone() if self._store.ranges.holds(tensor) else tensor
 
     def opened(self, item: Item, number: int = 0) -> AbstractContextManager[None]:
         """As `StageMemory` says."""

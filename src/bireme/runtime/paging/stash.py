@@ -58,9 +58,9 @@ class PagedStash(Stash):
         def pack(tensor: Tensor) -> Tensor | _Copied:
             # Itself it would hold the node that holds it, for ever.
             saved = tensor.detach()
-            storage = saved.untyped_storage()
-            if storage_id(saved) in apart or not saved.numel() or self._is_paged(saved):
+            if not self._may_move(saved) or storage_id(saved) in apart or self._is_paged(saved):
                 return saved
+            storage = saved.untyped_storage()
             key = storage_id(saved), version_of(saved)
             if key not in copies:
                 flat = self._room(storage.nbytes())
@@ -77,6 +77,11 @@ class PagedStash(Stash):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        """Whether a tensor is its bytes on the device, read with strides; others stay as they are."""
+        is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        return is_plain and tensor.device == self._own.bytes.device and tensor.numel() > 0
 
     @torch.no_grad()
     def _room(self, num_bytes: int) -> Tensor | None:
