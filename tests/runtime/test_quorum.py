@@ -154,11 +154,12 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
         if rank == RankId(1, 0, 0) and step.batch == 2:
             raise Killed
 
-    replicas = Replicas(regression(), setting_of("2bw"), 2, data_for(6), 6, BATCH, on_instruction=kill)
+    # Not clipped: ranks add up the norm in another order than one process, and its last bit would be seen.
+    setting = replace(setting_of("2bw"), clip_norm=None)
+    replicas = Replicas(regression(), setting, 2, data_for(6), 6, BATCH, on_instruction=kill)
     replicas.run()
 
-    # The samples of a batch lie at other addresses in one process, and products may round by them.
-    assert_as_one_process(replicas, tolerance=1e-14)
+    assert_as_one_process(replicas)
     assert replicas.hub.epochs == [(0, 1), (0,)]
 
 
