@@ -16,14 +16,17 @@ MOST_EXCESS = {6.5: 0.005, 3.0: 0.01, 2.0: 0.02}
 """By the bits a value that a run may take: the loss above that of the synchronous run without codecs."""
 
 CODED = (
-    ("int6", 0.0),
-    ("keep:0.5:4", 0.06),
-    ("keep:0.125:8", 0.05),
-    ("keep:0.25:8", 0.06),
-    ("int8/int4", 0.0),
-    ("keep:0.25:4", 0.2),
+    ("int6", 0.0, "int8"),
+    ("keep:0.125:8", 0.35, "int5"),
+    ("keep:0.125:8", 0.09, "int5"),
+    ("keep:0.125:8", 0.0, "int8"),
+    ("int8/int4", 0.0, "int8"),
+    ("keep:0.125:8", 0.05, "int8"),
+    ("keep:0.25:8", 0.06, "int8"),
+    ("keep:0.5:4", 0.06, "int8"),
+    ("keep:0.25:4", 0.2, "int8"),
 )
-"""Codecs and the last share of a run with int8, so that a value has 6.5, 3 or 2 bits over the run."""
+"""Codecs, the last share of a run with another one, and which: 6.5, 3 or 2 bits a value over the run."""
 
 NUM_REPEATED = 3
 """So many of them, one for each number of bits, get three seeds and a search."""
@@ -39,25 +42,33 @@ def codec_sweeps() -> Iterator[Sweep]:
 
     All codecs come at the best rate of no codec before any of them is searched.
     """
-    larger = [Cell("fresh+warm-up", size="larger", codec=word, ending=end) for word, end in CODED]
-    for cell in larger:
-        yield Sweep(cell, 1, is_searched=False)
+    larger = [_cell("fresh+warm-up", *coded, size="larger") for coded in CODED]
     for cell in larger[:NUM_REPEATED]:
         yield Sweep(cell, 1, 3, is_searched=False)
+    for cell in larger:
+        yield Sweep(cell, 1, is_searched=False)
+    for coded in CODED[1:4]:
+        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, is_searched=False)
+    small = (*CODED[: NUM_REPEATED + 1], ("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"))
+    for coded in small:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded), 2, is_searched=False)
+    for coded in CODED[:NUM_REPEATED]:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
     for cell in larger[:NUM_REPEATED]:
         yield Sweep(cell, 1, 3)
-    others = [
-        Cell("synchronous", codec="keep:0.25:8", ending=0.06),
-        Cell("synchronous", codec="keep:0.25:8"),
-        Cell("fresh+warm-up", "muon", codec="keep:0.25:8", ending=0.06),
-    ]
-    for cell in others:
-        yield Sweep(cell, 4 if cell.optimizer == "muon" else 1, is_searched=False)
-    for word, ending in (*CODED, ("int8", 0.0), ("int5", 0.0), ("int4", 0.0)):
-        for rule in ("synchronous", "fresh+warm-up"):
-            yield Sweep(Cell(rule, codec=word, ending=ending), 1, 3)
-    for word, ending in CODED[:NUM_REPEATED]:
-        yield Sweep(Cell("fresh+warm-up", "muon", codec=word, ending=ending), 4, 3)
+    for coded in small:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded), 2, 3)
+    for coded in CODED[:NUM_REPEATED]:
+        yield Sweep(_cell("fresh+warm-up", *coded, optimizer="muon"), 4, 3)
+
+
+def _cell(
+    rule: str, word: str, ending: float, ending_word: str, *, optimizer: str = "adamw", size: str = "small"
+) -> Cell:
+    return Cell(rule, optimizer, size=size, codec=word, ending=ending, ending_codec=ending_word)
 
 
 def codec_lines(found: Sequence[Row]) -> Iterator[str]:
