@@ -17,23 +17,24 @@ RULES = ("fresh+warm-up", "synchronous")
 GROUPS = ("groups:5", "groups:1", "groups:10", "groups:2")
 OUTER = ("outer:50", "outer:10", "outer:200")
 STRAGGLER = "groups:10:10"
+FIRST = ("groups:5", "groups:1", "groups:10", "outer:50", "groups:2", "outer:10", "outer:200")
 
 
 def replica_sweeps() -> Iterator[Sweep]:
-    """Groups at the best rate of summed gradients, and outer steps at the best one of a first seed; then the
-    other seeds, and a search of every cell.
+    """AdamW and four replicas first: groups at the best rate of summed gradients, outer steps at their own.
+    Then one seed of all others, and at last a search of every cell.
     """
-    shapes = [*product(FIRST_RUNG, SHAPES, RULES)]
-    for optimizer, replicas, rule in shapes:
+    for agreement in FIRST:
+        for rule in RULES:
+            is_outer = agreement in OUTER
+            yield _sweep(rule, "adamw", 4, agreement, 1 if is_outer else 3, is_searched=is_outer)
+    for optimizer, replicas, rule in product(FIRST_RUNG, SHAPES, RULES):
         for agreement in GROUPS:
-            yield _sweep(rule, optimizer, replicas, agreement, 3, is_searched=False)
-        for agreement in OUTER:
-            yield _sweep(rule, optimizer, replicas, agreement, 1)
-        for agreement in OUTER:
-            yield _sweep(rule, optimizer, replicas, agreement, 3)
-    for optimizer, replicas, rule in shapes:
-        for agreement in (STRAGGLER, *GROUPS):
-            yield _sweep(rule, optimizer, replicas, agreement, 3)
+            yield _sweep(rule, optimizer, replicas, agreement, 1, is_searched=False)
+    for num_seeds in (1, 3):
+        for optimizer, replicas, rule in product(FIRST_RUNG, SHAPES, RULES):
+            for agreement in (*OUTER, STRAGGLER, *GROUPS):
+                yield _sweep(rule, optimizer, replicas, agreement, num_seeds)
 
 
 def _sweep(
