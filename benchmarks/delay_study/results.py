@@ -5,16 +5,22 @@ and two of them may run side by side.
 """
 
 import multiprocessing
+import os
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from benchmarks.common.command import log
 from benchmarks.delay_study.study import Known, Run, Setting, next_setting, run
 from benchmarks.delay_study.sweeps import Study
 
 __all__ = ["RESULTS", "go_on", "read"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RESULTS = Path(__file__).parents[2] / "docs" / "convergence.jsonl"
 
@@ -73,5 +79,29 @@ def _keep(done: Run, known: Known) -> None:
 
 
 def _executor(num_workers: int) -> Executor:
-    """Processes that each train one run at a time, with one thread."""
-    return ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"))
+    """Trains one run at a time in this process, or several in processes of their own, each with a thread."""
+    if num_workers == 1:
+        return _Here()
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(num_workers, spawn, initializer=_end_with, initargs=(os.getpid(),))
+
+
+def _end_with(parent: int) -> None:
+    """Let this process end soon after its parent, whatever ends that."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class _Here(Executor):
+    """Does at once what it is given."""
+
+    def submit(self, work: Callable[P, T], /, *values: P.args, **more: P.kwargs) -> Future[T]:
+        """A future that is done."""
+        done: Future[T] = Future()
+        done.set_result(work(*values, **more))
+        return done
