@@ -47,15 +47,19 @@ def codec_sweeps() -> Iterator[Sweep]:
         yield Sweep(cell, 1, 3, is_searched=False)
     for cell in larger:
         yield Sweep(cell, 1, is_searched=False)
-    for coded in CODED[1:4]:
-        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, is_searched=False)
     small = (*CODED[: NUM_REPEATED + 1], ("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"))
+    for coded in CODED[1:NUM_REPEATED]:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded), 2, is_searched=False)
+            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
     for coded in small:
         for rule in ("fresh+warm-up", "synchronous"):
             yield Sweep(_cell(rule, *coded), 2, is_searched=False)
     for coded in CODED[:NUM_REPEATED]:
         for rule in ("fresh+warm-up", "synchronous"):
             yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
+    for coded in CODED[1:4]:
+        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, is_searched=False)
     for cell in larger[:NUM_REPEATED]:
         yield Sweep(cell, 1, 3)
     for coded in small:
