@@ -121,7 +121,7 @@ def test_other_replicas_share_what_was_not_sent(width: int) -> None:
 
 def sent_bytes(model: Model, codec: str, make: Callable[[], Sequence[dict[str, Tensor]]]) -> tuple[int, int]:
     """What one rank of two replicas would have sent, and has."""
-    fabric = ThreadFabric(2, timeout_s=60.0)
+    fabric = ThreadFabric(2)
 
     def work(rank: int) -> tuple[int, int]:
         setting = Setting(Plan((), 4, "1f1b", width=2), sum_codec=codec)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -15,8 +16,11 @@ from bireme.model.graph_file import load_graph, save_graph
 
 __all__ = ["captured_once", "remember_captures"]
 
-BUILT_IN = "gpt:"
-"""Such a name says all of a model, but for the part of it that learns and its type."""
+ALWAYS_THE_SAME = "gpt:", "python:tests."
+"""A name that begins so says all of a model, but for the part of it that learns and its type."""
+
+FOLDER = "hf:"
+"""And of such a model all that is in the folder's configuration."""
 
 
 def captured_once(name: str, capture: Callable[[], Graph]) -> Graph:
@@ -28,7 +32,7 @@ def captured_once(name: str, capture: Callable[[], Graph]) -> Graph:
 
 
 def remember_captures() -> None:
-    """Have runs and commands of this process capture no built-in model that was captured before."""
+    """Have runs and commands of this process capture no model by name that was captured before."""
     settings = Captures.__init__.__kwdefaults__
     assert settings is not None
     settings["front_end"] = _remembered
@@ -38,8 +42,19 @@ def _remembered(
     model: nn.Module, inputs: Inputs, *, loss: Loss | None, training: bool, name: str | None
 ) -> Graph:
     make = partial(capture, model, inputs, loss=loss, training=training, name=name)
-    if loss is not None or name is None or not name.startswith(BUILT_IN) or not isinstance(inputs, dict):
+    said = _said_by(name)
+    if loss is not None or said is None or not isinstance(inputs, dict):
         return make()
-    parameters = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
+    learning = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
+    scales = [(key, one.scaling) for key, one in model.named_modules() if hasattr(one, "scaling")]
     given = [(key, one.shape, one.dtype) for key, one in inputs.items()]
-    return captured_once(repr((name, training, parameters, given)), make)
+    found = captured_once(repr((said, training, repr(model), learning, scales, given)), make)
+    return replace(found, name=name or found.name)
+
+
+def _said_by(name: str | None) -> str | None:
+    """What a model is by its name; None where that does not say it."""
+    if name is None or not name.startswith(FOLDER):
+        return name if name is not None and name.startswith(ALWAYS_THE_SAME) else None
+    file = Path(name.removeprefix(FOLDER), "config.json")
+    return file.read_text(encoding="utf-8") if file.is_file() else None

@@ -18,6 +18,7 @@ from bireme.runtime.peers import PeerLost
 from bireme.runtime.transport import AbortedError, Pending, Transport, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
 from bireme.sync.group import CollectiveError, MessageGroup, OwnedGroup, Sums
+from tests.support.patience import patience_s
 
 __all__ = ["ThreadFabric", "ThreadRank"]
 
@@ -25,7 +26,9 @@ Delay = Callable[[Message], float]
 
 
 class ThreadFabric:
-    """What joins the ranks. `delay` says how many seconds a message takes; none if it is left out."""
+    """What joins the ranks. `delay` says how many seconds a message takes; none if it is left out. A wait
+    ends after `timeout_s`, or when a test has no more patience.
+    """
 
     def __init__(
         self,
@@ -33,10 +36,12 @@ class ThreadFabric:
         *,
         rendezvous: bool = False,
         delay: Delay | None = None,
-        timeout_s: float = 10.0,
+        timeout_s: float | None = None,
     ) -> None:
         self.num_ranks = num_ranks
-        self._hub = _Hub(timeout_s, rendezvous, delay or (lambda _key: 0.0))
+        self._hub = _Hub(
+            patience_s() if timeout_s is None else timeout_s, rendezvous, delay or (lambda _key: 0.0)
+        )
 
     def of(self, rank: int) -> "ThreadRank":
         """One rank's view, for its thread. It makes it once."""
