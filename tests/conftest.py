@@ -27,6 +27,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.extent import IS_FEW, PART, TRY_ALL, part_of, several
+from tests.support.kept import KEPT_GRAPHS, kept_graphs
 from tests.support.workers import LARGE, Template, imported_by
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[FOLDER] = tempfile.mkdtemp(prefix="bireme-tests-")
         os.environ["BIREME_TESTS_FOLDER"] = config.stash[FOLDER]
         os.environ["BIREME_CACHE"] = str(Path(config.stash[FOLDER], "cache"))
+        os.environ[KEPT_GRAPHS] = str(_folder_of_graphs(config))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -81,10 +83,15 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
     is_fast = config.option.markexpr == FAST
     modules = imported_by(file for file in files if not (is_fast and _is_slow(file)))
     template = config.stash[TEMPLATE] = Template(
-        Path(config.stash[FOLDER], "template"), modules if is_fast else {*modules, *LARGE}
+        Path(config.stash[FOLDER]), modules if is_fast else {*modules, *LARGE}
     )
     for spec in specs:
         spec.python = template.client
+
+
+def _folder_of_graphs(config: pytest.Config) -> Path:
+    cache = getattr(config, "cache", None)  # somebody may want none
+    return Path(config.stash[FOLDER]) if cache is None else kept_graphs(cache.mkdir("graphs"))
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,8 @@
-"""Graphs that many tests use, captured once for all workers of a run of the suite."""
+"""Graphs that many tests use, captured once for all workers of a run of the suite.
+
+Those of models that are not of `tests/` are kept for the next run: what is captured depends on the code that
+captures, and on nothing else. Tests of capturing itself keep nothing.
+"""
 
 import os
 from collections.abc import Callable
@@ -13,19 +17,25 @@ from bireme.model.capture import Inputs, Loss, capture
 from bireme.model.captures import Captures
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
+from tests.support.kept import KEPT_GRAPHS
 
 __all__ = ["captured_once", "remember_captures"]
 
-ALWAYS_THE_SAME = "gpt:", "python:tests."
+OF_TESTS = "python:tests."
+ALWAYS_THE_SAME = "gpt:", OF_TESTS
 """A name that begins so says all of a model, but for the part of it that learns and its type."""
 
 FOLDER = "hf:"
 """And of such a model all that is in the folder's configuration."""
 
 
-def captured_once(name: str, capture: Callable[[], Graph]) -> Graph:
-    """The graph of that name, of the folder that workers share; it is captured by the first that asks."""
-    path = Path(os.environ["BIREME_TESTS_FOLDER"], f"{sha256(name.encode()).hexdigest()[:24]}.json")
+def captured_once(name: str, capture: Callable[[], Graph], *, is_kept: bool = False) -> Graph:
+    """The graph of that name, of the folder that workers share; it is captured by the first that asks.
+
+    One that `is_kept` is there for later runs too: its name says all of its model and its inputs.
+    """
+    folder = os.environ[KEPT_GRAPHS if is_kept else "BIREME_TESTS_FOLDER"]
+    path = Path(folder, f"{sha256(name.encode()).hexdigest()[:24]}.json")
     if not path.exists():
         save_graph(capture(), path)
     return load_graph(path)
@@ -48,7 +58,8 @@ def _remembered(
     learning = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
     scales = [(key, one.scaling) for key, one in model.named_modules() if hasattr(one, "scaling")]
     given = [(key, one.shape, one.dtype) for key, one in inputs.items()]
-    found = captured_once(repr((said, training, repr(model), learning, scales, given)), make)
+    own = repr((said, training, repr(model), learning, scales, given))
+    found = captured_once(own, make, is_kept=not name or not name.startswith(OF_TESTS))
     return replace(found, name=name or found.name)
 
 

@@ -29,12 +29,13 @@ from bireme.runtime.processes import serve_from_here
 __all__ = ["LARGE", "Template", "be_template", "imported_by"]
 
 CLIENT = Path(__file__).with_name("worker_client.py")
-IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
+IMPORT = re.compile(r"^(?:from|import) (?!tests\.\w+\.test_)([\w.]+)", re.MULTILINE)
+"""But for modules of tests, which pytest imports in its own way."""
 CODE = """\
 import sys
 sys.path[:] = {path!r}
 from tests.support.workers import be_template
-be_template({file}, {owner}, {modules!r})
+be_template({file}, {owner}, {names!r})
 exec(eval(sys.stdin.readline()))
 """
 """The last line is all that pytest-xdist asks of a Python."""
@@ -56,13 +57,15 @@ NUMBER_BYTES = 8
 class Template:
     """The process that workers are copies of, for the one that starts them; it ends with that one."""
 
-    def __init__(self, address: Path, modules: Iterable[str]) -> None:
-        self._address = address
+    def __init__(self, folder: Path, modules: Iterable[str]) -> None:
+        self._address = folder / "template"
+        names = folder / "imported"
+        names.write_text("\n".join(sorted(modules)), encoding="utf-8")
         with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(address))
+            listening.bind(str(self._address))
             listening.listen()
             file = listening.fileno()
-            code = CODE.format(path=sys.path, file=file, owner=os.getpid(), modules=sorted(modules))
+            code = CODE.format(path=sys.path, file=file, owner=os.getpid(), names=str(names))
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
@@ -86,12 +89,14 @@ def imported_by(paths: Iterable[Path]) -> set[str]:
     return {name for path in paths for name in IMPORT.findall(path.read_text(encoding="utf-8"))}
 
 
-def be_template(file: int, owner_pid: int, modules: Iterable[str]) -> None:
-    """Import these modules and all of the package, and wait for clients. It returns in each worker."""
+def be_template(file: int, owner_pid: int, names: str) -> None:
+    """Import all of the package and the modules that a file names, and wait for clients at the open file of
+    that number. It returns in each worker.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the workers to act on
     die_with_parent(owner_pid)
     with kept_for_good():
-        for name in (*_own(), *modules):
+        for name in (*_own(), *Path(names).read_text(encoding="utf-8").split()):
             with suppress(ImportError):  # a test that cannot do without it says so
                 importlib.import_module(name)
     signal.signal(signal.SIGCHLD, _reap)

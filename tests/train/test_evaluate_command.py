@@ -81,9 +81,8 @@ def test_evaluate_repeats_the_last_evaluation_of_a_run_however_its_weights_are_k
 def _small() -> tuple[Graph, Any, list[dict[str, torch.Tensor]]]:
     """A small model's graph, its weights, and batches of it, of which one is short."""
     source = load_source(GPT, batch=4)
-    graph = captured_once(
-        f"evaluation of {GPT}", partial(capture, source.model, source.example_inputs, training=False)
-    )
+    make = partial(capture, source.model, source.example_inputs, training=False)
+    graph = captured_once(f"evaluation of {GPT}", make, is_kept=True)
     draw = torch.Generator().manual_seed(1)
     batches = [
         {"input_ids": ids, "labels": ids.clone()}
