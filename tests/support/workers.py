@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import bireme
 from bireme.runtime.fork_server import kept_for_good
@@ -100,6 +101,7 @@ def be_template(file: int, owner_pid: int, names: str) -> None:
             with suppress(ImportError):  # a test that cannot do without it says so
                 importlib.import_module(name)
     signal.signal(signal.SIGCHLD, _reap)
+    signal.signal(signal.SIGTERM, _end)
     listening = socket.socket(fileno=file)
     while True:
         client, _ = listening.accept()
@@ -122,13 +124,20 @@ def _reap(_number: int, _frame: object) -> None:
             pass
 
 
+def _end(_number: int, _frame: object) -> NoReturn:
+    """What workers have taken counts for who waits for this process."""
+    _reap(_number, _frame)
+    os._exit(0)
+
+
 def _be_worker(client: socket.socket) -> None:
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     serve_from_here()  # before there are the worker's threads, and its pipes
     _, files, _, _ = socket.recv_fds(client, NUMBER_BYTES, STREAMS)
-    for number, file in enumerate(files):
-        os.dup2(file, number)
+    for stream, file in enumerate(files):
+        os.dup2(file, stream)
         os.close(file)
     client.send(os.getpid().to_bytes(NUMBER_BYTES, "little"))
