@@ -39,7 +39,8 @@ WIDTH = 20
 def layers() -> Model:
     """Three layers with matrices large enough for a codec."""
     kinds = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-    return captured(Regression(made_of([*kinds, nn.Linear(WIDTH, 1)])), real_batches(2, 1, WIDTH)[0])
+    module = Regression(made_of([*kinds, nn.Linear(WIDTH, 1)]))
+    return captured(module, real_batches(2, 1, WIDTH)[0], name="wide regression")
 
 
 def tolerance_of(codec: str) -> float:
