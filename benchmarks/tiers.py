@@ -32,7 +32,8 @@ from benchmarks.paging.measured import BATCHES, Case, on_disk, over_a_wire, with
 from benchmarks.paging.rivals import fixed_places, least_recently_used, patrickstar
 from benchmarks.paging.traces import program_trace, small_trace
 from bireme.bench.document import Verdict, at_least, at_most, exactly
-from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.eviction import decide
+from bireme.schedule.gaps import gaps_of, num_copies, settle
 
 MOST_OVER_FEWEST = 1.05
 SMALL, QUICK_SMALL = 400, 60

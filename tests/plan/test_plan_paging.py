@@ -26,6 +26,7 @@ from bireme.plan.search.search import find_plan, timeline_of
 from bireme.plan.tier_limits import TierLimits
 from bireme.profile.profile_file import save_profile
 from bireme.schedule.budgets import Budgets
+from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.residency import Sizes
 from tests.support.command import bireme
@@ -84,6 +85,24 @@ def test_a_plan_that_pages_is_read_as_it_was_written_and_its_programs_are_right(
             assert tiers is not None
             assert replace(now, begin={}) == replace(tiers, begin={})
     assert len(program.tracks[1]) > len(replace(plan, paging=None).program(12).tracks[1])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh", "gpipe"])
+def test_any_window_of_a_plan_is_what_it_would_be_if_it_were_planned_alone(schedule: str) -> None:
+    plan = replace(hand_plan(), schedule=schedule, sweep=1)
+    assert plan.paging is not None
+    for num_batches, first_batch in ((3, 1), (3, 5), (13, 0), (13, 1), (16, 7)):
+        alone = generate(
+            schedule,
+            num_stages=4,
+            num_microbatches=4,
+            num_batches=num_batches,
+            stages_per_rank=2,
+            first_batch=first_batch,
+            updates_early=plan.is_early,
+        )
+        cut = plan.paging.cut(replace(plan, paging=None).program(4))
+        assert plan.program(num_batches, first_batch) == plan.paging.paged(alone, cut)
 
 
 def test_paging_of_other_stages_or_ranks_is_refused() -> None:
