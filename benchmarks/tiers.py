@@ -14,8 +14,8 @@ sizes that it names as running; we know of no samples per second that it has pub
 Then runs on this machine. A GPT whose training state is 3 GiB trains with the state on a disk, in a process
 whose private memory is limited and of which the kernel says what was resident. Its step is beside the
 resident run's and beside what the disk takes for the bytes alone. And a smaller one trains with an emulated
-wire to the host, beside the simulator. At last whole runs of `bireme train` page, beside what was predicted of
-them. The folder for the disk is made in the current one. `--section` measures a part alone.
+wire to the host, beside the simulator. At last whole runs of `bireme train` page, beside what was predicted
+of them. The folder for the disk is made in the current one. `--section` measures a part alone.
 """
 
 import sys

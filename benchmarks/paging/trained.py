@@ -1,8 +1,8 @@
 """Whole runs of `bireme train` that page, beside what was predicted of them: seconds a step, and bytes.
 
-A run is planned within a device memory that it does not fit, from a profile that is measured here, and trained
-several times for a few seconds. As in `benchmarks/prediction.py`, a step is what a run says at its end, and
-the prediction is divided by the speed that the control had in that run.
+A run is planned within a device memory that it does not fit, from a profile that is measured here, and
+trained several times for a few seconds. As in `benchmarks/prediction.py`, a step is what a run says at its
+end, and the prediction is divided by the speed that the control had in that run.
 """
 
 import sys
