@@ -52,6 +52,7 @@ class PlanRun:
         answer, planning_s = self._answer()
         texts = self._exports(answer, exports)
         helps = self._helps(answer) if explained else None
+        answer = self._with_single_ways(answer) if explained else answer
         agreed = self._agreements(answer) if explained else ()
         self._write(answer, output, exports, texts)
         from bireme.report.plan_document import plan_notes
@@ -115,6 +116,12 @@ class PlanRun:
 
         with progress_bar("planning again") as progress:
             return explain(self.profile, self.cluster, self.request, answer, find_plan, tell=progress)
+
+    def _with_single_ways(self, answer: "Answer") -> "Answer":
+        from bireme.plan.search.search import find_resident
+        from bireme.plan.single_ways import with_single_ways
+
+        return with_single_ways(self.profile, self.cluster, self.request, answer, find_resident)
 
     def _agreements(self, answer: "Answer") -> "tuple[AgreementForecast, ...]":
         from bireme.plan.agreements import agreements

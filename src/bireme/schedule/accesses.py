@@ -3,10 +3,10 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from bireme.schedule.instruction import Instruction, Item, Kind
+from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import Mode, Use, chunks_of, uses
+from bireme.schedule.uses import ChunkUses, Mode
 
 __all__ = ["Access", "accesses_of"]
 
@@ -40,14 +40,9 @@ def accesses_of(
     found: dict[int, list[Access]] = {}
     made: set[Chunk] = set()
     summed: set[Chunk] = set()
-    known: dict[tuple[Item, int, int], tuple[Chunk, ...]] = {}
+    uses = ChunkUses(program, tiers)
     for index, step in enumerate(program.tracks[rank]):
-        used: dict[Chunk, Use] = {}
-        for use in uses(program, step, master=tiers.master):
-            key = use.item, use.stage, use.number
-            if key not in known:
-                known[key] = tuple(chunks_of(tiers, use))
-            used |= dict.fromkeys(known[key], use)
+        used = {chunk: use for use, chunks in uses.of(step) for chunk in chunks}
         if not used:
             continue
         at, label = len(found), (step.kind, step.microbatch, step.half)
