@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.schedule.accesses import Access
+from bireme.schedule.instruction import Item
 from bireme.schedule.tiers import Chunk
 
 __all__ = ["Choice", "Gap", "OverfullError", "decide", "gaps_of", "num_copies", "settle"]
@@ -88,6 +89,8 @@ class Gap:
 
     def is_dirty(self) -> bool:
         """Whether the tier has the only valid copy, after what is decided about the gaps before."""
+        if self.chunk.item is Item.FROZEN:
+            return False  # `settle` lets what is ever evicted begin below
         # What begins the window in the tier has no copy below; what begins it below has.
         gap = self
         while gap.previous is not None:
@@ -138,13 +141,19 @@ def num_copies(gaps: Iterable[Gap]) -> int:
     return sum(gap.is_fetched + gap.is_copied for gap in gaps if gap.is_evicted)
 
 
-def settle(gaps: Iterable[Gap], choices: Mapping[Hashable, Choice], num_steps: int) -> None:
-    """Write down in each gap what becomes of it."""
+def settle(gaps: Sequence[Gap], choices: Mapping[Hashable, Choice], num_steps: int) -> None:
+    """Write down in each gap what becomes of it.
+
+    Frozen weights that are ever evicted begin below: there is a valid copy from then on.
+    """
+    below = {gap.chunk for gap in gaps if gap.chunk.item is Item.FROZEN and gap.group in choices}
     for gap in gaps:
         choice = choices.get(gap.group)
         away = gap.end(num_steps) - gap.start - 1
         gap.lead = choice.lead if choice is not None and gap.is_fetched else 0
         gap.is_evicted = choice is not None and away > gap.lead
+        if gap.before is None and gap.chunk in below and not gap.is_evicted:
+            gap.is_evicted, gap.lead = True, gap.end(num_steps)
     for gap in gaps:
         gap.is_copied = gap.is_evicted and gap.before is not None and gap.is_read and gap.is_dirty()
 
