@@ -144,6 +144,13 @@ def plan(
             metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."
         ),
     ] = "none",
+    shard: Annotated[
+        str,
+        constraint_option(
+            **word("thing to share", "none", "optimizer"),
+            help="What replicas of a stage share, as memory.shard of a run file.",
+        ),
+    ] = "none",
     device_memory: Annotated[
         str | None,
         constraint_option(
@@ -256,6 +263,7 @@ def plan(
         codec=AUTO if codec.lower() == AUTO else codec,
         value_bytes=2 if dtype == "bfloat16" else 4,
         memory=tier_limits_of(device_memory, host_memory, disk),
+        shard=shard,
     )
     sum_codec = parse_sum_codec(sync_codec)
     found_cluster = cluster_of(cluster)

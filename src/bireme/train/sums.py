@@ -20,10 +20,16 @@ def sums_of(run: RunFile, graph: Graph) -> SumCost:
 
 
 def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
-    """A sentence if the run has a codec for sums and its plan has no sums."""
-    if run.sync.codec == "none" or plan.width > 1:
-        return ()
-    return (
-        f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums over "
-        "replicas. Set plan.width to 2 or more, or leave the codec out.",
-    )
+    """Sentences about what the run asks of its replicas, if its plan has just one."""
+    found = []
+    if run.sync.codec != "none":
+        found.append(
+            f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums over "
+            "replicas. Set plan.width to 2 or more, or leave the codec out."
+        )
+    if run.memory.shard != "none":
+        found.append(
+            f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, with nobody to share "
+            "with. Set plan.width to 2 or more, or leave it out."
+        )
+    return () if plan.width > 1 else tuple(found)
