@@ -18,7 +18,7 @@ from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared
-from bireme.train.sums import idle_codec
+from bireme.train.sums import idle_keys
 
 __all__ = [
     "ControlSummary",
@@ -229,7 +229,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         num_skipped=own.num_skipped,
         checkpoint=own.checkpoint,
         sample=sample,
-        warnings=(*own.warnings, *idle_codec(prepared.run, saved.plan), *_diverged(own)),
+        warnings=(*own.warnings, *idle_keys(prepared.run, saved.plan), *_diverged(own)),
         shares=(shares := _shares(folder)),
         membership=() if own.sync is None else _membership(shares),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},

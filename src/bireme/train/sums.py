@@ -6,7 +6,7 @@ from bireme.model.linear_maps import chosen_maps
 from bireme.plan.plan import Plan
 from bireme.train.run_file import RunFile
 
-__all__ = ["idle_codec", "sums_of"]
+__all__ = ["idle_keys", "sums_of"]
 
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
@@ -19,7 +19,7 @@ def sums_of(run: RunFile, graph: Graph) -> SumCost:
     return sum_cost(parse_sum_codec(run.sync.codec), shapes)
 
 
-def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
+def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
     """Sentences about what the run asks of its replicas, if its plan has just one."""
     found = []
     if run.sync.codec != "none":
