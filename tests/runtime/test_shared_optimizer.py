@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.bank_memory import BankMemory
-from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.piece_sections import joined
+from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.small_models import Batch, Model, gpt, token_batches
@@ -37,9 +37,7 @@ class Seen:
     memory: list[BankMemory]
 
 
-def train(
-    model: Model, setting: Setting, data: Sequence[Batch], saved: Snapshot | None = None
-) -> list[Seen]:
+def train(model: Model, setting: Setting, data: Sequence[Batch], saved: Snapshot | None = None) -> list[Seen]:
     fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
 
     def work(rank: int) -> Seen:
@@ -85,9 +83,7 @@ def together(snapshots: Sequence[Snapshot | None]) -> Snapshot:
 def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 0.0) -> None:
     assert set(found) == set(expected)
     for name, one in expected.items():
-        torch.testing.assert_close(
-            found[name], one, rtol=tolerance, atol=tolerance, msg=lambda text, of=name: f"{of}: {text}"
-        )
+        torch.testing.assert_close(found[name], one, rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,7 @@ def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
 def test_it_computes_what_replicas_with_an_optimiser_each_do(
     schedule: str, width: int, text: str, dtype: str, optimizer: str, clip_norm: float | None
 ) -> None:
-    """To the last bit, but for the norm, which is a sum of other pieces; a batch that counts for nothing, too."""
+    """To the last bit, but for the norm, which is a sum of other pieces. One batch counts for nothing."""
     model = gpt(text, dtype)
     bank_dtype = None
     if dtype == "bfloat16":
@@ -124,8 +120,8 @@ def test_it_computes_what_replicas_with_an_optimiser_each_do(
             assert_alike(weights, wanted, tolerance)
         assert one.evaluated == pytest.approx(other.evaluated, rel=tolerance or 1e-15)
     for moment in ("amid", "end"):
-        whole, wanted = (together([getattr(one, moment) for one in seen]) for seen in (found, expected))
-        assert_alike(joined(whole.tensors), wanted.tensors, tolerance)
+        saved, plain = (together([getattr(one, moment) for one in seen]) for seen in (found, expected))
+        assert_alike(joined(saved.tensors), plain.tensors, tolerance)
 
 
 @pytest.mark.parametrize(("schedule", "dtype"), [("1f1b", "bfloat16"), ("2bw-fresh", "float64")])

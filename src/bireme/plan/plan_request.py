@@ -97,8 +97,8 @@ class PlanRequest:
             raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, SHARDS)}")
         if self.shard != "none" and self.memory is not None:
             raise BiremeError(
-                f'Replicas share the {self.shard}, but memory may be paged too, and nobody pages a part of an '
-                "optimizer. Leave out one of the two."
+                f"Replicas share the {self.shard}, but memory may be paged too, and parts of an optimizer are "
+                "not paged. Leave out one of the two."
             )
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:

@@ -1,4 +1,4 @@
-"""Pieces in snapshots: what replicas that share an optimiser each save of it, and whole tensors again of these.
+"""Pieces in snapshots: what replicas that share an optimiser each save of it, and whole tensors made of them.
 
 The name of a piece is `piece/BEGIN/SHAPE/` and the name of what it is a piece of, as
 `piece/4096/128x64/optimizer/NAME/KEY`: its elements from that one on, of a tensor of that shape.
@@ -66,8 +66,8 @@ class _Joined(Mapping[str, Tensor]):
             flat[begin:end] = piece
         if flat is None or end != len(flat):
             raise BiremeError(
-                f"Of {name} there are only {end} of {prod(shape)} elements, without gaps. The file of a replica "
-                "is missing: restore it."
+                f"Of {name} there are only {end} of {prod(shape)} elements, without gaps. The file of a "
+                "replica is missing: restore it."
             )
         return flat.view(shape)
 

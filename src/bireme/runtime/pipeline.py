@@ -345,9 +345,7 @@ class Pipeline:
         pieces_of = {name for name, rank in owners.items() if rank == layout.pipeline_rank}.difference(but)
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
-            tensors |= sections_of(
-                stage, own, replica=layout.replica, pieces_of=pieces_of, alone=all_held
-            )
+            tensors |= sections_of(stage, own, replica=layout.replica, pieces_of=pieces_of, alone=all_held)
             pieces_of.difference_update(stage.banks.names)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
@@ -448,7 +446,7 @@ class Pipeline:
 
     @property
     def sum_bytes(self) -> SentBytes:
-        """What this rank has sent so far for sums of gradients, and of the weights that it makes for others."""
+        """What this rank has sent so far for sums of gradients, and of weights that it makes for others."""
         sent, shared = self._reducer.sent, 0 if self._sharers is None else self._sharers.sent_bytes
         return SentBytes(sent.raw + shared, sent.sent + shared)
 

@@ -166,6 +166,4 @@ def principal_of(
     if form is None or not maps:
         return None
     dtypes = {name: weights[name].dtype for name in maps}
-    return PrincipalGradients(
-        maps, form, dtypes, is_delayed=rule is not Rule.SYNCHRONOUS, device=device
-    )
+    return PrincipalGradients(maps, form, dtypes, is_delayed=rule is not Rule.SYNCHRONOUS, device=device)

@@ -48,7 +48,8 @@ def make_shared_trial(
     homes = {home.name: home for home in stepper.homes}
     for store, flat in zip(stores, flats, strict=True):
         part, source = store.part, store.apart
-        assert part is not None and source is not None, "what is tried is shared and lies apart"
+        assert part is not None, "what is tried is shared"
+        assert source is not None, "trial versions are made from weights apart"
         for begin in rounds_of(part.parts, CHUNK_ELEMENTS):
             given = pieces_of(flat, part.parts, begin, CHUNK_ELEMENTS)
             gradients = _exchanged(sharers, given, [given[sharers.member].numel()] * sharers.num_members)

@@ -1,4 +1,4 @@
-"""The weights of a stage whose optimiser replicas share: each makes its parts of them and gets the others'."""
+"""The weights of a stage whose optimiser replicas share: each makes its parts and gets the others'."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -39,13 +39,9 @@ class SharedWeights:
         self._trials = trials
         self._stores = stores
         self._arriving: list[list[Pending]] = [[] for _ in range(num_banks)]
-        self.part_of: Mapping[str, ShelfPart] = {
-            name: part for part in stepper.parts for name in part.pieces
-        }
+        self.part_of: Mapping[str, ShelfPart] = {name: part for part in stepper.parts for name in part.pieces}
         """Of each parameter that this replica owns a piece of, the part that this lies in."""
-        self.shapes = {
-            name: slot.shape for store in stores for name, slot in store.banks[0].slots.items()
-        }
+        self.shapes = {name: slot.shape for store in stores for name, slot in store.banks[0].slots.items()}
 
     def own(self, tensors: Tensors) -> dict[str, Tensor]:
         """This replica's pieces of some tensors, by the names of their parameters."""

@@ -71,6 +71,6 @@ def check_shared(also: Mapping[str, bool]) -> None:
     for what, is_asked in also.items():
         if is_asked:
             raise BiremeError(
-                f'Replicas share the optimizer (shard = "optimizer"), which does not go with {what}. Leave out '
-                "one of the two."
+                f'Replicas share the optimizer (shard = "optimizer"), which does not go with {what}. Leave '
+                "out one of the two."
             )

@@ -1,4 +1,5 @@
-"""The part of a shelf that one of several replicas owns: a run of its elements, through parameters if need be.
+"""The part of a shelf that one of several replicas owns: a run of its elements, which may begin and end in
+the middle of parameters.
 
 What an optimiser remembers of a shelf, and the copy of its weights that is stepped, then exist for this part
 alone. A parameter that is cut is stepped as flat pieces, each by its owner.

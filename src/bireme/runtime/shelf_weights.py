@@ -82,7 +82,9 @@ class ShelfWeights:
         """Take over copies of weights where the newest ones are apart."""
         if self.apart is not None:
             part = self.part
-            own = {name: part.piece(name, weights[name]) if part else weights[name] for name in self.apart.views}
+            own = {
+                name: part.piece(name, weights[name]) if part else weights[name] for name in self.apart.views
+            }
             copy_by_name(own, self.apart.views)
 
     def _own(self, bank: int) -> Tensor:

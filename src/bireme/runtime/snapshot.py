@@ -46,8 +46,8 @@ def sections_of(
     """What a stage holds of the parameters and buffers named, and all of its trial version; copied.
 
     Where replicas share the optimiser, there are this one's pieces of the parameters in `pieces_of`. With
-    `alone` all is there that this rank needs to go on by itself: weights whole, and its pieces for themselves.
-    Then all replicas must call it.
+    `alone` there is what this rank needs to go on by itself: weights whole, and its pieces as they are. Then
+    all replicas must call it.
     """
     banks, wanted = stage.banks, set(names)
     if banks.shared is not None:
@@ -78,7 +78,9 @@ def _shared_sections(
     found |= _to_run_on(stage, wanted, replica) | _buffers(stage, wanted)
     pieces = {name: {} if alone else {f"{WEIGHTS}/{name}": one} for name, one in shared.own_newest().items()}
     for name, state in banks.optimizer_state().items():
-        known = {f"{OPTIMIZER}/{name}/{key}": _as_tensor(one) for key, one in state.items() if one is not None}
+        known = {
+            f"{OPTIMIZER}/{name}/{key}": _as_tensor(one) for key, one in state.items() if one is not None
+        }
         pieces.setdefault(name, {}).update(known)
     for name, own in pieces.items():
         if alone and name in wanted:

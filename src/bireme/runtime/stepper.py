@@ -89,7 +89,7 @@ class Stepper:
 
     The factory's optimisers must hold every parameter once. `shelves` lay the parameters out so that those
     of one optimiser and dtype, and of equal entries in `alike`, lie together. `memory` is for the state.
-    With `cut` it steps only the part of each shelf that this gives: flat pieces of parameters, by their names.
+    With `cut` it steps only the part of each shelf that this gives: flat pieces of parameters, by name.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class SharingGroup(Group, Protocol):
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Pending:
-        """Begin to send every member its part of `given`, and to fill `taken` with what all members send here.
+        """Begin to send every member its part of `given`, and to fill `taken` with what all send here.
 
         Both are flat, and their parts lie in the members' order; `lengths` are counted in elements.
         """

@@ -28,7 +28,7 @@ def pieces_of(flat: Tensor, parts: Parts, begin: int, most: int) -> list[Tensor]
 
 
 def rounds_of(parts: Parts, most: int) -> range:
-    """Where in their parts the members begin each round, if they go through them so many elements at a time."""
+    """Where in their parts the members begin each round, if these are of so many elements."""
     return range(0, max(end - first for first, end in pairwise(parts)), most)
 
 

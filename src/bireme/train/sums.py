@@ -24,12 +24,12 @@ def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
     found = []
     if run.sync.codec != "none":
         found.append(
-            f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums over "
-            "replicas. Set plan.width to 2 or more, or leave the codec out."
+            f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums "
+            "over replicas. Set plan.width to 2 or more, or leave the codec out."
         )
     if run.memory.shard != "none":
         found.append(
-            f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, with nobody to share "
-            "with. Set plan.width to 2 or more, or leave it out."
+            f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, with nobody to "
+            "share with. Set plan.width to 2 or more, or leave it out."
         )
     return () if plan.width > 1 else tuple(found)

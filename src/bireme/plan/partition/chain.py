@@ -98,9 +98,7 @@ class Chain:
     def with_sharers(self, sharers: int) -> "Chain":
         """The chain of which so many replicas each keep and step a part of the optimiser's."""
         kept = -(-self.bytes.optimizer // sharers)
-        return replace(
-            self, bytes=replace(self.bytes, optimizer=kept), update_s=self.update_s / sharers
-        )
+        return replace(self, bytes=replace(self.bytes, optimizer=kept), update_s=self.update_s / sharers)
 
 
 def chain_of(profile: Profile, micro_batch: int) -> Chain:

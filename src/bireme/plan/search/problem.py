@@ -143,8 +143,8 @@ class PlanningProblem:
         return self._chains[micro_batch]
 
     def merged(self, micro_batch: int, width: int = 1) -> Chain:
-        """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps of
-        the sums over so many replicas, and the part of the optimiser that each of these has.
+        """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
+        of the sums over so many replicas, and the part of the optimiser that each of these has.
         """
         kept_share = self.request.sums.kept_share if width > 1 else 0.0
         sharers = self.request.num_sharers(width)

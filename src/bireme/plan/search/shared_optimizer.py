@@ -48,5 +48,6 @@ def sync_bytes(costs: Costs, request: PlanRequest, width: int, rule: Rule) -> tu
         return sums
     made = zip(sums, costs.gradient_bytes, costs.weight_bytes, strict=True)
     return tuple(
-        own + share * (weights + (gradients if rule is Rule.FRESH else 0.0)) for own, gradients, weights in made
+        own + share * (weights + (gradients if rule is Rule.FRESH else 0.0))
+        for own, gradients, weights in made
     )

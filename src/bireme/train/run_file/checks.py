@@ -321,8 +321,8 @@ def _check_shard(tables: Tables) -> None:
     for key, (value, usual, reason) in why.items():
         if value != usual:
             raise BiremeError(
-                f'memory.shard is "{tables.memory.shard}", but {key} is {value!r}, and {reason}. Leave out one '
-                "of the two."
+                f'memory.shard is "{tables.memory.shard}", but {key} is {value!r}, and {reason}. Leave out '
+                "one of the two."
             )
     if tables.training.optimizer == "muon":
         raise BiremeError(
