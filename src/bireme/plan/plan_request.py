@@ -97,7 +97,7 @@ class PlanRequest:
             raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, SHARDS)}")
         if self.shard != "none" and self.memory is not None:
             raise BiremeError(
-                f"Replicas share the {self.shard}, but memory may be paged too, and parts of an optimizer are "
+                f"Replicas share the {self.shard}, but memory may be paged too, and its parts are "
                 "not paged. Leave out one of the two."
             )
         for rule, steps in self.penalties.items():
