@@ -24,7 +24,7 @@ TAKEN_AFTER = 3
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a rank saw: of every batch the loss, the verdict and the weights after it; a snapshot on the way
-    and one at the end; the loss of an evaluation, and what its stages keep.
+    and one at the end; all that it held then; the loss of an evaluation, and what its stages keep.
     """
 
     losses: list[float]
@@ -33,23 +33,26 @@ class Seen:
     weights: list[dict[str, Tensor]]
     amid: Snapshot | None
     end: Snapshot
+    held: Snapshot
     evaluated: float
     memory: list[BankMemory]
 
 
-def train(model: Model, setting: Setting, data: Sequence[Batch], saved: Snapshot | None = None) -> list[Seen]:
+def train(
+    model: Model, setting: Setting, data: Sequence[Batch], saved: Sequence[Snapshot] = ()
+) -> list[Seen]:
     fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
 
     def work(rank: int) -> Seen:
         pipeline = pipeline_of(model, setting, fabric.of(rank))
         try:
+            if saved:
+                pipeline.restore(saved[rank % len(saved)])
             return follow(pipeline)
         finally:
             pipeline.close()
 
     def follow(pipeline: Pipeline) -> Seen:
-        if saved is not None:
-            pipeline.restore(saved)
         results, weights, amid = [], [], None
         for result in pipeline.train(data):
             results.append(result)
@@ -64,6 +67,7 @@ def train(model: Model, setting: Setting, data: Sequence[Batch], saved: Snapshot
             weights,
             amid,
             end,
+            pipeline.snapshot(all_held=True),
             pipeline.evaluate(data[:1]).loss,
             [stage.banks.memory() for stage in pipeline.stages.values()],
         )
@@ -158,12 +162,27 @@ def test_going_on_from_a_snapshot_with_it_or_without_is_never_having_stopped(sch
         (shared, saved),
         (shared, together([one.amid for one in expected])),
     ):
-        rest = train(model, setting, data[TAKEN_AFTER:], snapshot)
+        rest = train(model, setting, data[TAKEN_AFTER:], [snapshot])
         assert rest[0].losses == expected[0].losses[TAKEN_AFTER:]
         assert_alike(rest[0].weights[-1], expected[0].weights[-1])
     if schedule == "2bw":  # trial versions are of each replica, and others begin with the newest weights
-        rest = train(model, replace(shared, plan=plan_for(schedule, width=3)), data[TAKEN_AFTER:], saved)
+        rest = train(model, replace(shared, plan=plan_for(schedule, width=3)), data[TAKEN_AFTER:], [saved])
         assert rest[0].losses == pytest.approx(expected[0].losses[TAKEN_AFTER:], rel=1e-12)
+
+
+def test_the_schedule_can_change_on_the_way() -> None:
+    """As it does after a delay warm-up: each rank makes its next pipeline from all that it held."""
+    text = gpt("layers=3,tied=false", "bfloat16")
+    model = replace(text, weights={name: one.float() for name, one in text.weights.items()})
+    data, seen = token_batches(8, 5), []
+    for shard in ("none", "optimizer"):
+        first = Setting(plan_for("1f1b", width=2), bank_dtype=torch.bfloat16, shard=shard)
+        held = [one.held for one in train(model, first, data[:2])]
+        seen.append(train(model, replace(first, plan=plan_for("2bw-fresh", width=2)), data[2:], held))
+    expected, found = seen
+    assert found[0].losses == expected[0].losses
+    for one, other in zip(found, expected, strict=True):
+        assert_alike(one.weights[-1], other.weights[-1])
 
 
 def test_what_does_not_go_with_it_is_refused_in_a_sentence() -> None:

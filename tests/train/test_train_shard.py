@@ -1,4 +1,4 @@
-"""`bireme train` with replicas that share an optimiser: a plain run's losses, and checkpoints for any number."""
+"""`bireme train` with replicas that share an optimiser: losses of a plain run, and checkpoints for any."""
 
 import json
 from pathlib import Path

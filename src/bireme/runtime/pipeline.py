@@ -49,7 +49,7 @@ from bireme.runtime.quorum.agreement import Agreement, Donations, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
-from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
+from bireme.runtime.runnable import AnyPlan, halfway, runnable, unhurried, work_of
 from bireme.runtime.sharers import check_shared, sharers_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
@@ -138,6 +138,9 @@ class Pipeline:
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan)
+        sharers = sharers_of(shard, self.layout)
+        if sharers is not None:
+            self.plan = halfway(plan, self.plan)
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
@@ -159,7 +162,6 @@ class Pipeline:
                 f'The plan pages, which keeps gradients whole, and gradients are kept as "{gradient}". Leave '
                 "out one of the two."
             )
-        sharers = sharers_of(shard, self.layout)
         if shard != "none":
             check_shared(
                 {

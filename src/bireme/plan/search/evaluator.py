@@ -368,7 +368,7 @@ class PlanEvaluator:
         """The seconds that each stage's tied parameters take to sum, and the bytes of its other gradients."""
         num_stages = draft.outline.num_stages
         tied_s = [0.0] * num_stages
-        reduced = list(self._reduce_bytes(draft))
+        reduced = list(self._reduce_bytes(draft, before_update=True))
         share = reduce_share(self._problem.request, draft.outline.width)
         for holders, ring in rings:
             for stage in holders:
@@ -376,10 +376,10 @@ class PlanEvaluator:
                 reduced[stage] = max(reduced[stage] - share * ring.num_bytes, 0.0)
         return tuple(tied_s), tuple(reduced)
 
-    def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
+    def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        costs = self._work(draft, draft.outline.sizes[0]).costs
-        return sync_bytes(costs, self._problem.request, draft.outline.width, draft.rule)
+        costs, width = self._work(draft, draft.outline.sizes[0]).costs, draft.outline.width
+        return sync_bytes(costs, self._problem.request, width, draft.rule, before_update=before_update)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
         costs = [self._work(draft, size).costs for size in draft.outline.sizes]

@@ -37,14 +37,19 @@ def reduce_share(request: PlanRequest, width: int) -> float:
     return request.sums.hop_share(width)
 
 
-def sync_bytes(costs: Costs, request: PlanRequest, width: int, rule: Rule) -> tuple[float, ...]:
+def sync_bytes(
+    costs: Costs, request: PlanRequest, width: int, rule: Rule, *, before_update: bool = False
+) -> tuple[float, ...]:
     """What each replica sends on of every stage in a batch: for sums, and for what it makes for the others.
 
-    Under the FRESH rule that is for trial steps: gradients, and the weights that come of them.
+    Under the FRESH rule that is for trial steps: gradients, and the weights that come of them. With
+    `before_update` it is what an UPDATE waits for. Under the DELAYED rule weights travel after it, and nobody
+    waits for them but where they are more than a link carries in a batch; under the others it makes no
+    difference to the next forward whether they go before or after.
     """
     share = reduce_share(request, width)
     sums = tuple(share * one for one in costs.gradient_bytes)
-    if request.num_sharers(width) == 1:
+    if request.num_sharers(width) == 1 or (before_update and rule is Rule.DELAYED):
         return sums
     made = zip(sums, costs.gradient_bytes, costs.weight_bytes, strict=True)
     return tuple(
