@@ -333,8 +333,9 @@ class WeightBanks:
         with self._memory.opened(Item.OPTIMIZER):
             for store in self._stores:
                 store.put_apart(parameters)
-            newest = (self._stepped if self.shared is None else self._banks)[version % len(self._banks)]
-            self._stepper.load_state_dict(optimizer_state, newest)
+            bank = version % len(self._banks)
+            whole = (self._stepped if self.shared is None else self._banks)[bank]
+            self._stepper.load_state_dict(optimizer_state, whole, self._stepped[bank])
 
     def memory(self) -> BankMemory:
         """What all this takes now; an optimiser takes its share at its first step."""

@@ -193,11 +193,14 @@ class Stepper:
                 found.setdefault(name, {}).update({f"{GROUP}{key}": value for key, value in changed.items()})
         return found
 
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]], parameters: Tensors) -> None:
+    def load_state_dict(
+        self, states: Mapping[str, Mapping[str, Any]], parameters: Tensors, stepped: Tensors | None = None
+    ) -> None:
         """Take over copies of the entries of `states` under this stepper's names; the others are not for it.
 
         A parameter without an entry starts anew, as one that has never had a gradient. The factory is called
-        again to that end, with `parameters`. Where it steps parts, states are of its pieces.
+        again to that end, with `parameters`. Where it steps parts, states are of its pieces, and so are those
+        that are `stepped`.
         """
         self._homes = self._owned(self._made(parameters))
         self._states = {}
@@ -210,7 +213,7 @@ class Stepper:
                     remembered = key.removeprefix(GROUP)
                     group[remembered] = _as_before(value, group.get(remembered))
                 else:
-                    own[key] = _adopted(key, value, home, parameters[name])
+                    own[key] = _adopted(key, value, home, (stepped or parameters)[name])
             if own:
                 self.keep(Stepped(home, parameters[name], parameters[name], own))
 
