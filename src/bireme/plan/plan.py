@@ -45,7 +45,8 @@ class Plan:
     there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of
     the borders, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
     a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
-    nothing does.
+    nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
+    share an optimiser.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -63,6 +64,7 @@ class Plan:
     codecs: tuple[BorderCodecs, ...] = ()
     sweep: Count = 1
     paging: Paging | None = None
+    updates_halfway: bool = False
 
     def __post_init__(self) -> None:
         num_ranks = self.by_program.source.num_ranks
@@ -172,4 +174,5 @@ def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
         recompute=plan.recompute,
         first_batch=first_batch,
         updates_early=plan.is_early,
+        updates_halfway=plan.updates_halfway,
     )
