@@ -81,11 +81,12 @@ def sync_document(request: PlanRequest) -> dict[str, Any]:
     gradients' bytes.
     """
     sums = request.sums
-    return {
+    found: dict[str, Any] = {
         "codec": str(sums.codec),
         "message_share": sums.message_share,
         "kept_share": sums.kept_share,
     }
+    return found if request.shard == "none" else found | {"shard": request.shard}
 
 
 def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = ()) -> dict[str, Any]:

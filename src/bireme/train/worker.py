@@ -342,6 +342,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         gradient=run.training.gradient,
         gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
+        shard=run.memory.shard,
         paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
         agreement=None if part.member is None else part.member.agreement,
     )
