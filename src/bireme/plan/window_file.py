@@ -1,4 +1,4 @@
-"""The windows of a plan that pages, in a file: who starts a run plans the copies once, and its ranks read them.
+"""The windows of a plan that pages, in a file: who starts a run plans copies once, and its ranks read them.
 
 A file of another plan, or one that lacks a window, does no harm: what it does not say is planned.
 """
@@ -41,7 +41,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A track, and on which tier each chunk of its rank lies when the window begins; None if it pages none."""
+    """A track, and on which tier each chunk lies when the window begins; None where the rank pages none."""
 
     head: tuple[_Row, ...]
     body: tuple[_Row, ...]
