@@ -30,11 +30,27 @@ from tests.support.plain_eviction import plain_decide
 CHUNK = 64
 
 
-def sizes(num_stages: int, chunks: tuple[int, int, int, int], *, master: bool = True) -> Sizes:
-    """Weights, gradients, optimiser and stash of every stage, in chunks; messages have half a chunk."""
+def sizes(
+    num_stages: int, chunks: tuple[int, int, int, int], *, master: bool = True, frozen: int = 0
+) -> Sizes:
+    """Weights, gradients, optimiser, stash and frozen weights of every stage, in chunks; messages have half a
+    chunk.
+    """
     weights, gradient, optimizer, stash = ((one * float(CHUNK),) * num_stages for one in chunks)
     message = (CHUNK / 2,) * num_stages
-    return Sizes(weights, gradient, optimizer, stash, message, message, message, master)
+    still = (frozen * float(CHUNK),) * num_stages
+    return Sizes(
+        weights,
+        gradient,
+        optimizer,
+        stash,
+        message,
+        message,
+        message,
+        master,
+        buffers=still,
+        frozen=still,
+    )
 
 
 def peak(program: Program, of: Sizes) -> float:
@@ -81,7 +97,7 @@ def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
         draw(st.integers(0, 4)),
         draw(st.integers(0, 3)),
     )
-    of = sizes(stages, counts, master=draw(st.booleans()))
+    of = sizes(stages, counts, master=draw(st.booleans()), frozen=draw(st.integers(0, 3)))
     share = draw(st.floats(0.1, 1.0))
     host = draw(st.sampled_from((None, 0.0, 0.3, 0.6)))
     whole = peak(program, of)
@@ -286,8 +302,9 @@ class Machine:
                     for memory in self.memory:
                         memory.pop(chunk, None)
         for chunk, value in self.truth.items():
-            if chunk.item is Item.OPTIMIZER and value not in (memory.get(chunk) for memory in self.memory):
-                raise HarmError("the optimiser is lost")
+            lasts = chunk.item in (Item.OPTIMIZER, Item.FROZEN)
+            if lasts and value not in (memory.get(chunk) for memory in self.memory):
+                raise HarmError("what outlives the window is lost")
 
     def _copy(self, step: Instruction) -> None:
         assert step.page is not None
@@ -345,15 +362,17 @@ def mutated(program: Program) -> Iterator[Program]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "budgets"),
+    ("name", "budgets", "frozen"),
     [
-        ("1f1b", Budgets(12 * CHUNK)),
-        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK)),
-        ("2bw-fresh", Budgets(14 * CHUNK)),
+        ("1f1b", Budgets(12 * CHUNK), 0),
+        ("1f1b", Budgets(13 * CHUNK), 2),
+        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK), 0),
+        ("2bw-fresh", Budgets(14 * CHUNK), 0),
     ],
 )
-def test_one_mistake_that_does_harm_is_found_and_no_other(name: str, budgets: Budgets) -> None:
-    program = page(parts(name, 2, 2, per_rank=2), sizes(2, (2, 2, 5, 1)), budgets, chunk_bytes=CHUNK)
+def test_one_mistake_that_does_harm_is_found_and_no_other(name: str, budgets: Budgets, frozen: int) -> None:
+    of = sizes(2, (2, 2, 5, 1), frozen=frozen)
+    program = page(parts(name, 2, 2, per_rank=2), of, budgets, chunk_bytes=CHUNK)
     assert program.tiers
     assert not does_harm(program)
     verdicts = [(check(wrong).ok, does_harm(wrong)) for wrong in mutated(program)]

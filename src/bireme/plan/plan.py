@@ -116,6 +116,14 @@ class Plan:
             LinkCodecs.steady(self.codecs),
         )
 
+    def on_pages(self, page_bytes: int) -> "Plan":
+        """The plan where memory is mapped in pages of so many bytes: each chunk is a whole number of them."""
+        found = [0 if one is None else one.chunk_bytes for one in _cut(self)]
+        if self.paging is None or not any(size % page_bytes for size in found):
+            return self
+        sizes = tuple(-(-size // page_bytes) * page_bytes for size in found)
+        return replace(self, paging=replace(self.paging, chunk_bytes=sizes))
+
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""
         return self.source.program(num_batches, first_batch)

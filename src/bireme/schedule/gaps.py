@@ -4,10 +4,11 @@ Every copy between tiers costs the same: an evicted gap costs a copy out where n
 copy in where its content is read at its end.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bireme.schedule.accesses import Access
+from bireme.schedule.instruction import Item
 from bireme.schedule.tiers import Chunk
 
 __all__ = ["Choice", "Gap", "gaps_of", "num_copies", "settle"]
@@ -45,9 +46,10 @@ class Gap:
     def may_be_copied(self) -> bool:
         """Whether its eviction costs a copy out, unless a valid copy is below.
 
-        What begins the window in the tier below has one there.
+        What begins the window in the tier below has one there, and frozen weights that are ever evicted do:
+        `settle` lets them.
         """
-        return self.is_read and self.before is not None
+        return self.is_read and self.before is not None and self.chunk.item is not Item.FROZEN
 
     def end(self, num_steps: int) -> int:
         """The step of the access after."""
@@ -104,13 +106,19 @@ def num_copies(gaps: Iterable[Gap]) -> int:
     return sum(gap.is_fetched + gap.is_copied for gap in gaps if gap.is_evicted)
 
 
-def settle(gaps: Iterable[Gap], choices: Mapping[Hashable, Choice], num_steps: int) -> None:
-    """Write down in each gap what becomes of it."""
+def settle(gaps: Sequence[Gap], choices: Mapping[Hashable, Choice], num_steps: int) -> None:
+    """Write down in each gap what becomes of it.
+
+    Frozen weights that are ever evicted begin below: there is a valid copy from then on.
+    """
+    below = {gap.chunk for gap in gaps if gap.chunk.item is Item.FROZEN and gap.group in choices}
     clean: set[int] = set()
     for gap in gaps:
         choice = choices.get(gap.group)
         gap.lead = choice.lead if choice is not None and gap.is_fetched else 0
         gap.is_evicted = choice is not None and gap.end(num_steps) - gap.start - 1 > gap.lead
+        if gap.before is None and gap.chunk in below and not gap.is_evicted:
+            gap.is_evicted, gap.lead = True, gap.end(num_steps)
         gap.is_copied = gap.is_evicted and gap.may_be_copied and gap.chain not in clean
         if gap.is_evicted:
             clean.add(gap.chain)

@@ -24,7 +24,7 @@ def chunk_of(program: Program, step: Instruction) -> Chunk:
     match step.page.item:
         case Item.WEIGHTS:
             number = (step.version or 0) % program.banks[step.stage]
-        case Item.OPTIMIZER:
+        case Item.OPTIMIZER | Item.FROZEN:
             number = 0
         case Item.GRADIENT if program.rule is not Rule.STASHED:
             number = step.batch
@@ -77,8 +77,8 @@ class Holding:
     def finish(self) -> Iterator[str]:
         """What must be there after the window for training to go on."""
         for chunk in sorted(self.lost):
-            if chunk.item is Item.OPTIMIZER:
-                yield f"Chunk {chunk.chunk} of the optimiser of stage {chunk.stage} is lost: no tier has it."
+            if chunk.item in (Item.OPTIMIZER, Item.FROZEN):
+                yield f"Chunk {chunk.chunk} of {_told(chunk)} is lost: no tier has it."
 
     def _use(self, step: Instruction, use: Use, chunk: Chunk) -> Iterator[str]:
         tiers = self.where.get(chunk)
@@ -161,4 +161,6 @@ def _told(chunk: Chunk) -> str:
             return f"bank {chunk.number} of the weights of stage {chunk.stage}"
         case Item.OPTIMIZER:
             return f"the optimiser of stage {chunk.stage}"
+        case Item.FROZEN:
+            return f"the frozen weights of stage {chunk.stage}"
     return f"{chunk.item} {chunk.number} of stage {chunk.stage}"

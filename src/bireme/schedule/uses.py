@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
-from bireme.schedule.instruction import Instruction, Item, Kind
+from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers
@@ -41,6 +41,8 @@ class Use(NamedTuple):
 def uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
     """The items that must be on the device while a step runs; `master` as in `RankTiers`."""
     stage = step.stage
+    if step.kind in COMPUTE:
+        yield Use(Item.FROZEN, stage, 0, Mode.READ)
     match step.kind:
         case Kind.FORWARD:
             yield _weights(program, step, Mode.READ)
