@@ -24,6 +24,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, saved_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, find_resident, forecast_of, timeline_of
+from bireme.plan.search.stage_memory import stage_memory
 from bireme.plan.single_ways import with_single_ways
 from bireme.plan.tier_limits import TierLimits
 from bireme.plan.window_file import read_windows, write_windows
@@ -191,7 +192,13 @@ def test_an_explanation_says_what_each_way_to_save_memory_would_take_alone() -> 
     assert tuple(ways)[-1] == "room for everything"
     for words in names:
         assert (ways[words].candidate is None) == bool(ways[words].refusal)
+    stages = stage_memory(answer.best.plan, PROFILE, cluster(), asked)
+    moved = sum(tier.predicted_bytes_moved for tier in answer.best.forecast.tiers)
+    assert sum(sum(one.copied_bytes.values()) for one in stages) == moved > 0
+    assert all((one.copies_s > 0) == bool(one.copied_bytes) for one in stages)
+    assert all(one.recomputes == (one.stage in answer.best.plan.recompute) for one in stages)
     off = found(None)
+    assert stage_memory(off.best.plan, PROFILE, cluster(), asked) == ()
     assert with_single_ways(PROFILE, cluster(), request(None), off, find_resident) is off
 
 
