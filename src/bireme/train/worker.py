@@ -12,6 +12,7 @@ from bireme.balance.slow_stage import StageWatch
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
@@ -200,6 +201,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         writer = open_writer(checkpoint, world.store)
     else:
         writer = LeaderWriter(
+            folder.checkpoints(run),
             lambda number: open_writer(
                 newest_good(folder.checkpoints(run)), PrefixStore(f"writer {number}", world.store)
             ),
@@ -219,7 +221,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             first_delayed_step=begin,
-            not_saved=_not_saved(part, pipeline),
+            not_saved=_in_base(part, pipeline.graph),
             notes=() if log is None else data_notes(part.data),
             replicas=ReplicaNotes(
                 _stage_watch(part, saved.plan, pipeline),
@@ -250,7 +252,14 @@ def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Par
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     member = Replica(
-        part.world, order, plan.width, part.run.training.batch_size, spare=spare, balances=balances
+        part.world,
+        order,
+        plan.width,
+        part.run.training.batch_size,
+        spare=spare,
+        balances=balances,
+        compare_every=part.run.sync.compare_every,
+        rebuilt=_in_base(part, load_graph(part.folder.graph)),
     )
     alone = replace(
         plan,
@@ -386,9 +395,9 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     )
 
 
-def _not_saved(part: _Part, pipeline: Pipeline) -> frozenset[str]:
-    """The weights that checkpoints leave out, because they are in the run's base."""
-    return frozenset() if load_base(part.folder.base) is None else names_in_base(pipeline.graph)
+def _in_base(part: _Part, graph: Graph) -> frozenset[str]:
+    """The weights that checkpoints and replicas that heal do without, because they are in the run's base."""
+    return frozenset() if load_base(part.folder.base) is None else names_in_base(graph)
 
 
 def _identity(part: _Part) -> DataIdentity:

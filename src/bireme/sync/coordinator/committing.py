@@ -91,6 +91,7 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
     for one in {replica for replica, _ in pool.deals}:
         pool = pool.with_returned(one, below=batch + 1)
     lines.append(_line(membership.epoch, batch, grant.attempt, replicas, samples, pool))
+    pool = replace(pool, returned=0)
     busy = {
         one: max((_at(report, grant.line).busy_s for report in _reports(state, one)), default=0.0)
         for one in replicas
@@ -111,6 +112,7 @@ def with_trained(state: State, num_parts: int, lines: Lines) -> State:
             samples = pool.deals[replica, batch]
             pool = pool.without_deal(replica, batch)
             lines.append(_line(state.membership.epoch, batch, 0, (replica,), (samples,), pool))
+            pool = replace(pool, returned=0)
     return state if pool is state.pool else replace(state, pool=pool)
 
 
@@ -203,7 +205,7 @@ def _line(
     samples: tuple[tuple[Samples, ...], ...],
     pool: Pool,
 ) -> Committed:
-    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open)
+    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open, pool.returned)
 
 
 def _num_samples(state: State, line: Line, member: Member) -> int:

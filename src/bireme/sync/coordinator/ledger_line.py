@@ -37,7 +37,9 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A batch counts: `samples` of each of its `members`; `fresh` and `open` as they are after it."""
+    """A batch counts: `samples` of each of its `members`; `fresh` and `open` as they are after it. So many
+    samples were `returned` since the batch before, to be dealt again.
+    """
 
     epoch: int
     batch: int
@@ -46,6 +48,7 @@ class Committed:
     samples: tuple[tuple[Samples, ...], ...]
     fresh: int
     open: tuple[Samples, ...]
+    returned: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -63,6 +66,7 @@ class Committed:
             "samples": [_pairs(own) for own in self.samples],
             "fresh": self.fresh,
             "open": _pairs(self.open),
+            "returned": self.returned,
         }
 
 
