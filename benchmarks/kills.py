@@ -9,8 +9,8 @@ follows once all replicas train again. At the end the run is asked to stop, and 
 checkpoint is killed while it does so.
 
 Each run must end with status 0, with a checkpoint of its last step, every sample in one committed round at
-most, the losses of one process on the samples of the ledger, no replica with other weights than its peers, and
-no process left over. In the median a batch of the others counts within one and a half leases of a kill.
+most, the losses of one process on the samples of the ledger, no replica with other weights than its peers,
+and no process left over. In the median a batch of the others counts within one and a half leases of a kill.
 """
 
 import os
@@ -69,9 +69,7 @@ def walk_through(run: MortalRun, walk: Walk) -> Iterator[dict[str, Any]]:
         replica, stage = number % walk.replicas, number // walk.replicas % 2
         stops = number % STOP_EVERY == STOP_EVERY - 4
         began = len(run.rounds)
-        run.order(
-            replica, stage, (number + 1) * SPREAD % 1, signal.SIGSTOP if stops else signal.SIGKILL
-        )
+        run.order(replica, stage, (number + 1) * SPREAD % 1, signal.SIGSTOP if stops else signal.SIGKILL)
         hit = run.hit()
         with_coordinator = number % COORDINATOR_EVERY == COORDINATOR_EVERY - 1
         if with_coordinator:
@@ -142,10 +140,14 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
     for row in rows:
         walk = f"{row['walk']}, {row['kills']} kills"
         yield exactly(f"{walk}: status", row["status"], 0)
-        yield exactly(f"{walk}: the last checkpoint is of the last step", row["checkpoint"] == row["steps"], True)
+        yield exactly(
+            f"{walk}: the last checkpoint is of the last step", row["checkpoint"] == row["steps"], True
+        )
         yield exactly(f"{walk}: the ledger has each sample once", row["ledger_is_whole"], True)
         yield at_most(
-            f"{walk}: losses, difference from one process", row["greatest_difference_of_losses"], MOST_DIFFERENCE
+            f"{walk}: losses, difference from one process",
+            row["greatest_difference_of_losses"],
+            MOST_DIFFERENCE,
         )
         yield exactly(f"{walk}: replicas with other weights", row["other_weights"], 0)
         yield exactly(f"{walk}: processes left over", row["orphans"], 0)
@@ -156,9 +158,7 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
 def walked(walk: Walk) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with (
         TemporaryDirectory() as folder,
-        mortal_run(
-            Path(folder), walk.replicas, 2, walk.schedule, lease_s=LEASE_S, pace_s=PACE_S
-        ) as run,
+        mortal_run(Path(folder), walk.replicas, 2, walk.schedule, lease_s=LEASE_S, pace_s=PACE_S) as run,
     ):
         kills = list(walk_through(run, walk))
         return row_of(walk, kills, run, ended(run)), kills

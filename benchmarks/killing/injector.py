@@ -1,8 +1,8 @@
 """The model and the data of runs in which ranks die, and what kills them there. Each rank imports this file.
 
-Who watches a run writes an order: which rank, after which part of the instructions of one of its next batches,
-and which signal. The rank sends that to itself right before the instruction, and says before in which it was.
-An order may also be for the moment in which the rank has written its part of a checkpoint.
+Who watches a run writes an order: which rank, after which part of the instructions of one of its next
+batches, and which signal. The rank sends that to itself right before the instruction, and says before that
+where it is. An order may also be for the moment in which it has written its part of a checkpoint.
 
     ORDERS/order.json    {"number": 3, "replica": 1, "stage": 0, "at": 0.4, "signal": 9}
     ORDERS/hit-3.json    {"pid": 4711, "where": "B5.1", "life": 2}

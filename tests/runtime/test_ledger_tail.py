@@ -22,7 +22,8 @@ def test_what_is_added_to_a_ledger_is_counted_once_and_what_is_undone_is_not(tmp
     tail = LedgerTail(path)
 
     with path.open("a") as file:
-        file.write(line("start", 1) + committed(1, 0, 1) + committed(2, 1, epoch=2, returned=4) + '{"kind": "rou')
+        file.write(line("start", 1) + committed(1, 0, 1) + committed(2, 1, epoch=2, returned=4))
+        file.write('{"kind": "rou')
     assert tail.read() == (1,)
     assert (tail.num_rounds, tail.num_committed, tail.num_redone, tail.num_epochs) == (2, 12, 4, 2)
     assert tail.read() == ()

@@ -81,11 +81,15 @@ def losses_of_one_process(run: Path, ledger: list[dict[str, Any]]) -> list[float
 
 
 def test_a_run_goes_on_when_one_rank_is_killed_and_another_one_is_stopped(tmp_path: Path) -> None:
-    """Each comes back with its replica. One process learns the same of the ledger's samples."""
+    """Each comes back with its replica, though the first start of one fails by what is told as a mistake. One
+    process learns the same of the ledger's samples.
+    """
+    mistake = tmp_path / "mistake"
     path, run = write_quorum(tmp_path, lease_s=2.0), tmp_path / "runs" / "run"
     more = settings(training__steps=5000, cluster__timeout_s=16)
-    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as train:
+    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S, mistake=mistake) as train:
         train.wait_for_step(4)
+        mistake.touch()
         os.kill(train.ranks[-1], signal.SIGKILL)
         train.wait_for_words("Replica 1 is back")
         os.kill(train.ranks[0], signal.SIGSTOP)
@@ -97,6 +101,8 @@ def test_a_run_goes_on_when_one_rank_is_killed_and_another_one_is_stopped(tmp_pa
     assert document["reason"] == "signal"
     assert document["checkpoint"] == document["steps"]
     assert "killed by signal 9" in ended.err
+    assert "The samples are out of reach. The run goes on with replica 0" in ended.err
+    assert "has other weights" not in ended.err
     members = [one["members"] for one in document["membership"]]
     assert members[0] == members[-1] == [0, 1]
     assert [one for one in members if len(one) == 1] == [[0], [1]]
@@ -104,6 +110,7 @@ def test_a_run_goes_on_when_one_rank_is_killed_and_another_one_is_stopped(tmp_pa
     assert (sync["mode"], sync["rounds"], document["steps"]) == ("quorum", len(ledger), len(ledger))
     places = [place for line in ledger for own in line["samples"] for one in own for place in range(*one)]
     assert len(set(places)) == len(places) == sync["samples_committed"]
+    assert sync["samples_redone"] == sum(line["returned"] for line in ledger)
     assert sync["epochs"] >= 5
     found = losses(run)
     expected = losses_of_one_process(run, ledger)

@@ -64,7 +64,6 @@ class Agreement:
             tied=TiedSums(tied),
         )
 
-
     def before_updates(
         self, reducer: QuorumReducer, stages: Mapping[int, Stage], device: torch.device, scale: ClipScale
     ) -> BeforeUpdate:

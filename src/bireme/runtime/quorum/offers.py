@@ -1,5 +1,6 @@
-"""What a rank has for the ranks of its stage in other replicas: committed sums, and snapshots to heal from."""
+"""What a rank has for those of its stage in other replicas: committed sums, and snapshots to heal from."""
 
+import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -123,9 +124,9 @@ def summed_in(words: Mapping[str, Any]) -> Summed:
 
 def _has_hung_up(made: socket.socket) -> bool:
     """Whether the other end is gone, which says nothing once it has asked."""
+    poller = select.poll()
+    poller.register(made, select.POLLIN)
     try:
-        return not made.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
+        return bool(poller.poll(0)) and not made.recv(1, socket.MSG_PEEK)
     except OSError:
         return True

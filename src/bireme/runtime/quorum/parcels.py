@@ -49,9 +49,8 @@ def send_named(
 
 
 class Parcel:
-    """A parcel that comes on a connection. `look` is called while nothing moves; what it raises ends the wait.
-
-    Once it has begun to come, nothing may move for `timeout_s` at most.
+    """A parcel that comes on a connection. `look` is called while nothing moves, and ends the wait by what it
+    raises. Once the parcel has begun to come, nothing may move for `timeout_s` at most.
     """
 
     def __init__(self, made: socket.socket, look: Callable[[], None], *, timeout_s: float) -> None:

@@ -66,9 +66,7 @@ class Switchboard:
         self.drop(replica)
         if come is None:
             calls = self._own.replica > replica
-            come = (
-                self._call(replica, address, LINE, check) if calls else self._awaited(replica, life, check)
-            )
+            come = self._call(replica, address, LINE, check) if calls else self._awaited(replica, life, check)
         line = PeerLine(replica, come)
         self._lines[replica] = life, line
         return line

@@ -19,8 +19,8 @@ __all__ = ["NO_DIGEST", "Digest", "OtherWeightsError", "check_same", "differing"
 SLICE = 1 << 20
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number, so that no bit of what it multiplies is lost."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Of so many bytes; others are taken in eights."""
+INTEGERS = {1: torch.uint8, 2: torch.int16}
+"""What elements of so many bytes count as; longer ones are taken in fours, so that no product is cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,15 @@ class OtherWeightsError(Exception):
 def digest_of(tensors: Mapping[str, Tensor]) -> int:
     """64 bits, others wherever a single bit of a tensor is another one; the same on all devices.
 
-    Each element counts as an integer, times an odd factor of its place; sums are modulo 2^64, so their order
-    changes nothing.
+    Each element counts as an integer of 32 bits at most, times an odd factor of its place; sums are modulo
+    2^64, so their order changes nothing.
     """
     total = 0
     for name in sorted(tensors):
         flat = tensors[name].detach().reshape(-1)
-        flat = flat.view(INTEGERS.get(flat.itemsize, torch.int64))
-        factors = torch.arange(1, min(flat.numel(), SLICE) + 1, device=flat.device).mul_(FACTOR).bitwise_or_(1)
+        flat = flat.view(INTEGERS.get(flat.itemsize, torch.int32))
+        factors = torch.arange(1, min(flat.numel(), SLICE) + 1, device=flat.device)
+        factors.mul_(FACTOR).bitwise_or_(1)
         found = torch.zeros((), dtype=torch.int64, device=flat.device)
         for piece in flat.split(SLICE) if flat.numel() else ():
             found = found * FACTOR + (piece.to(torch.int64) * factors[: piece.numel()]).sum()
