@@ -9,8 +9,9 @@ follows once all replicas train again. At the end the run is asked to stop, and 
 checkpoint is killed while it does so.
 
 Each run must end with status 0, with a checkpoint of its last step, every sample in one committed round at
-most, the losses of one process on the samples of the ledger, no replica with other weights than its peers,
-and no process left over. In the median a batch of the others counts within one and a half leases of a kill.
+most, the losses of one process on the samples of the ledger (to rounding, in float32), no replica with other
+weights than its peers, and no process left over. In the median a batch of the others counts within one and a
+half leases of a kill.
 """
 
 import os
@@ -42,7 +43,7 @@ PACE_S = 0.002
 SPREAD = 0.618034
 """Of places in a batch: multiples of it, without their whole part, come close to every place."""
 STOP_EVERY, COORDINATOR_EVERY = 5, 9
-MOST_LEASES, MOST_DIFFERENCE = 1.5, 1e-9
+MOST_LEASES, MOST_DIFFERENCE = 1.5, 1e-5
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ SLICE = 1 << 20
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number, so that no bit of what it multiplies is lost."""
 INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""What elements of so many bytes count as; longer ones are taken in fours, so that no product is cut short."""
+"""What elements of so many bytes count as. Longer ones count as fours, so that no product is cut short."""
 
 
 @dataclass(frozen=True, slots=True)
