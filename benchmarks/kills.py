@@ -4,9 +4,9 @@
 
 With `sync.mode = "quorum"` and two and three replicas of two stages. A rank kills itself (SIGKILL), or stops
 (SIGSTOP) until its lease has been over for long, right before some instruction of a batch: in turns on each
-rank, at places that spread over the batch. Now and then the coordinator is killed as well. The next one
-follows once all replicas train again. At the end the run is asked to stop, and the rank that saves the last
-checkpoint is killed while it does so.
+rank, at places that spread over the batch. Now and then the coordinator is killed as well, or the next start
+of the replica fails by what is told as a mistake. The next one follows once all replicas train again. At the
+end the run is asked to stop, and the rank that saves the last checkpoint is killed while it does so.
 
 Each run must end with status 0, with a checkpoint of its last step, every sample in one committed round at
 most, the losses of one process on the samples of the ledger (to rounding, in float32), no replica with other
@@ -42,7 +42,7 @@ AWAKE_LEASES = 1.75
 PACE_S = 0.002
 SPREAD = 0.618034
 """Of places in a batch: multiples of it, without their whole part, come close to every place."""
-STOP_EVERY, COORDINATOR_EVERY = 5, 9
+STOP_EVERY, COORDINATOR_EVERY, MISTAKE_EVERY = 5, 9, 11
 MOST_LEASES, MOST_DIFFERENCE = 1.5, 1e-5
 
 
@@ -69,7 +69,9 @@ def walk_through(run: MortalRun, walk: Walk) -> Iterator[dict[str, Any]]:
     for number in range(walk.kills):
         replica, stage = number % walk.replicas, number // walk.replicas % 2
         stops = number % STOP_EVERY == STOP_EVERY - 4
-        began = len(run.rounds)
+        began, is_mistaken = len(run.rounds), number % MISTAKE_EVERY == 0
+        if is_mistaken:
+            run.mistake()
         run.order(replica, stage, (number + 1) * SPREAD % 1, signal.SIGSTOP if stops else signal.SIGKILL)
         hit = run.hit()
         with_coordinator = number % COORDINATOR_EVERY == COORDINATOR_EVERY - 1
@@ -88,6 +90,7 @@ def walk_through(run: MortalRun, walk: Walk) -> Iterator[dict[str, Any]]:
             "life": hit.life,
             "signal": "SIGSTOP" if stops else "SIGKILL",
             "coordinator_too": with_coordinator,
+            "mistake_after": is_mistaken,
             "before": hit.where,
             "next_batch_s": others.at_s - hit.at_s,
             "whole_again_s": whole.at_s - hit.at_s,
@@ -156,18 +159,16 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
         yield at_most(f"{walk}: leases from a kill to the next batch, median", leases, MOST_LEASES)
 
 
-def walked(walk: Walk) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    with (
-        TemporaryDirectory() as folder,
-        mortal_run(Path(folder), walk.replicas, 2, walk.schedule, lease_s=LEASE_S, pace_s=PACE_S) as run,
-    ):
-        kills = list(walk_through(run, walk))
-        return row_of(walk, kills, run, ended(run)), kills
-
-
 def measure(asked: Namespace) -> Findings:
-    found = [walked(walk) for walk in (QUICK if asked.quick else WALKS)]
-    rows, kills = [row for row, _ in found], [one for _, own in found for one in own]
+    rows, kills = [], []
+    for walk in QUICK if asked.quick else WALKS:
+        with (
+            TemporaryDirectory() as folder,
+            mortal_run(Path(folder), walk.replicas, 2, walk.schedule, lease_s=LEASE_S, pace_s=PACE_S) as run,
+        ):
+            own = list(walk_through(run, walk))
+            rows.append(row_of(walk, own, run, ended(run)))
+            kills += own
     sections = [
         Section("Runs in which processes were killed", rows),
         Section("Each kill", kills),

@@ -11,15 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from benchmarks.killing.injector import ORDERS, PACE
+from benchmarks.killing.injector import MISTAKE, ORDERS, PACE
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph_file import load_graph
@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INJECTOR = "benchmarks.killing.injector"
 PATIENCE_S = 180.0
 """For whatever must happen; nothing is measured by it."""
+PARTING_S = 5.0
+"""For processes of the run to be gone once its first one is."""
 POLL_S = 0.01
 STEPS = 1_000_000
 """More than a run ever does before it is told to stop."""
@@ -117,13 +119,67 @@ class Ended:
     orphans: int
 
 
-class MortalRun:
-    """A run under way. What it says goes into files of its folder."""
+class Started(Protocol):
+    """A process, first of its group, and the files that its output goes into."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes], orders: Path) -> None:
+    pid: int
+    out: Path
+    err: Path
+
+    def poll(self) -> int | None:
+        """How it ended, or None."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its status, once it has ended. Raises a `TimeoutError`."""
+
+    def close(self) -> None:
+        """Kill it and all of its group."""
+
+
+class Python:
+    """`python WORDS…` in a group of its own."""
+
+    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
+        self.out, self.err = folder / "out", folder / "err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=folder,
+                stdout=out,
+                stderr=err,
+                env=os.environ | variables,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """How it ended, or None."""
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its status, once it has ended."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(str(error)) from None
+
+    def close(self) -> None:
+        """Kill it and all of its group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+Start = Callable[[Sequence[str], Path, Mapping[str, str]], Started]
+"""Starts `python` with these words, in a folder, with variables besides the others."""
+
+
+class MortalRun:
+    """A run under way."""
+
+    def __init__(self, folder: Path, process: Started, orders: Path) -> None:
         self.folder = folder / "runs" / "run"
         self.rounds: list[Round] = []
-        self._err, self._out = folder / "err", folder / "out"
         self._process, self._orders = process, orders
         self._num_orders = self._place = 0
 
@@ -187,28 +243,28 @@ class MortalRun:
     @property
     def said(self) -> str:
         """Its standard error so far."""
-        return self._err.read_text()
+        return self._process.err.read_text()
 
     def stop(self) -> None:
         """Ask it to end with a checkpoint."""
-        self._process.send_signal(signal.SIGTERM)
+        os.kill(self._process.pid, signal.SIGTERM)
+
+    def mistake(self) -> None:
+        """Let the next start of a rank fail by what is told as a mistake of the user."""
+        (self._orders / MISTAKE).touch()
 
     def ended(self) -> Ended:
         """What came of it, once it has ended."""
         try:
             status = self._process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             raise BiremeError(f"The run does not end. It said: {self.said}") from None
-        time.sleep(1.0)
+        ends_s = time.monotonic() + PARTING_S
+        while (left := len(self._group())) and time.monotonic() < ends_s:
+            time.sleep(POLL_S)
         self.read()
-        text = self._out.read_text()
-        return Ended(status, json.loads(text) if not status else {}, self.said, len(self._group()))
-
-    def close(self) -> None:
-        """See to it that no process of it is left."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        text = self._process.out.read_text()
+        return Ended(status, json.loads(text) if not status else {}, self.said, left)
 
     def _awaited(self, find: Any, what: str) -> Any:
         ends_s = time.monotonic() + PATIENCE_S
@@ -244,8 +300,9 @@ def mortal_run(
     pace_s: float = 0.0,
     samples: int = 8,
     save_every: int = 200,
+    start: Start = Python,
 ) -> Iterator[MortalRun]:
-    """Start a run of so many replicas, each with that share of a batch; none of it is left afterwards."""
+    """A run of so many replicas, each with that share of a batch; none of it is left afterwards."""
     orders = folder / "orders"
     orders.mkdir(parents=True)
     cuts = {1: (), 2: (2,)}[num_stages]
@@ -265,16 +322,11 @@ def mortal_run(
     (folder / "run.toml").write_text(text)
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     variables = {ORDERS: str(orders), PACE: str(pace_s), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", "bireme", "train", str(folder / "run.toml"), "--json"]
-    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=out, stderr=err, env=os.environ | variables, start_new_session=True
-        )
-    found = MortalRun(folder, process, orders)
+    process = start(["-m", "bireme", "train", str(folder / "run.toml"), "--json"], folder, variables)
     try:
-        yield found
+        yield MortalRun(folder, process, orders)
     finally:
-        found.close()
+        process.close()
 
 
 def losses_of_one_process(path: Path) -> list[float]:

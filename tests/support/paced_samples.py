@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.errors import BiremeError
-
 __all__ = [
     "GATE",
-    "MISTAKE",
     "PACE",
     "a_number",
     "broken",
@@ -34,9 +31,6 @@ PACE = "BIREME_TEST_PACE_S"
 GATE = "BIREME_TEST_GATE"
 """Names the variable with the file of a gate."""
 
-MISTAKE = "BIREME_TEST_MISTAKE"
-"""Names the variable with a file: who finds it removes it, and has no samples."""
-
 NUM_SAMPLES, LENGTH, VOCABULARY = 400, 32, 257
 
 
@@ -53,10 +47,6 @@ class Paced:
 
 
 def paced() -> Paced:
-    mistake = Path(os.environ.get(MISTAKE, os.devnull))
-    if mistake.is_file():
-        mistake.unlink(missing_ok=True)
-        raise BiremeError("The samples are out of reach.")
     return Paced()
 
 

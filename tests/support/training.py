@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.copies import Copy
-from tests.support.paced_samples import GATE, MISTAKE, PACE
+from tests.support.paced_samples import GATE, PACE
 from tests.support.patience import patience_s
 
 __all__ = [
@@ -219,14 +219,10 @@ class Gate:
 
 
 @contextmanager
-def running(
-    run: Path, *words: str, pace_s: float = 0.0, gate: Gate | None = None, mistake: Path | None = None
-) -> Iterator[Running]:
+def running(run: Path, *words: str, pace_s: float = 0.0, gate: Gate | None = None) -> Iterator[Running]:
     """`bireme WORDS…` beside the test; whatever is left of it after the context is killed."""
     folder = run.parent if run.parent.is_dir() else ROOT
     variables = {PACE: str(pace_s)} if gate is None else {GATE: str(gate.path)}
-    if mistake is not None:
-        variables[MISTAKE] = str(mistake)
     process = Copy(["-m", "bireme", *words], folder, variables=variables)
     try:
         yield Running(process, run, process.err)
