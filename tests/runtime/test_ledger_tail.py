@@ -29,9 +29,10 @@ def test_what_is_added_to_a_ledger_is_counted_once_and_what_is_undone_is_not(tmp
     assert tail.read() == ()
 
     text = path.read_text()
-    path.write_text(text[: text.rfind("{")] + line("start", 2, 1_000_001) + committed(2, 0, epoch=1_000_001))
+    again = line("start", 2, 1_000_001)
+    path.write_text(text[: text.rfind("{")] + again + committed(2, 0, epoch=1_000_001, returned=3))
     assert tail.read() == (0,)
-    assert (tail.num_rounds, tail.num_committed) == (2, 12)
+    assert (tail.num_rounds, tail.num_committed, tail.num_redone) == (2, 12, 3)
 
 
 def test_half_a_line_that_was_there_before_is_passed_over_once_the_coordinator_has_cut_it(

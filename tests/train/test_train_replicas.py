@@ -63,7 +63,7 @@ def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_lea
     assert members[:5] == [[0, 1], [1], [0, 1], [0], [0, 1]]
     places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
     assert len(set(places)) == len(places) == sync["samples_committed"]
-    assert sync["samples_redone"] == sum(line["returned"] for line in rounds) > 0
+    assert sync["samples_redone"] == rounds[-1]["returned"] > 0
     assert sync["epochs"] >= 5
 
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from bireme.sync.coordinator.messages import TERM
+
 __all__ = ["LedgerTail"]
 
 
@@ -16,8 +18,8 @@ class LedgerTail:
         self._epochs: set[int] = set()
         self._samples: dict[int, int] = {}
         """The samples of each batch that counts."""
-        self._returned: dict[int, int] = {}
-        """How many came back before it, to be dealt again."""
+        self._returned: dict[int, tuple[int, int]] = {}
+        """How many had come back by then, to be dealt again, since the term began that is named first."""
 
     def read(self) -> tuple[int, ...]:
         """The members of the last round that was added since this was last asked; nobody if none was."""
@@ -29,7 +31,7 @@ class LedgerTail:
                 members = tuple(record["members"])
                 own = (end - begin for pairs in record["samples"] for begin, end in pairs)
                 self._samples[record["batch"]] = sum(own)
-                self._returned[record["batch"]] = record["returned"]
+                self._returned[record["batch"]] = record["epoch"] // TERM, record.get("returned", 0)
             else:  # what was written after the last word of a coordinator that died is undone
                 undone = [batch for batch in self._samples if batch >= record["batch"]]
                 for batch in undone:
@@ -54,7 +56,7 @@ class LedgerTail:
     @property
     def num_redone(self) -> int:
         """How many samples were dealt and did not count in their batch, so that they are dealt again."""
-        return sum(self._returned.values())
+        return sum(dict(sorted(self._returned.values())).values())
 
     def _lines(self) -> list[bytes]:
         """The whole lines that have been added."""

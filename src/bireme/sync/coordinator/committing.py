@@ -91,7 +91,6 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
     for one in {replica for replica, _ in pool.deals}:
         pool = pool.with_returned(one, below=batch + 1)
     lines.append(_line(membership.epoch, batch, grant.attempt, replicas, samples, pool))
-    pool = replace(pool, returned=0)
     busy = {
         one: max((_at(report, grant.line).busy_s for report in _reports(state, one)), default=0.0)
         for one in replicas
@@ -112,7 +111,6 @@ def with_trained(state: State, num_parts: int, lines: Lines) -> State:
             samples = pool.deals[replica, batch]
             pool = pool.without_deal(replica, batch)
             lines.append(_line(state.membership.epoch, batch, 0, (replica,), (samples,), pool))
-            pool = replace(pool, returned=0)
     return state if pool is state.pool else replace(state, pool=pool)
 
 

@@ -37,9 +37,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A batch counts: `samples` of each of its `members`; `fresh` and `open` as they are after it. So many
-    samples were `returned` since the batch before, to be dealt again.
-    """
+    """A batch counts: `samples` of each of its `members`; `fresh` and `open` as they are after it."""
 
     epoch: int
     batch: int
@@ -49,6 +47,7 @@ class Committed:
     fresh: int
     open: tuple[Samples, ...]
     returned: int = 0
+    """Samples that came back so far because they did not count where they were dealt first."""
 
     @property
     def num_samples(self) -> int:
@@ -66,8 +65,7 @@ class Committed:
             "samples": [_pairs(own) for own in self.samples],
             "fresh": self.fresh,
             "open": _pairs(self.open),
-            "returned": self.returned,
-        }
+        } | ({"returned": self.returned} if self.returned else {})
 
 
 def _pairs(samples: tuple[Samples, ...]) -> list[list[int]]:

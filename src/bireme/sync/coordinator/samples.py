@@ -15,8 +15,8 @@ __all__ = ["Pool", "united"]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`deals` by replica and batch; `waiting` in rising order, without overlaps. So many samples have been
-    `returned` since the last round.
+    """`deals` by replica and batch; `waiting` in rising order, without overlaps. So many samples were
+    `returned` so far.
     """
 
     fresh: int = 0
