@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -170,6 +170,7 @@ class Python:
         self._process.wait()
 
 
+Found = TypeVar("Found")
 Start = Callable[[Sequence[str], Path, Mapping[str, str]], Started]
 """Starts `python` with these words, in a folder, with variables besides the others."""
 
@@ -208,7 +209,7 @@ class MortalRun:
         """The first batch from that place in the ledger on in which that replica has no part."""
         return self._first(lambda one: replica not in one.members, after)
 
-    def _first(self, is_so: Any, after: int) -> Round:
+    def _first(self, is_so: Callable[[Round], bool], after: int) -> Round:
         return self._awaited(lambda: next(filter(is_so, self.rounds[after:]), None), "no such batch")
 
     def order(self, replica: int, stage: int, at: float | str, number: signal.Signals) -> None:
@@ -266,7 +267,7 @@ class MortalRun:
         text = self._process.out.read_text()
         return Ended(status, json.loads(text) if not status else {}, self.said, left)
 
-    def _awaited(self, find: Any, what: str) -> Any:
+    def _awaited(self, find: Callable[[], Found | None], what: str) -> Found:
         ends_s = time.monotonic() + PATIENCE_S
         while True:
             self.read()

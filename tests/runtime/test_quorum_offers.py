@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 
-from bireme.model.part import Part
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.quorum.reducer import QuorumReducer
@@ -15,20 +14,20 @@ from bireme.runtime.quorum.switchboard import SUM, Switchboard
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import RankId, Word
 from bireme.sync.quorum.digest import NO_DIGEST
-from tests.support.engine_parity import Setting, pipeline_of, plan_for
+from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
-from tests.support.small_models import gpt
+from tests.support.regression import regression, regression_plan
 
 
 def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
     """What is frozen, each life of a replica reads from the base by itself."""
-    model = gpt("layers=2,tied=false", part=Part(freeze=("tokens.*", "layers.1.*")))
-    frozen = frozenset(state.name for state in model.graph.parameters if not state.trainable)
+    model = regression()
+    frozen = frozenset(state.name for state in model.graph.parameters[:3])
     given: list[Snapshot] = []
     offers = SimpleNamespace(is_due=lambda _batch: True, provide=given.append)
     agent = cast(Agent, SimpleNamespace(offers=offers, word=Word(0, 0)))
     reducer: Any = SimpleNamespace(agent=agent, first=0, digest=NO_DIGEST)
-    pipeline = pipeline_of(model, Setting(plan_for("1f1b", 1)), None)
+    pipeline = pipeline_of(model, Setting(regression_plan("1f1b", 1)), None)
     agreement = Agreement(agent, 2, 8, rebuilt=frozen)
     before = agreement.before_updates(
         cast(QuorumReducer, reducer), pipeline.stages, torch.device("cpu"), lambda: 0.5

@@ -44,7 +44,8 @@ def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed
     It `is_agreed` where a replica knows no more than its own portion: then what all gave along are the weight
     of the whole batch, the samples of each replica in it, and the first batch of each.
     """
-    weight, shares, busy_s, order = portion.weight, portion.shares, finished.more, (0,)
+    weight, shares, busy_s = portion.weight, portion.shares, finished.more
+    order: tuple[int, ...] = (0,)
     if is_agreed:
         weight, *rest = finished.more
         half = len(rest) // 2

@@ -63,7 +63,7 @@ class Replica:
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances, compare_every, rebuilt)
         self.has_come_late = order.life.life > 0
-        self._order = () if self.has_come_late else (0,)
+        self._order: tuple[int, ...] = () if self.has_come_late else (0,)
         """The replicas that have a part in the last batch; the first of them leads."""
 
     @property

@@ -56,7 +56,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
         factors = torch.arange(1, min(flat.numel(), SLICE) + 1, device=flat.device)
         factors.mul_(FACTOR).bitwise_or_(1)
         found = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for piece in flat.split(SLICE) if flat.numel() else ():
+        for piece in torch.split(flat, SLICE) if flat.numel() else ():
             found = found * FACTOR + (piece.to(torch.int64) * factors[: piece.numel()]).sum()
         total = _signed(total * FACTOR + int(found))
     return total
