@@ -24,10 +24,10 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan_file import load_plan
-from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
+from bireme.train.optimizer import optimizer_of
 from bireme.train.rates import rate_factor
 from bireme.train.run_data import data_of
 
@@ -351,13 +351,7 @@ def losses_of_one_process(path: Path) -> list[float]:
         graph,
         alone,
         weights=model.weights(graph),
-        optimizer=named_optimizer(
-            training.optimizer,
-            lr=training.learning_rate,
-            weight_decay=training.weight_decay,
-            betas=training.betas,
-            momentum=training.momentum,
-        ),
+        optimizer=optimizer_of(training),
         clip_norm=training.clip_norm or None,
         lr=rate_factor(training),
         seed=training.seed,

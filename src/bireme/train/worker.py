@@ -21,7 +21,6 @@ from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
@@ -44,6 +43,7 @@ from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.model import RunModel
+from bireme.train.optimizer import optimizer_of
 from bireme.train.outcome import Outcome
 from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
@@ -337,7 +337,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         plan,
         world,
         weights=part.model.weights(graph),
-        optimizer=_optimizer(run),
+        optimizer=optimizer_of(run.training),
         evaluation=load_graph(part.folder.evaluation_graph),
         clip_norm=run.training.clip_norm or None,
         lr=rate_factor(run.training),
@@ -368,18 +368,6 @@ def _stage_watch(part: _Part, plan: Plan, pipeline: Pipeline) -> StageWatch | No
     if pipeline.balancer is None:
         return None
     return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))
-
-
-def _optimizer(run: RunFile) -> OptimizerFactory:
-    asked = run.training
-    return named_optimizer(
-        asked.optimizer,
-        lr=asked.learning_rate,
-        weight_decay=asked.weight_decay,
-        betas=asked.betas,
-        momentum=asked.momentum,
-        rest_lr=asked.rest_learning_rate,
-    )
 
 
 def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
