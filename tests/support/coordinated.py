@@ -390,7 +390,7 @@ class SimulatedRank:
             return
         at = self.at
         if self._is_in(commit) and (at.summed, at.attempt) == (commit.round, commit.attempt):
-            self._apply(self.kept.sums[commit.round])
+            self._apply(self.kept.sums[commit.round], commit)
             return
         source = next((one.source for one in commit.sources if one.target == self.rank.replica), None)
         if source is None:
@@ -399,14 +399,14 @@ class SimulatedRank:
         if peer is None:
             self.at = replace(at, lost=(*({*at.lost} - {source}), source))
         elif len(peer.weights) > commit.round:
-            self._apply(peer.weights[commit.round])
+            self._apply(peer.weights[commit.round], commit)
         elif (peer.at.summed, peer.at.attempt) == (commit.round, commit.attempt):
-            self._apply(peer.kept.sums[commit.round])
+            self._apply(peer.kept.sums[commit.round], commit)
 
-    def _apply(self, found: Sum) -> None:
+    def _apply(self, found: Sum, commit: Commit) -> None:
         self.world.note_applied(self.rank.stage, len(self.weights), found)
         self.weights.append(found)
-        self.at = RoundAt(committed=len(self.weights))
+        self.at = RoundAt(committed=len(self.weights), last=replace(commit, sources=()))
 
     def _heal(self, donor: int, batch: int) -> None:
         """Take the donor's weights after so many batches, once it is there."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.ledger_line import Began, Committed, in_force
 from bireme.sync.coordinator.messages import TERM
 
 __all__ = ["Ledger"]
@@ -61,7 +61,7 @@ class Ledger:
         return found
 
     def _records(self) -> Iterable[dict[str, object]]:
-        return read_json_lines(self._path, start="start").records.values()
+        return in_force(read_json_lines(self._path, start="start").records).values()
 
 
 def _cut_half_line(path: Path) -> None:

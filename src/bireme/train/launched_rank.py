@@ -25,18 +25,21 @@ from bireme.errors import BiremeError
 from bireme.model.graph_file import load_graph
 from bireme.plan.homes import servers_of_places
 from bireme.plan.plan_file import load_plan
+from bireme.report.progress import progress_bar
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.quorum.site import Site
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import Backend, World
 from bireme.train.folder import RunFolder, load_asked
+from bireme.train.host_launcher import HostOrders, host_orders, meet_hosts, train_on_host
 from bireme.train.launching import DONE, Finished, finish
 from bireme.train.machine_devices import Member, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.network_card import let_gloo_use_the_way_to
-from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
-from bireme.train.prepare import Prepared
+from bireme.train.outcome import LinkBytes, Outcome, RankOutcome, first_of
+from bireme.train.prepare import Prepared, prepared_before
 from bireme.train.private_census import (
     Census,
     census_from,
@@ -83,6 +86,8 @@ class _Orders:
     threads: int | None
     timeout_s: float
     words: dict[str, Any]
+    hosts: dict[str, Any] | None = None
+    """Where replicas may die: what `meet_hosts` takes. Each process is the launcher of its host then."""
 
 
 def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | None:
@@ -130,11 +135,16 @@ class _Joined:
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            launched = None
+            if not status and told is not None and told["hosts"] is not None:
+                launched = meet_hosts(told["hosts"], rank, RunFolder(Path(told["folder"])), self._talk)
         if status:
             raise SystemExit(status)
         if told is None:
             return None
         orders = _Orders(**told)
+        if launched is not None:
+            return self._launch(orders, *launched, None if led is None else led.prepared)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:
@@ -149,7 +159,7 @@ class _Joined:
     def _members(self) -> list[Member]:
         own = self._environment
         has_cuda = own.local_rank < num_accelerators()
-        member = Member(own.rank, own.node or host_name(), host_name(), has_cuda)
+        member = Member(own.rank, own.node or host_name(), host_name(), has_cuda, num_accelerators())
         self._talk.say(f"member/{own.rank}", asdict(member))
         return [Member(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
 
@@ -194,12 +204,12 @@ class _Joined:
         for complaint in filter(None, told):
             raise BiremeError(complaint)
 
-    def _servers(self, nodes: dict[str, list[Member]]) -> Callable[[str], list[str]]:
-        """Asks all machines for their devices of a kind, and gives their texts in the order of nodes."""
+    def _servers(self, nodes: dict[str, list[Member]]) -> Callable[[str, list[int]], list[str]]:
+        """Asks all machines for so many devices of a kind, and gives their texts in the order of nodes."""
 
-        def ask(device: str) -> list[str]:
-            self._talk.say("device", device)
-            self._say_server(device, nodes)
+        def ask(device: str, counts: list[int]) -> list[str]:
+            self._talk.say("device", {"device": device, "counts": counts})
+            self._say_server(device, counts, nodes)
             told = [self._talk.hear(f"server/{members[0].rank}") for members in nodes.values()]
             for one in told:
                 if one["error"]:
@@ -208,24 +218,26 @@ class _Joined:
 
         return ask
 
-    def _say_server(self, device: str, nodes: dict[str, list[Member]]) -> None:
+    def _say_server(self, device: str, counts: list[int], nodes: dict[str, list[Member]]) -> None:
         """The first rank of a machine tells what the machine has."""
         rank = self._environment.rank
-        own = next((members for members in nodes.values() if members[0].rank == rank), None)
+        firsts = [(members[0], count) for members, count in zip(nodes.values(), counts, strict=True)]
+        own = next(((first, count) for first, count in firsts if first.rank == rank), None)
         if own is None:
             return
+        first, count = own
         try:
-            found = {"text": cluster_text(Cluster((server_here(device, len(own)),))), "error": ""}
+            found = {"text": cluster_text(Cluster((server_here(device, count),))), "error": ""}
         except BiremeError as error:
-            found = {"text": "", "error": f"On {own[0].host}: {error}"}
+            found = {"text": "", "error": f"On {first.host}: {error}"}
         self._talk.say(f"server/{rank}", found)
 
     def _follow(self, nodes: dict[str, list[Member]]) -> None:
         """The part of every other rank in preparing."""
-        device = self._talk.hear("device")
-        if device is None:
+        asked = self._talk.hear("device")
+        if asked is None:
             return
-        self._say_server(device, nodes)
+        self._say_server(asked["device"], asked["counts"], nodes)
         told = self._talk.hear("orders")
         if told is not None:
             self._take(_Orders(**told), nodes)
@@ -305,6 +317,33 @@ class _Joined:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._talk.say(f"outcome/{place}", asdict(outcome))
 
+    def _launch(
+        self, orders: _Orders, hosts: HostOrders, site: Site, prepared: Prepared | None
+    ) -> Finished | None:
+        """Train the replicas of this host. If one of them leads at the end, write down what came of it."""
+        folder, threads = RunFolder(Path(orders.folder)), orders.threads
+        if threads is None and orders.device == "cpu":
+            threads = max(1, num_cores() // max(1, len(site.replicas) * hosts.settings.num_stages))
+        start = Start(
+            folder.path,
+            None if orders.checkpoint is None else Path(orders.checkpoint),
+            threads,
+            True,
+            orders.words,
+            tuple(map(Path, orders.passed_over)),
+            first_delayed_step=hosts.first_delayed_step,
+        )
+        outcomes = train_on_host(folder, hosts, site, start, backend=orders.backend, device=orders.device)
+        if not outcomes or not first_of(outcomes).leads:
+            _tell(
+                "The run has ended; a replica on another host led it, and its launcher shows what came of it."
+            )
+            return None
+        if prepared is None:
+            with progress_bar("reading the run") as progress:
+                prepared = prepared_before(folder.load_run(), folder, progress, is_alone=False)
+        return finish(prepared, folder, outcomes)
+
     def _wait_for(self, size: int, board: Board) -> None:
         """Wait for the end of a run that has no place for this process."""
 
@@ -329,6 +368,7 @@ def _orders(led: RunSetup) -> _Orders:
         threads=led.threads,
         timeout_s=led.prepared.run.cluster.timeout_s,
         words=led.words,
+        hosts=host_orders(led) if led.prepared.run.sync.mode == "quorum" else None,
     )
 
 
