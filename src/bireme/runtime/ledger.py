@@ -16,12 +16,13 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """Appends to the ledger at a path, which is made if there is none. A last line that was cut goes."""
+    """Appends to the ledger at a path, which is made if there is none. A last line that was cut goes before
+    the first one that is written here: until then another coordinator may be writing.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if path.exists():
-            _cut_half_line(path)
+        self._has_written = False
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, lines: Iterable[Began | Committed]) -> None:
@@ -31,6 +32,9 @@ class Ledger:
             return
         left = text.encode()
         try:
+            if not self._has_written:
+                _cut_half_line(self._path)
+                self._has_written = True
             while left:
                 left = left[os.write(self._file, left) :]
             os.fsync(self._file)

@@ -5,13 +5,12 @@ run's store. Every process may be anywhere and may have been started again: noth
 run file and the folder of the run is relied on.
 """
 
-import hashlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,20 @@ from bireme.errors import BiremeError
 from bireme.model.graph_file import load_graph
 from bireme.plan.homes import servers_of_places
 from bireme.plan.plan_file import load_plan
-from bireme.report.progress import progress_bar
 from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.paging.rank_paging import TierMoves
-from bireme.runtime.quorum.site import Site
 from bireme.runtime.stores import PrefixStore, Store
-from bireme.runtime.world import Backend, World
+from bireme.runtime.world import World
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.host_launcher import HostOrders, host_orders, meet_hosts, train_on_host
+from bireme.train.host_launcher import host_orders, meet_hosts, train_on_host, under_way
 from bireme.train.launching import DONE, Finished, finish
 from bireme.train.machine_devices import Member, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.network_card import let_gloo_use_the_way_to
-from bireme.train.outcome import LinkBytes, Outcome, RankOutcome, first_of
-from bireme.train.prepare import Prepared, prepared_before
+from bireme.train.orders import Orders, digest_of
+from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
+from bireme.train.prepare import Prepared
 from bireme.train.private_census import (
     Census,
     census_from,
@@ -72,24 +70,6 @@ PARTING_S = 30.0
 Show = Callable[[Prepared, RunFolder], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Orders:
-    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan."""
-
-    folder: str
-    digest: str
-    checkpoint: str | None
-    passed_over: list[str]
-    places: list[int]
-    backend: Backend
-    device: str
-    threads: int | None
-    timeout_s: float
-    words: dict[str, Any]
-    hosts: dict[str, Any] | None = None
-    """Where replicas may die: what `meet_hosts` takes. Each process is the launcher of its host then."""
-
-
 def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | None:
     """Take part in the run that the environment places this process in, to its end.
 
@@ -98,6 +78,8 @@ def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | N
     0, and ends all processes with status 2.
     """
     environment = Environment.of(os.environ)
+    if (back := under_way(environment, run_file, sets)) is not None:
+        return train_on_host(*back, None)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
     store = rendezvous(environment)
     joined = _Joined(environment, store)
@@ -135,16 +117,16 @@ class _Joined:
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            launched = None
+            site = None
             if not status and told is not None and told["hosts"] is not None:
-                launched = meet_hosts(told["hosts"], rank, RunFolder(Path(told["folder"])), self._talk)
+                site = meet_hosts(Orders(**told), rank, self._talk)
         if status:
             raise SystemExit(status)
         if told is None:
             return None
-        orders = _Orders(**told)
-        if launched is not None:
-            return self._launch(orders, *launched, None if led is None else led.prepared)
+        orders = Orders(**told)
+        if site is not None:
+            return train_on_host(orders, site, None if led is None else led.prepared)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:
@@ -240,9 +222,9 @@ class _Joined:
         self._say_server(asked["device"], asked["counts"], nodes)
         told = self._talk.hear("orders")
         if told is not None:
-            self._take(_Orders(**told), nodes)
+            self._take(Orders(**told), nodes)
 
-    def _take(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
+    def _take(self, orders: Orders, nodes: dict[str, list[Member]]) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
         census: Census = {}
         try:
@@ -253,7 +235,7 @@ class _Joined:
         self._talk.say(f"census/{self._environment.rank}", plain_census(census))
         self._talk.say(f"ready/{self._environment.rank}", complaint)
 
-    def _census(self, orders: _Orders, nodes: dict[str, list[Member]]) -> Census:
+    def _census(self, orders: Orders, nodes: dict[str, list[Member]]) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""
         rank = self._environment.rank
         here = next(ranks for node in nodes.values() if rank in (ranks := [one.rank for one in node]))
@@ -267,9 +249,9 @@ class _Joined:
         owned = sorted(own & run.data.private.keys())
         return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
 
-    def _check(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
+    def _check(self, orders: Orders, nodes: dict[str, list[Member]]) -> None:
         folder = RunFolder(Path(orders.folder))
-        if not until(lambda: _digest(folder) == orders.digest, SEEN_S):
+        if not until(lambda: digest_of(folder) == orders.digest, SEEN_S):
             raise BiremeError(
                 f"This machine does not see in {folder.path}, the run's folder, what rank 0 wrote there. "
                 "Set log.folder to a folder that all machines share."
@@ -279,7 +261,7 @@ class _Joined:
             # Rank 0 has made the data ready on its own machine; here the first one does.
             check_files_here(folder)
 
-    def _train(self, orders: _Orders, num_local: int) -> None:
+    def _train(self, orders: Orders, num_local: int) -> None:
         """Train in the place that this process has, or wait until the others have."""
         rank, size = self._environment.rank, len(orders.places)
         store = PrefixStore("train", self._store)
@@ -317,33 +299,6 @@ class _Joined:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._talk.say(f"outcome/{place}", asdict(outcome))
 
-    def _launch(
-        self, orders: _Orders, hosts: HostOrders, site: Site, prepared: Prepared | None
-    ) -> Finished | None:
-        """Train the replicas of this host. If one of them leads at the end, write down what came of it."""
-        folder, threads = RunFolder(Path(orders.folder)), orders.threads
-        if threads is None and orders.device == "cpu":
-            threads = max(1, num_cores() // max(1, len(site.replicas) * hosts.settings.num_stages))
-        start = Start(
-            folder.path,
-            None if orders.checkpoint is None else Path(orders.checkpoint),
-            threads,
-            True,
-            orders.words,
-            tuple(map(Path, orders.passed_over)),
-            first_delayed_step=hosts.first_delayed_step,
-        )
-        outcomes = train_on_host(folder, hosts, site, start, backend=orders.backend, device=orders.device)
-        if not outcomes or not first_of(outcomes).leads:
-            _tell(
-                "The run has ended; a replica on another host led it, and its launcher shows what came of it."
-            )
-            return None
-        if prepared is None:
-            with progress_bar("reading the run") as progress:
-                prepared = prepared_before(folder.load_run(), folder, progress, is_alone=False)
-        return finish(prepared, folder, outcomes)
-
     def _wait_for(self, size: int, board: Board) -> None:
         """Wait for the end of a run that has no place for this process."""
 
@@ -356,10 +311,10 @@ class _Joined:
             raise cause.to_others()
 
 
-def _orders(led: RunSetup) -> _Orders:
-    return _Orders(
+def _orders(led: RunSetup) -> Orders:
+    return Orders(
         folder=str(led.folder.path),
-        digest=_digest(led.folder),
+        digest=digest_of(led.folder),
         checkpoint=None if led.checkpoint is None else str(led.checkpoint.folder),
         passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
         places=led.places,
@@ -370,14 +325,6 @@ def _orders(led: RunSetup) -> _Orders:
         words=led.words,
         hosts=host_orders(led) if led.prepared.run.sync.mode == "quorum" else None,
     )
-
-
-def _digest(folder: RunFolder) -> str:
-    """What tells whether two machines see the same folder; nothing where they see none."""
-    try:
-        return hashlib.sha256(folder.run_file.read_bytes() + folder.plan.read_bytes()).hexdigest()
-    except OSError:
-        return ""
 
 
 def _outcome(told: dict[str, Any]) -> Outcome:

@@ -92,6 +92,8 @@ def launch_replicas(
 
     def has_begun() -> bool:
         committed = () if observer is None else observer.word.committed
+        if here.first_life and not committed:
+            return True  # the others went on without this host
         return tail.num_rounds > 0 or max(committed, default=0) > settings.first
 
     def crew_of(life: Life) -> Crew:
@@ -112,6 +114,8 @@ def launch_replicas(
     replicas = [_Replica(number, crew_of, here.first_life) for number in here.replicas]
     try:
         if observer is not None:
+            for one in replicas if here.first_life else ():
+                observer.ended(one.life)  # and those before it
             observer.start()
         for one in replicas:
             one.begin()
