@@ -39,7 +39,7 @@ def test_replicas_that_lead_in_turns_write_into_one_folder(tmp_path: Path) -> No
             tmp_path, 0, 1, HashStore(), on_event=ignore, resumed_from=newest_good(tmp_path)
         )
 
-    replicas = [LeaderWriter(make, warnings.append) for _ in range(2)]
+    replicas = [LeaderWriter(tmp_path, make, warnings.append) for _ in range(2)]
     for step in (10, 20, 30):
         leader = step // 10 % 2
         replicas[1 - leader].close()

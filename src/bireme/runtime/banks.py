@@ -7,7 +7,8 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.autograd.graph import increment_version
 from bireme.codec.gradient_words import GradientForm
 from bireme.codec.principal import Product
 from bireme.model.linear_maps import LinearMap
+from bireme.runtime.bank_errors import BankInUse, DeadVersion
 from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
@@ -32,28 +34,10 @@ from bireme.schedule.rule import Rule
 from bireme.sync.norm import are_finite, norm_workspace_bytes
 from bireme.sync.reduced import NUMBERS_BYTES
 
-__all__ = ["BankInUse", "DeadVersion", "WeightBanks"]
+__all__ = ["WeightBanks"]
 
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | Product | None]
-
-
-class BankInUse(RuntimeError):  # noqa: N818 (named for what happened)
-    """A bank was to be written while a micro-batch still needs the version in it. The program is wrong."""
-
-    def __init__(self, stage: int, version: int | None, made: int, num_held: int) -> None:
-        super().__init__(
-            f"Stage {stage} cannot replace version {version} by version {made}, because "
-            f"{num_held} micro-batches in flight still need it."
-        )
-
-
-class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
-    """A version was asked for that is not made yet, or overwritten. The program is wrong."""
-
-    def __init__(self, stage: int, version: int, living: Collection[int]) -> None:
-        has = ", ".join(map(str, living))
-        super().__init__(f"Stage {stage} must run on version {version}, but has version {has}.")
 
 
 class WeightBanks:
@@ -89,11 +73,13 @@ class WeightBanks:
             for name, tensor in parameters.items()
             if name in trainable
         }
-        self._frozen = {
-            name: tensor.detach().to(self._dtypes[name])
-            for name, tensor in parameters.items()
-            if name not in given
-        }
+        self._frozen = memory.frozen(
+            {
+                name: tensor.detach().to(self._dtypes[name])
+                for name, tensor in parameters.items()
+                if name not in given
+            }
+        )
         self._stepper = Stepper(
             given,
             factory,
@@ -144,9 +130,9 @@ class WeightBanks:
         return self._trainable
 
     @property
-    def is_paged(self) -> bool:
-        """Whether what is looked at here comes as copies, because it may be on any tier."""
-        return self._memory.is_paged
+    def names(self) -> tuple[str, ...]:
+        """All parameters, whether they learn or not."""
+        return tuple(self._dtypes)
 
     @property
     def is_fresh(self) -> bool:
@@ -267,10 +253,12 @@ class WeightBanks:
                 self._copy_apart_into(bank)
             self._close(self._newest_version)
 
-    def newest(self) -> Tensors:
-        """W, in the precision in which it is stepped: what a checkpoint holds. Not copies."""
+    def newest(self, names: Collection[str] | None = None) -> Tensors:
+        """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
+        Not copies.
+        """
         newest = {**self._stepped[self._newest_version % len(self._banks)], **self._frozen}
-        return {name: self._read(newest[name]) for name in self._dtypes}
+        return {name: self._read(newest[name]) for name in self._dtypes if names is None or name in names}
 
     def next_to_run_on(self) -> Tensors:
         """What the next batch runs on where that is not W: the version before it, or a trial version; else
@@ -287,10 +275,24 @@ class WeightBanks:
             return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
 
+    @contextmanager
+    def lent(self) -> Iterator[Tensors | None]:
+        """W as a stage takes it, to be read within this context, where it lies; None if it is paged and the
+        device has no room for it.
+        """
+        if not self._memory.is_paged:
+            yield self.newest_to_compute_with()
+        elif self._is_fresh:
+            yield None  # W lies among what the optimiser remembers
+        else:
+            bank = self._newest_version % len(self._banks)
+            with self._memory.lent([(Item.WEIGHTS, bank), (Item.FROZEN, 0)]) as has_room:
+                yield self.leaves(self._newest_version) if has_room else None
+
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """What the optimiser remembers, by the parameters' names. Not copies."""
         found = self._stepper.state_dict()
-        if not self.is_paged:
+        if not self._memory.is_paged:
             return found
         return {
             name: {key: self._read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
@@ -309,7 +311,7 @@ class WeightBanks:
         """Take over copies of W(version) and of the optimiser's state; of both what has names from here.
 
         `older` are the living versions before it, and under the FRESH rule the trial version of that number.
-        What it lacks becomes equal to W(version).
+        What it lacks becomes equal to W(version). Frozen weights that are not given stay.
         """
         versions = [version] if self._is_fresh else range(version, version - len(self._banks), -1)
         for living in [one for one in versions if one >= 0]:
@@ -319,7 +321,9 @@ class WeightBanks:
             with self._memory.opened(Item.WEIGHTS, bank):
                 copy_by_name({name: given[name] for name in self.trainable}, self._banks[bank])
             self._close(living)
-        copy_by_name({name: parameters[name] for name in self._frozen}, self._frozen)
+        if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
+            with self._memory.opened(Item.FROZEN):
+                copy_by_name(frozen, self._frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         with self._memory.opened(Item.OPTIMIZER):

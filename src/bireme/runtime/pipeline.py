@@ -45,11 +45,11 @@ from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
-from bireme.runtime.quorum.agreement import Agreement, Donations, join
+from bireme.runtime.quorum.agreement import Agreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
-from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
+from bireme.runtime.runnable import AnyPlan, on_pages, runnable, unhurried, work_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
@@ -110,11 +110,12 @@ class Pipeline:
         paging: PagingSettings | None = None,
         agreement: Agreement | None = None,
     ) -> None:
+        self._device = torch.device(device)
+        check_supported(self._device)
+        plan = on_pages(plan, self._device)
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
         form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
-        self._device = torch.device(device)
-        check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
         made_of = prepared(
             model,
@@ -201,8 +202,10 @@ class Pipeline:
         self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, QuorumReducer):
-            donations = Donations(self._reducer.agent, self.stages, lambda: self._updates.scale)
-            self._updates.before_update = donations.before_update
+            assert agreement is not None, "its reducer is there"
+            self._updates.before_update = agreement.before_updates(
+                self._reducer, self.stages, self._device, lambda: self._updates.scale
+            )
             self._updates.more = None if stopwatch is None else stopwatch.alone
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
         self._interpreter = Interpreter(

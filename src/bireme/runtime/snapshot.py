@@ -39,7 +39,7 @@ class Snapshot:
 def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str, Tensor]:
     """What a stage holds of the parameters and buffers named, and all of its trial version; copied."""
     banks, wanted = stage.banks, set(names)
-    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest().items() if name in wanted}
+    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest(wanted).items()}
     for name, tensor in banks.next_to_run_on().items():
         if banks.is_fresh:
             found[f"{TRIAL}/{replica}/{stage.index}/{name}"] = tensor
@@ -70,12 +70,11 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     weights.
     """
     banks = stage.banks
-    held, trained = banks.newest(), set(banks.trainable)
-    names = tuple(held)
+    trained = set(banks.trainable)
     newest = {
-        name: saved[key] if (key := f"{WEIGHTS}/{name}") in saved or name in trained else held[name]
-        for name in names
+        name: saved[key] for name in banks.names if (key := f"{WEIGHTS}/{name}") in saved or name in trained
     }
+    names = tuple(newest)
     section = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
     others = {name: saved.get(f"{section}/{name}", newest[name]) for name in names}
     number = version if banks.is_fresh else version - 1

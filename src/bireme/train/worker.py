@@ -12,6 +12,7 @@ from bireme.balance.slow_stage import StageWatch
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
@@ -20,7 +21,6 @@ from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
@@ -43,6 +43,7 @@ from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.model import RunModel
+from bireme.train.optimizer import optimizer_of
 from bireme.train.outcome import Outcome
 from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
@@ -201,6 +202,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         writer = open_writer(checkpoint, world.store)
     else:
         writer = LeaderWriter(
+            folder.checkpoints(run),
             lambda number: open_writer(
                 newest_good(folder.checkpoints(run)), PrefixStore(f"writer {number}", world.store)
             ),
@@ -220,7 +222,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             first_delayed_step=begin,
-            not_saved=_not_saved(part, pipeline),
+            not_saved=_in_base(part, pipeline.graph),
             notes=() if log is None else data_notes(part.data),
             replicas=ReplicaNotes(
                 _stage_watch(part, saved.plan, pipeline),
@@ -251,7 +253,14 @@ def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Par
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     member = Replica(
-        part.world, order, plan.width, part.run.training.batch_size, spare=spare, balances=balances
+        part.world,
+        order,
+        plan.width,
+        part.run.training.batch_size,
+        spare=spare,
+        balances=balances,
+        compare_every=part.run.sync.compare_every,
+        rebuilt=_in_base(part, load_graph(part.folder.graph)),
     )
     alone = replace(
         plan,
@@ -329,7 +338,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         plan,
         world,
         weights=part.model.weights(graph),
-        optimizer=_optimizer(run),
+        optimizer=optimizer_of(run.training),
         evaluation=load_graph(part.folder.evaluation_graph),
         clip_norm=run.training.clip_norm or None,
         lr=rate_factor(run.training),
@@ -362,18 +371,6 @@ def _stage_watch(part: _Part, plan: Plan, pipeline: Pipeline) -> StageWatch | No
     return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))
 
 
-def _optimizer(run: RunFile) -> OptimizerFactory:
-    asked = run.training
-    return named_optimizer(
-        asked.optimizer,
-        lr=asked.learning_rate,
-        weight_decay=asked.weight_decay,
-        betas=asked.betas,
-        momentum=asked.momentum,
-        rest_lr=asked.rest_learning_rate,
-    )
-
-
 def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     plan = pipeline.plan
     return CheckpointMeta(
@@ -387,9 +384,9 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     )
 
 
-def _not_saved(part: _Part, pipeline: Pipeline) -> frozenset[str]:
-    """The weights that checkpoints leave out, because they are in the run's base."""
-    return frozenset() if load_base(part.folder.base) is None else names_in_base(pipeline.graph)
+def _in_base(part: _Part, graph: Graph) -> frozenset[str]:
+    """The weights that checkpoints and replicas that heal do without, because they are in the run's base."""
+    return frozenset() if load_base(part.folder.base) is None else names_in_base(graph)
 
 
 def _identity(part: _Part) -> DataIdentity:

@@ -2,7 +2,7 @@
 
 A rank's death ends its replica, which is started again as long as another one goes on: that one gives it what
 it needs. Each crew has a store of its own, in names, so that the ranks of a replica know only each other. A
-mistake of the user ends all, as does the death of the last replica.
+mistake of the user ends all where a first start meets it, as does the death of the last replica.
 """
 
 import pickle
@@ -35,7 +35,11 @@ __all__ = ["Launched", "ReplicaOrder", "launch_replicas"]
 LOOK_S = 0.1
 TOKEN_BYTES = 16
 MOST_IN_VAIN = 3
-"""Lives of a replica in a row that end before they are members; then it is not started again."""
+"""Lives of a replica in a row that end before they have trained, or of what is told as a mistake; then it is
+not started again.
+"""
+LEAST_ROUNDS = 5
+"""So many batches count before a life has trained; by then it is known whether its weights are right."""
 PARTING_S = 30.0
 """How long replicas that train may take to end after the first one has."""
 
@@ -85,7 +89,7 @@ def launch_replicas(
 
     preload_own(function)
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    tail = LedgerTail(ledger, settings.batch_size)
+    tail = LedgerTail(ledger)
     here = site or _only_site(settings, ledger)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
     num_ranks = len(here.replicas) * settings.num_stages
@@ -148,6 +152,8 @@ class _Replica:
         self.num_in_vain = 0
         self.was_member = self.is_told = False
         """Whether it has trained in this life, and whether the others know that this life is over."""
+        self.first_round = 0
+        """How many batches counted when it began to train."""
         self.died_s: float | None = None
         """When it died, until it is back."""
         self.is_over = False
@@ -271,7 +277,7 @@ class _Supervision:
         members = self._tail.read()
         for one in self._replicas:
             if one.number in members and one.lives and not one.was_member:
-                one.was_member, one.num_in_vain = True, 0
+                one.was_member, one.first_round = True, self._tail.num_rounds
                 if one.died_s is not None:
                     away_s, one.died_s = time.monotonic() - one.died_s, None
                     self._tell(f"Replica {one.number} is back after {away_s:.1f} s.")
@@ -279,10 +285,14 @@ class _Supervision:
     def _after_death(self, one: _Replica, cause: Failure) -> None:
         """What follows from a replica's death: it begins again, or nothing goes on."""
         others = self._others(one)
-        if cause.blame is not FailureKind.PROGRAM or (self._has_begun() and not others):
+        # What stops one that was started again, as a full disk there, need not stop the others.
+        is_mistake = cause.blame is FailureKind.USER
+        has_ended = cause.blame is FailureKind.INTERRUPT or (self._has_begun() and not others)
+        if has_ended or (is_mistake and not one.life.life):
             raise cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()
-        one.num_in_vain = 0 if one.was_member else one.num_in_vain + 1
+        has_trained = one.was_member and self._tail.num_rounds >= one.first_round + LEAST_ROUNDS
+        one.num_in_vain = 0 if has_trained and not is_mistake else one.num_in_vain + 1
         rank = one.number * one.num_ranks + cause.rank
         what = f"Replica {one.number} ended: rank {rank}, {cause.summary}"
         if one.num_in_vain >= MOST_IN_VAIN:

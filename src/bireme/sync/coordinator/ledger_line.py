@@ -47,6 +47,8 @@ class Committed:
     samples: tuple[tuple[Samples, ...], ...]
     fresh: int
     open: tuple[Samples, ...]
+    returned: int = 0
+    """Samples that came back so far because they did not count where they were dealt first."""
 
     @property
     def num_samples(self) -> int:
@@ -64,7 +66,7 @@ class Committed:
             "samples": [_pairs(own) for own in self.samples],
             "fresh": self.fresh,
             "open": _pairs(self.open),
-        }
+        } | ({"returned": self.returned} if self.returned else {})
 
 
 def in_force(records: Mapping[int, dict[str, Any]], last_term: int = -1) -> dict[int, dict[str, Any]]:

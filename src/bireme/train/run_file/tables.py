@@ -185,6 +185,11 @@ class Sync(Table):
         default=5.0,
         description="With quorum, seconds that a batch waits for the others once more than half are ready",
     )
+    compare_every: Annotated[int, Field(ge=0)] = Field(
+        default=100,
+        description="With quorum, steps after which replicas compare their weights again, by a digest: one "
+        "that differs takes those of the others; with 0 only when a replica has come",
+    )
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
         description="What sums of gradients over replicas go through: none, int8 (blocks with a scale), int4 "
