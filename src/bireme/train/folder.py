@@ -162,6 +162,11 @@ class RunFolder:
         return self.path / LEDGER
 
     @property
+    def hosts(self) -> Path:
+        """Where a host that is started again finds the others, where replicas may die."""
+        return self.path / "hosts.json"
+
+    @property
     def private(self) -> Path:
         """How many private samples each server holds, where some do."""
         return self.path / "private.json"

@@ -437,4 +437,5 @@ class Loop:
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
             placement=None if self._home is None else self._home.placement,
+            leads=self._member is None or self._member.leads,
         )

@@ -60,6 +60,7 @@ __all__ = [
     "Prepared",
     "prepare",
     "prepared_again",
+    "prepared_before",
     "prepared_document",
     "write_prepared",
 ]
@@ -157,18 +158,7 @@ def prepared_again(
         run = with_batch_of(run, folder.load_run())
     progress(0.0, "reading the run")
     if _keeps_plan(run, folder):
-        machines = _machines(run)
-        measured = load_profile(folder.profile) if folder.profile.is_file() else None
-        graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
-        model, plan = RunModel.of(run, 1), load_plan(folder.plan)
-        check_paging_disk(run, plan.plan)
-        if plan.plan.paging is not None:  # with the speeds that it was planned with
-            machines = replace(machines, cluster=read_cluster(folder.cluster))
-        data = data_of(run, model, progress)
-        check_samples(data, graph)
-        census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
-        identity = data_identity(run, data)
-        found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
+        found = prepared_before(run, folder, progress, is_alone=is_alone)
     else:
         tell("What the plan rests on was changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone)
@@ -181,6 +171,24 @@ def prepared_again(
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder, checkpoint)
     return found
+
+
+def prepared_before(
+    run: RunFile, folder: RunFolder, progress: Progress, *, is_alone: bool = True
+) -> Prepared:
+    """A run that was begun, as what its folder holds says it was prepared."""
+    machines = _machines(run)
+    measured = load_profile(folder.profile) if folder.profile.is_file() else None
+    graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
+    model, plan = RunModel.of(run, 1), load_plan(folder.plan)
+    check_paging_disk(run, plan.plan)
+    if plan.plan.paging is not None:  # with the speeds that it was planned with
+        machines = replace(machines, cluster=read_cluster(folder.cluster))
+    data = data_of(run, model, progress)
+    check_samples(data, graph)
+    census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
+    identity = data_identity(run, data)
+    return Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
 
 
 def _keeps_plan(run: RunFile, folder: RunFolder) -> bool:

@@ -50,7 +50,7 @@ class Replica:
     ) -> None:
         self.number = order.life.replica
         rank = RankId(self.number, order.life.life, world.rank)
-        talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s)
+        talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty)
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
             rank,
@@ -137,15 +137,19 @@ class DealtBatches(RankBatches):
 
 
 class LeaderLog:
-    """The log of a run, which is written by the first rank of the replica that leads."""
+    """The log of a run, which is written by the first rank of the replica that leads. Whoever led at first
+    may have died before it `has_begun`.
+    """
 
-    def __init__(self, make: Callable[[], RunLog], replica: Replica) -> None:
-        self._make, self._replica = make, replica
+    def __init__(self, make: Callable[[], RunLog], replica: Replica, has_begun: Callable[[], bool]) -> None:
+        self._make, self._replica, self._has_begun = make, replica, has_begun
         self._log: RunLog | None = None
 
     def tell(self, kind: str, step: int, **values: Any) -> None:
         """For the loop."""
         if self._replica.leads:
+            if self._log is None and not self._has_begun():
+                self._opened().begin(step)
             self._opened().tell(kind, step, **values)
 
     def begin(self, step: int) -> None:

@@ -91,9 +91,10 @@ class Start:
 def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
     """Train as one rank of a replica that may die, whose ranks are the world.
 
-    One that was started again gets all from the others. What the run was resumed from may be deleted by then.
+    One that is started after others have trained gets all from them. What the run was resumed from may be
+    deleted by then.
     """
-    if order.life.life:
+    if order.is_empty:
         start = replace(start, checkpoint=None, passed_over=())
     return train_rank(world, start, order)
 
@@ -277,7 +278,7 @@ def _log(part: _Part) -> RunLog | LeaderLog:
     def make() -> RunLog:
         return RunLog(part.folder, part.run, part.start.words, is_shown=part.start.is_shown)
 
-    return make() if part.member is None else LeaderLog(make, part.member)
+    return make() if part.member is None else LeaderLog(make, part.member, part.folder.metrics.is_file)
 
 
 def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:

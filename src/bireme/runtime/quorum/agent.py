@@ -308,7 +308,7 @@ class Agent:
             del self._jobs[job.batch]
         job.contribution = job.prepare = None
         job.result = result
-        self._at = RoundAt(committed=job.batch + 1)
+        self._at = RoundAt(committed=job.batch + 1, last=replace(commit, sources=()))
         self._say()
         try:
             if job.after is not None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from bireme.sync.coordinator.ledger_line import in_force
 from bireme.sync.coordinator.messages import TERM
 
 __all__ = ["LedgerTail"]
@@ -16,6 +17,7 @@ class LedgerTail:
         # A half line at the end goes when the coordinator opens it.
         self._place = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
         self._epochs: set[int] = set()
+        self._last_term = -1
         self._samples: dict[int, int] = {}
         """The samples of each batch that counts."""
         self._returned: dict[int, tuple[int, int]] = {}
@@ -24,8 +26,9 @@ class LedgerTail:
     def read(self) -> tuple[int, ...]:
         """The members of the last round that was added since this was last asked; nobody if none was."""
         members: tuple[int, ...] = ()
-        for line in self._lines():
-            record = json.loads(line)
+        lines = dict(enumerate(map(json.loads, self._lines())))
+        for record in in_force(lines, self._last_term).values():
+            self._last_term = record["epoch"] // TERM
             self._epochs.add(record["epoch"])
             if record["kind"] == "round":
                 members = tuple(record["members"])

@@ -148,7 +148,8 @@ class Machines(Table):
     )
     workers: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
-        description="Number of processes on this machine; by default one per GPU, or two on a CPU",
+        description="Number of processes on this machine, or on each host with quorum; by default one per "
+        "GPU, or two on a CPU",
         examples=[2],
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
