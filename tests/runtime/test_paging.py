@@ -27,7 +27,7 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.residency import resident
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.slow_tiers import slow_tiers
-from tests.support.engine_parity import Setting, pipeline_of, train_on_threads
+from tests.support.engine_parity import Setting, assert_equal, oracle, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, assert_same, paged, sizes_of
 from tests.support.small_models import Batch, Model, gpt, token_batches
 from tests.support.strict_mover import StrictMover
@@ -107,6 +107,13 @@ def test_a_paged_run_is_the_resident_run_to_the_last_bit(name: str, tmp_path: Pa
     found = train_on_threads(case.of, case.setting(plan, settings), data, between=pipelines.append)
     assert_same(found, expected)
     assert_moved_as_predicted(case, plan, set(pipelines), len(data))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_ranks_that_sweep_compute_what_one_process_computes(schedule: str) -> None:
+    model, data = gpt("layers=3,tied=false", "float64"), batches(8)
+    setting = Setting(Plan((2, 4, 6), 4, schedule, stages_per_rank=2, sweep=2), clip_norm=0.5)
+    assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))
 
 
 def assert_moved_as_predicted(case: Case, plan: Plan, pipelines: set[Pipeline], num_batches: int) -> None:

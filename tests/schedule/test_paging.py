@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.rivals import least_recently_used
-from benchmarks.paging.traces import small_trace
+from benchmarks.paging.traces import program_trace, small_trace
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.chunks import best_chunk_bytes, num_chunks
-from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.eviction import decide
+from bireme.schedule.gaps import gaps_of, num_copies, settle
 from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.paging import Budgets, page
@@ -24,6 +25,7 @@ from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk
 from bireme.schedule.uses import Mode, chunks_of, uses
 from tests.support.extent import examples
+from tests.support.plain_eviction import plain_decide
 
 CHUNK = 64
 
@@ -393,6 +395,24 @@ def test_small_plans_copy_hardly_more_than_any_plan_must_and_never_more_than_lea
         assert least <= copies <= least_recently_used(accesses, capacity)
         ours, fewest = ours + copies, fewest + least
     assert ours <= 1.05 * fewest
+
+
+@examples(60)
+@given(st.integers(0, 10**6), st.integers(3, 9), st.integers(6, 40), st.integers(2, 6), st.integers(0, 3))
+def test_plans_are_those_of_the_rules_taken_step_by_step(
+    seed: int, num_chunks: int, num_steps: int, capacity: int, ahead: int
+) -> None:
+    accesses = small_trace(seed, num_chunks, num_steps)
+    found = decide(accesses, gaps_of(accesses), num_steps, capacity, ahead)
+    assert found == plain_decide(accesses, gaps_of(accesses), num_steps, capacity, ahead)
+
+
+@pytest.mark.parametrize(("name", "sweep"), [("1f1b", 1), ("2bw", 1), ("gpipe", 2)])
+def test_plans_of_loops_are_those_of_the_rules_taken_step_by_step(name: str, sweep: int) -> None:
+    accesses, num_steps, most = program_trace(name, sweep, parts=3, microbatches=4)
+    for ahead in (0, 4):
+        found = decide(accesses, gaps_of(accesses), num_steps, most // 2, ahead)
+        assert found == plain_decide(accesses, gaps_of(accesses), num_steps, most // 2, ahead)
 
 
 @examples(80)

@@ -12,12 +12,18 @@ from bireme.plan.codec_penalties import codec_steps
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
 from bireme.plan.tier_limits import TierLimits
+from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
 
-__all__ = ["AUTO", "Goal", "PlanRequest"]
+__all__ = ["AUTO", "Goal", "PlanRequest", "may_delay_updates"]
 
 AUTO = "auto"
 """The codec that the planner chooses."""
+
+
+def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:
+    """Whether a plan with this schedule, or with any if it is auto, may delay updates."""
+    return not synchronous and (schedule == AUTO or SCHEDULES[schedule].rule is not Rule.SYNCHRONOUS)
 
 
 class Goal(StrEnum):

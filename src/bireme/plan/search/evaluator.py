@@ -374,9 +374,12 @@ class PlanEvaluator:
 
     def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        share = self._problem.request.sums.hop_share(draft.outline.width)
+        sums, width = self._problem.request.sums, draft.outline.width
         gradients = self._work(draft, draft.outline.sizes[0]).costs.gradient_bytes
-        return tuple(share * one for one in gradients)
+        stages = draft.stages(len(self._problem.profile.units))
+        return tuple(
+            sums.hop_bytes(one, slice(*units), width) for one, units in zip(gradients, stages, strict=True)
+        )
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
         costs = [self._work(draft, size).costs for size in draft.outline.sizes]
