@@ -156,7 +156,7 @@ def test_an_adapter_learns_the_same_with_its_base_on_a_disk(run: Path, tmp_path:
     lora = settings(model__lora__rank=4, model__lora__dropout=0.1, memory__disk=tmp_path)
     more = settings(data__tokenizer=tokenizer, training__weight_decay=0.1, training__steps=3)
     words = [*lora, *more, *settings(plan__file=tmp_path / "plan.json")]
-    document = _trained(run.parents[1] / "run.toml", tmp_path / "run", words)
+    document = _trained(run.parents[1] / "run-2bw-fresh-2.toml", tmp_path / "run", words)
     assert losses(tmp_path / "run") == {step: loss for step, loss in losses(run).items() if step <= 3}
     for tier in document["tiers"]:
         assert 0 < tier["bytes_moved"] == tier["predicted_bytes_moved"]
