@@ -75,6 +75,7 @@ def test_a_part_that_learns_beside_paged_weights_learns_what_it_does_without_pag
             assert states[name].trainable or torch.equal(tensor, model.weights[name])
 
 
+@pytest.mark.slow
 def test_a_snapshot_without_frozen_weights_leaves_those_of_the_pipeline(tmp_path: Path) -> None:
     model, plan = part_of_a_model(), Plan((2, 4, 6), 3, "1f1b", stages_per_rank=4)
     within = paged(plan, sizes_of(model, plan, stash=STASH), 0.1, host=0.0, disk=True)
