@@ -20,6 +20,8 @@ from tests.support.paged import assert_same, paged, sizes_of
 from tests.support.small_models import Model, gpt, token_batches
 from tests.support.strict_mover import StrictMover
 
+pytestmark = pytest.mark.slow
+
 STASH = 40_000
 
 
@@ -38,7 +40,6 @@ def frozen_copies(program: Program) -> dict[Kind, int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "host", "windows"),
     [
@@ -75,7 +76,6 @@ def test_a_part_that_learns_beside_paged_weights_learns_what_it_does_without_pag
             assert states[name].trainable or torch.equal(tensor, model.weights[name])
 
 
-@pytest.mark.slow
 def test_a_snapshot_without_frozen_weights_leaves_those_of_the_pipeline(tmp_path: Path) -> None:
     model, plan = part_of_a_model(), Plan((2, 4, 6), 3, "1f1b", stages_per_rank=4)
     within = paged(plan, sizes_of(model, plan, stash=STASH), 0.1, host=0.0, disk=True)
