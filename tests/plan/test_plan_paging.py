@@ -22,10 +22,12 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, saved_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import find_plan, timeline_of
+from bireme.plan.search.search import find_plan, find_resident, forecast_of, timeline_of
+from bireme.plan.single_ways import with_single_ways
 from bireme.plan.tier_limits import TierLimits
 from bireme.profile.profile_file import save_profile
 from bireme.schedule.budgets import Budgets
+from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.residency import Sizes
 from tests.support.command import bireme
@@ -86,6 +88,24 @@ def test_a_plan_that_pages_is_read_as_it_was_written_and_its_programs_are_right(
     assert len(program.tracks[1]) > len(replace(plan, paging=None).program(12).tracks[1])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh", "gpipe"])
+def test_any_window_of_a_plan_is_what_it_would_be_if_it_were_planned_alone(schedule: str) -> None:
+    plan = replace(hand_plan(), schedule=schedule, sweep=1)
+    assert plan.paging is not None
+    for num_batches, first_batch in ((3, 1), (3, 5), (13, 0), (13, 1), (16, 7)):
+        alone = generate(
+            schedule,
+            num_stages=4,
+            num_microbatches=4,
+            num_batches=num_batches,
+            stages_per_rank=2,
+            first_batch=first_batch,
+            updates_early=plan.is_early,
+        )
+        cut = plan.paging.cut(replace(plan, paging=None).program(4))
+        assert plan.program(num_batches, first_batch) == plan.paging.paged(alone, cut)
+
+
 def test_paging_of_other_stages_or_ranks_is_refused() -> None:
     plan = hand_plan()
     assert plan.paging is not None
@@ -125,6 +145,39 @@ def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_
     assert fast.forecast.batch_s == whole.forecast.batch_s
     times = [one.forecast.cost_s_per_sample for one in tight.candidates]
     assert times == sorted(times)
+
+
+def test_an_explanation_says_what_each_way_to_save_memory_would_take_alone() -> None:
+    asked, answer = request(TierLimits(80 * MB)), found(TierLimits(80 * MB))
+    told = with_single_ways(PROFILE, cluster(), asked, answer, find_resident)
+    assert told.candidates == answer.candidates
+    ways = {way.words: way for way in told.memory_ways}
+    names = ("without paging", "only recomputation", "only more stages", "only smaller micro-batches")
+    assert tuple(ways)[:4] == names
+    assert tuple(ways)[-1] == "room for everything"
+    for words in names:
+        assert (ways[words].candidate is None) == bool(ways[words].refusal)
+    off = found(None)
+    assert with_single_ways(PROFILE, cluster(), request(None), off, find_resident) is off
+
+
+def test_sweeps_are_found_where_weights_are_most_of_what_is_fetched() -> None:
+    """Large weights on a slow wire and small activations: g micro-batches fetch each part once."""
+    heavy = profile_of(
+        [0.01] * NUM_UNITS,
+        [0.02] * NUM_UNITS,
+        parameter_bytes=[40 * MB] * NUM_UNITS,
+        kept_bytes=[MB] * NUM_UNITS,
+        boundary_bytes=[MB] * NUM_UNITS,
+        update_s=[0.002] * NUM_UNITS,
+    )
+    asked = PlanRequest(8, schedule="1f1b", depth=1, width=1, memory=TierLimits(250 * MB))
+    answer = find_plan(heavy, cluster(), asked)
+    assert isinstance(answer, Answer)
+    best = answer.best
+    assert best.plan.sweep > 1
+    alone = replace(best.plan, sweep=1)
+    assert forecast_of(alone, heavy, cluster(), asked).batch_s > best.forecast.batch_s
 
 
 @pytest.mark.slow

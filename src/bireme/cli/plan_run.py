@@ -8,6 +8,7 @@ import typer
 from bireme.cli.measuring import Measuring, captures_of
 from bireme.cli.options import print_json
 from bireme.cli.plan_options import Exporting
+from bireme.cli.plan_sums import AskedSums
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class PlanRun:
         cluster: "Cluster",
         request: "PlanRequest",
         asked: Measuring | None,
+        sums: AskedSums,
         *,
         is_given: bool,
     ) -> None:
@@ -37,6 +39,7 @@ class PlanRun:
         self.cluster = cluster
         self.request = request
         self.asked = asked
+        self.sums = sums
         self.is_given = is_given
         """Whether the profile comes from a file, so the model might be another one."""
 
@@ -49,6 +52,7 @@ class PlanRun:
         answer, planning_s = self._answer()
         texts = self._exports(answer, exports)
         helps = self._helps(answer) if explained else None
+        answer = self._with_single_ways(answer) if explained else answer
         agreed = self._agreements(answer) if explained else ()
         self._write(answer, output, exports, texts)
         from bireme.report.plan_document import plan_notes
@@ -59,6 +63,7 @@ class PlanRun:
 
             document = plan_document(answer, self.profile, planning_s)
             document |= {"sync": sync_document(self.request), "notes": notes, "exports": texts}
+            document |= self._gradient()
             print_json(document | ({} if helps is None else explanation_document(answer, helps, agreed)))
             return
         from rich.console import Console
@@ -77,6 +82,15 @@ class PlanRun:
         for path in (output, *(export.path for export in exports)):
             if path is not None:
                 typer.echo(f"Wrote {path}.")
+
+    def _gradient(self) -> dict[str, object]:
+        """What gradients take that are not kept whole."""
+        if self.asked is None or self.sums.form is None:
+            return {}
+        from bireme.profile.kept_gradients import kept_gradients
+
+        graph = self.sums.graph(self.profile, self.asked)
+        return {"gradient": kept_gradients(graph, self.sums.form).document(graph)}
 
     def _answer(self) -> "tuple[Answer, float]":
         from time import perf_counter
@@ -102,6 +116,12 @@ class PlanRun:
 
         with progress_bar("planning again") as progress:
             return explain(self.profile, self.cluster, self.request, answer, find_plan, tell=progress)
+
+    def _with_single_ways(self, answer: "Answer") -> "Answer":
+        from bireme.plan.search.search import find_resident
+        from bireme.plan.single_ways import with_single_ways
+
+        return with_single_ways(self.profile, self.cluster, self.request, answer, find_resident)
 
     def _agreements(self, answer: "Answer") -> "tuple[AgreementForecast, ...]":
         from bireme.plan.agreements import agreements

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AddressRange", "ChunkMemory"]
+__all__ = ["ALIGNED", "AddressRange", "ChunkMemory"]
 
 ALIGNED = 64
 """Pieces begin at multiples of so many bytes, as in torch's allocator."""

@@ -3,8 +3,9 @@
 It says nothing about times; who made it, by hand or by search, does not show.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from threading import RLock
 from typing import Annotated
 
 from annotated_types import doc
@@ -16,10 +17,18 @@ from bireme.plan.paging import Paging
 from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate
+from bireme.schedule.folding import WRITTEN_OUT
 from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
 from bireme.schedule.source import SETTLED, ProgramSource, source_like
+from bireme.schedule.stream import LONG
 
 __all__ = ["Plan"]
+
+MAKING = RLock()
+
+COMPARED = 2
+"""A loop is found from its shortest window and from those of up to so many batches more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,14 @@ class Plan:
             LinkCodecs.steady(self.codecs),
         )
 
+    def on_pages(self, page_bytes: int) -> "Plan":
+        """The plan where memory is mapped in pages of so many bytes: each chunk is a whole number of them."""
+        found = [0 if one is None else one.chunk_bytes for one in _cut(self)]
+        if self.paging is None or not any(size % page_bytes for size in found):
+            return self
+        sizes = tuple(-(-size // page_bytes) * page_bytes for size in found)
+        return replace(self, paging=replace(self.paging, chunk_bytes=sizes))
+
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""
         return self.source.program(num_batches, first_batch)
@@ -118,10 +135,24 @@ def _source(plan: Plan) -> ProgramSource:
     return source_like(_resident(plan, 1, 0), partial(_program, plan))
 
 
-@lru_cache(maxsize=64)
 def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
-    program = _resident(plan, num_batches, first_batch)
-    return program if plan.paging is None else plan.paging.paged(program, _cut(plan))
+    """The program of a window. Threads that ask for the same at once have it made once."""
+    with MAKING:
+        return _remembered(plan, num_batches, first_batch)
+
+
+@lru_cache(maxsize=64)
+def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
+    if plan.paging is None:
+        return _resident(plan, num_batches, first_batch)
+    base = min(first_batch, 1) if plan.source.rule is Rule.DELAYED else 0
+    if first_batch > base:
+        return _remembered(plan, num_batches, base).later(first_batch - base)
+    if num_batches > WRITTEN_OUT and num_batches != LONG:
+        loop = _remembered(plan, LONG, first_batch)
+        if num_batches > LONG - min(track.repeats for track in loop.tracks) + COMPARED:
+            return loop.of_length(num_batches)
+    return plan.paging.paged(_resident(plan, num_batches, first_batch), _cut(plan))
 
 
 @lru_cache(maxsize=64)

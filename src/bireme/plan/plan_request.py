@@ -12,15 +12,21 @@ from bireme.plan.codec_penalties import codec_steps
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
 from bireme.plan.tier_limits import TierLimits
+from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
 
-__all__ = ["AUTO", "SHARDS", "Goal", "PlanRequest"]
+__all__ = ["AUTO", "SHARDS", "Goal", "PlanRequest", "may_delay_updates"]
 
 AUTO = "auto"
 """The codec that the planner chooses."""
 
 SHARDS = ("none", "optimizer")
 """What the replicas of a stage may share."""
+
+
+def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:
+    """Whether a plan with this schedule, or with any if it is auto, may delay updates."""
+    return not synchronous and (schedule == AUTO or SCHEDULES[schedule].rule is not Rule.SYNCHRONOUS)
 
 
 class Goal(StrEnum):
@@ -99,6 +105,11 @@ class PlanRequest:
             raise BiremeError(
                 f"Replicas share the {self.shard}, but memory may be paged too, and its parts are "
                 "not paged. Leave out one of the two."
+            )
+        if self.shard != "none" and self.sums != DENSE_SUMS:
+            raise BiremeError(
+                f"Replicas share the {self.shard}, of which each gets the plain sum of its part, but sums go "
+                f"through {self.sums.codec}, or gradients are not whole. Leave out one of the two."
             )
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:

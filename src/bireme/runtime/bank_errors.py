@@ -1,4 +1,4 @@
-"""What a program does wrong with weight versions. No program that the checker proves right comes to that."""
+"""Mistakes of programs that weight banks notice: a version that is gone, or one that must not go yet."""
 
 from collections.abc import Collection
 

@@ -7,7 +7,8 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -35,7 +36,7 @@ from bireme.schedule.rule import Rule
 from bireme.sync.norm import are_finite, norm_workspace_bytes
 from bireme.sync.reduced import NUMBERS_BYTES
 
-__all__ = ["BankInUse", "DeadVersion", "WeightBanks"]
+__all__ = ["WeightBanks"]
 
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | Product | None]
@@ -76,11 +77,13 @@ class WeightBanks:
             for name, tensor in parameters.items()
             if name in trainable
         }
-        self._frozen = {
-            name: tensor.detach().to(self._dtypes[name])
-            for name, tensor in parameters.items()
-            if name not in given
-        }
+        self._frozen = memory.frozen(
+            {
+                name: tensor.detach().to(self._dtypes[name])
+                for name, tensor in parameters.items()
+                if name not in given
+            }
+        )
         self._stepper = Stepper(
             given,
             factory,
@@ -99,7 +102,8 @@ class WeightBanks:
         self._banks = [
             {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
         ]
-        self._stepped = [_stepped(self._stores, bank, given) for bank in range(num_banks)]
+        views = [dict(chain(*(s.stepped(bank).items() for s in self._stores))) for bank in range(num_banks)]
+        self._stepped = [{name: own[name] for name in given if name in own} for own in views]
         self._apart = {
             name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
         }
@@ -130,13 +134,8 @@ class WeightBanks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All parameters, in their order."""
+        """All parameters, whether they learn or not."""
         return tuple(self._dtypes)
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether what is looked at here comes as copies, because it may be on any tier."""
-        return self._memory.is_paged
 
     @property
     def is_fresh(self) -> bool:
@@ -156,11 +155,6 @@ class WeightBanks:
     def leaves(self, version: int) -> Tensors:
         """All parameters as of a version, the trainable ones as leaves that require gradients."""
         return self._leaves[self._bank_of(version)]
-
-    def arrive(self, version: int) -> None:
-        """Wait until what other replicas make of a version is there."""
-        if self.shared is not None:
-            self.shared.arrive(self._bank_of(version))
 
     def hold(self, version: int) -> None:
         """Keep a version from being overwritten: a micro-batch begins its forward on it."""
@@ -260,21 +254,16 @@ class WeightBanks:
             if self.shared is not None:
                 self.shared.gather(bank)
 
-    def newest(self) -> Tensors:
-        """W, in the precision in which it is stepped: what a checkpoint holds. Not copies.
-
-        Replicas that share the optimiser must all call it, and get copies of what no replica has whole.
+    def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
+        """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
+        Not copies. Replicas that share the optimiser must all call it, and get copies of what none has whole;
+        with `alone` these are left out.
         """
-        bank = self._newest_version % len(self._banks)
-        trained = self._stepped[bank] if self.shared is None else self.shared.newest(bank)
+        bank, shared = self._newest_version % len(self._banks), self.shared
+        trained = self._stepped[bank] if shared is None else shared.newest(bank, alone=alone)
         newest = {**trained, **self._frozen}
-        return {name: self._read(newest[name]) for name in self._dtypes}
-
-    def whole(self) -> Tensors:
-        """As much of that as this rank has by itself. Not copies."""
-        if self.shared is None:
-            return self.newest()
-        return {**self.shared.whole(self._newest_version % len(self._banks)), **self._frozen}
+        wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
+        return {name: self._read(newest[name]) for name in wanted}
 
     def next_to_run_on(self) -> Tensors:
         """What the next batch runs on where that is not W: the version before it, or a trial version; else
@@ -283,22 +272,37 @@ class WeightBanks:
         version = self._newest_version if self._is_fresh else self._newest_version - 1
         if version < 0 or version not in self._lives:
             return {}
-        self.arrive(version)
+        if self.shared is not None:
+            self.shared.arrive(version)
         return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype."""
         if self.shared is not None:
             self.settle()
-            self.arrive(self._newest_version)
+            self.shared.arrive(self._newest_version)
         if not self._is_fresh or self.shared is not None:
             return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
 
+    @contextmanager
+    def lent(self) -> Iterator[Tensors | None]:
+        """W as a stage takes it, to be read within this context, where it lies; None if it is paged and the
+        device has no room for it.
+        """
+        if not self._memory.is_paged:
+            yield self.newest_to_compute_with()
+        elif self._is_fresh:
+            yield None  # W lies among what the optimiser remembers
+        else:
+            bank = self._newest_version % len(self._banks)
+            with self._memory.lent([(Item.WEIGHTS, bank), (Item.FROZEN, 0)]) as has_room:
+                yield self.leaves(self._newest_version) if has_room else None
+
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """What the optimiser remembers, by the parameters' names. Not copies."""
         found = self._stepper.state_dict()
-        if not self.is_paged:
+        if not self._memory.is_paged:
             return found
         return {
             name: {key: self._read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
@@ -317,7 +321,7 @@ class WeightBanks:
         """Take over copies of W(version) and of the optimiser's state; of both what has names from here.
 
         `older` are the living versions before it, and under the FRESH rule the trial version of that number.
-        What it lacks becomes equal to W(version).
+        What it lacks becomes equal to W(version). Frozen weights that are not given stay.
         """
         versions = [version] if self._is_fresh else range(version, version - len(self._banks), -1)
         for living in [one for one in versions if one >= 0]:
@@ -327,7 +331,9 @@ class WeightBanks:
             with self._memory.opened(Item.WEIGHTS, bank):
                 copy_by_name({name: given[name] for name in self.trainable}, self._banks[bank])
             self._close(living)
-        copy_by_name({name: parameters[name] for name in self._frozen}, self._frozen)
+        if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
+            with self._memory.opened(Item.FROZEN):
+                copy_by_name(frozen, self._frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         with self._memory.opened(Item.OPTIMIZER):
@@ -392,9 +398,3 @@ class WeightBanks:
         bank = version % len(self._lives)
         self._lives[bank] = version
         increment_version(list(self._banks[bank].values()))
-
-
-def _stepped(stores: Sequence[ShelfWeights], bank: int, names: Iterable[str]) -> dict[str, Tensor]:
-    """What an optimiser steps where a version is made in a bank, of these parameters in this order."""
-    found = {name: view for store in stores for name, view in store.stepped(bank).items()}
-    return {name: found[name] for name in names if name in found}

@@ -49,7 +49,7 @@ from bireme.runtime.quorum.agreement import Agreement, Donations, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
-from bireme.runtime.runnable import AnyPlan, halfway, runnable, unhurried, work_of
+from bireme.runtime.runnable import AnyPlan, halfway, on_pages, runnable, unhurried, work_of
 from bireme.runtime.sharers import check_shared, sharers_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
@@ -113,11 +113,12 @@ class Pipeline:
         shard: str = "none",
         agreement: Agreement | None = None,
     ) -> None:
+        self._device = torch.device(device)
+        check_supported(self._device)
+        plan = on_pages(plan, self._device)
         asked = runnable(plan)
         codec = parse_sum_codec(sum_codec)
         form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
-        self._device = torch.device(device)
-        check_supported(self._device)
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
         made_of = prepared(
             model,

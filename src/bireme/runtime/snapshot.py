@@ -52,7 +52,7 @@ def sections_of(
     banks, wanted = stage.banks, set(names)
     if banks.shared is not None:
         return _shared_sections(stage, banks.shared, wanted, {*pieces_of}, replica=replica, alone=alone)
-    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest().items() if name in wanted}
+    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest(wanted).items()}
     found |= _to_run_on(stage, wanted, replica)
     for name, state in banks.optimizer_state().items():
         for key, value in state.items() if name in wanted else ():
@@ -73,7 +73,7 @@ def _shared_sections(
     stage: Stage, shared: SharedWeights, wanted: set[str], pieces_of: set[str], *, replica: int, alone: bool
 ) -> dict[str, Tensor]:
     banks = stage.banks
-    newest = banks.newest() if alone else banks.whole()
+    newest = banks.newest(alone=not alone)
     found = {f"{WEIGHTS}/{name}": tensor for name, tensor in newest.items() if name in wanted}
     found |= _to_run_on(stage, wanted, replica) | _buffers(stage, wanted)
     pieces = {name: {} if alone else {f"{WEIGHTS}/{name}": one} for name, one in shared.own_newest().items()}
@@ -130,12 +130,11 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     """
     banks = stage.banks
     saved = joined(saved)
-    held, trained = banks.whole(), set(banks.trainable)
-    names = banks.names
+    trained = set(banks.trainable)
     newest = {
-        name: saved[key] if (key := f"{WEIGHTS}/{name}") in saved or name in trained else held[name]
-        for name in names
+        name: saved[key] for name in banks.names if (key := f"{WEIGHTS}/{name}") in saved or name in trained
     }
+    names = tuple(newest)
     section = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
     others = {name: saved.get(f"{section}/{name}", newest[name]) for name in names}
     number = version if banks.is_fresh else version - 1

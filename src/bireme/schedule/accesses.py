@@ -1,18 +1,17 @@
 """The accesses of a tier: which chunk is read or written at which step. What paging is planned from."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import Mode, chunks_of, uses
+from bireme.schedule.uses import ChunkUses, Mode
 
 __all__ = ["Access", "accesses_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One use of a chunk in a tier, at a step.
 
     `label` is the same in every batch, `batch` tells which it is. `takes` where the chunk must have a slot
@@ -41,9 +40,9 @@ def accesses_of(
     found: dict[int, list[Access]] = {}
     made: set[Chunk] = set()
     summed: set[Chunk] = set()
+    uses = ChunkUses(program, tiers)
     for index, step in enumerate(program.tracks[rank]):
-        named = uses(program, step, master=tiers.master)
-        used = {chunk: use for use in named for chunk in chunks_of(tiers, use)}
+        used = {chunk: use for use, chunks in uses.of(step) for chunk in chunks}
         if not used:
             continue
         at, label = len(found), (step.kind, step.microbatch, step.half)

@@ -37,7 +37,7 @@ class Sizes:
     messages that come into the stage from the stages before and after. `workspace` is what a pass of a
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
     the optimiser's own master copy, counted in `optimizer`. `buffers` are always there beside the optimiser's
-    bytes, and are never paged; empty stands for none.
+    bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for none.
     """
 
     version: tuple[float, ...]
@@ -50,6 +50,7 @@ class Sizes:
     master: bool = False
     workspace: tuple[float, ...] = ()
     buffers: tuple[float, ...] = ()
+    frozen: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def copied_in_bytes(program: Program, rank: int, num_batches: int) -> tuple[int,
 WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
 
 
-ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 3}
+ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 3, Item.FROZEN: 0}
 """Where chunks of an item are counted."""
 
 
@@ -158,6 +159,8 @@ def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
             return sizes.optimizer[stage] + (sizes.version[stage] if has_newest else 0.0)
         case Item.STASH:
             return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
+        case Item.FROZEN:
+            return sizes.frozen[stage] if sizes.frozen else 0.0
 
 
 def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
@@ -170,8 +173,16 @@ def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]])
         )
 
     recomputed = program.recomputed
+    buffers = sizes.buffers
+    if sizes.frozen:
+        beside = without(Item.FROZEN, sizes.frozen)
+        buffers = tuple(
+            all_of_it - whole + left
+            for all_of_it, whole, left in zip(buffers, sizes.frozen, beside, strict=True)
+        )
     return replace(
         sizes,
+        buffers=buffers,
         version=without(Item.WEIGHTS, sizes.version),
         gradient=without(Item.GRADIENT, sizes.gradient),
         optimizer=without(Item.OPTIMIZER, sizes.optimizer),

@@ -2,8 +2,8 @@
 
 from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
 from bireme.model.graph import Graph
-from bireme.model.linear_maps import chosen_maps
 from bireme.plan.plan import Plan
+from bireme.profile.kept_gradients import sum_cost_of
 from bireme.train.run_file import RunFile
 
 __all__ = ["idle_keys", "sums_of"]
@@ -11,12 +11,8 @@ __all__ = ["idle_keys", "sums_of"]
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients."""
-    form = run.training.gradient_form
-    if form is None:
-        return sum_cost(parse_sum_codec(run.sync.codec), graph.gradient_shapes)
-    apart = chosen_maps(graph, form)  # these go by their components, and through no codec
-    shapes = [one.shape for one in graph.parameters if one.trainable and one.name not in apart]
-    return sum_cost(parse_sum_codec(run.sync.codec), shapes)
+    codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
+    return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
 
 
 def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:

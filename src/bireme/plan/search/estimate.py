@@ -130,7 +130,7 @@ class Estimator:
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
         message = totals.boundary_bytes + totals.returned_bytes
-        ring = self._problem.request.sums.hop_share(w) * totals.gradient_bytes / p
+        ring = self._problem.request.sums.hop_bytes(totals.gradient_bytes, slice(None), w) / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (

@@ -100,8 +100,8 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (
-        "eval_steps eval_every eval_interval eval_freq evaluation_steps evaluation_interval "
-        "validation_interval val_interval val_check_interval",
+        "eval evaluate evaluation eval_steps eval_every eval_interval eval_freq evaluation_steps "
+        "evaluation_interval validation_interval val_interval val_check_interval",
         "training.evaluate_every",
         "",
     ),
