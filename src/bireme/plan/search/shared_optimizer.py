@@ -50,9 +50,10 @@ def sync_bytes(
     """What each replica sends on of every stage in a batch, for sums and for what it makes for the others.
 
     With a shared optimiser that is its part of the weights, or under the FRESH rule for trial steps:
-    gradients, and the weights that come of them. With `before_update` it is what an UPDATE waits for. Under the DELAYED
-    rule weights travel after it, and nobody waits for them but where they are more than a link carries in a
-    batch; under the others it makes no difference to the next forward whether they go before or after.
+    gradients, and the weights that come of them. With `before_update` it is what an UPDATE waits for. Under
+    the DELAYED rule weights travel after it, and nobody waits for them but where they are more than a link
+    carries in a batch; under the others it makes no difference to the next forward whether they go before or
+    after.
     """
     width, rule = draft.outline.width, draft.rule
     if request.num_sharers(width) == 1:
