@@ -136,13 +136,6 @@ def plan(
             metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."
         ),
     ] = "none",
-    shard: Annotated[
-        str,
-        constraint_option(
-            **word("thing to share", "none", "optimizer"),
-            help="What replicas of a stage share, as memory.shard of a run file.",
-        ),
-    ] = "none",
     gradient: Annotated[
         str,
         constraint_option(
@@ -158,6 +151,13 @@ def plan(
             help="Weights whose gradients --gradient is for; by default all that get smaller. Repeatable.",
         ),
     ] = None,
+    shard: Annotated[
+        str,
+        constraint_option(
+            **word("thing to share", "none", "optimizer"),
+            help="What replicas of a stage share, as memory.shard of a run file.",
+        ),
+    ] = "none",
     device_memory: Annotated[
         str | None,
         constraint_option(

@@ -3,6 +3,7 @@
 It says nothing about times; who made it, by hand or by search, does not show.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import RLock
@@ -18,14 +19,18 @@ from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.folding import WRITTEN_OUT
-from bireme.schedule.program import Program
+from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import SETTLED, ProgramSource, source_like
 from bireme.schedule.stream import LONG
+from bireme.schedule.tiers import Chunk
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "know_window"]
 
 MAKING = RLock()
+
+KNOWN: dict[tuple["Plan", int, int], Program] = {}
+"""Windows of plans that page which were planned elsewhere."""
 
 COMPARED = 2
 """A loop is found from its shortest window and from those of up to so many batches more."""
@@ -135,6 +140,29 @@ def _source(plan: Plan) -> ProgramSource:
     return source_like(_resident(plan, 1, 0), partial(_program, plan))
 
 
+def know_window(
+    plan: Plan,
+    num_batches: int,
+    first_batch: int,
+    tracks: Sequence[Track],
+    begins: Sequence[Mapping[Chunk, int] | None],
+) -> None:
+    """Have a window of a plan that pages at hand, which was planned elsewhere. `begins` says of each rank
+    where its chunks lie when the window begins, None if it keeps all on the device.
+    """
+    tiers = tuple(
+        None if own is None or begin is None else replace(own, begin=begin)
+        for own, begin in zip(_cut(plan), begins, strict=True)
+    )
+    KNOWN[plan, num_batches, first_batch] = replace(
+        _resident(plan, 1, 0),
+        tracks=tuple(tracks),
+        num_batches=num_batches,
+        first_batch=first_batch,
+        tiers=tiers,
+    )
+
+
 def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
     """The program of a window. Threads that ask for the same at once have it made once."""
     with MAKING:
@@ -145,6 +173,9 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
 def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
     if plan.paging is None:
         return _resident(plan, num_batches, first_batch)
+    known = KNOWN.get((plan, num_batches, first_batch))
+    if known is not None:
+        return known
     base = min(first_batch, 1) if plan.source.rule is Rule.DELAYED else 0
     if first_batch > base:
         return _remembered(plan, num_batches, base).later(first_batch - base)

@@ -45,7 +45,7 @@ from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
-from bireme.runtime.quorum.agreement import Agreement, Donations, join
+from bireme.runtime.quorum.agreement import Agreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
@@ -219,8 +219,10 @@ class Pipeline:
         self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, QuorumReducer):
-            donations = Donations(self._reducer.agent, self.stages, lambda: self._updates.scale)
-            self._updates.before_update = donations.before_update
+            assert agreement is not None, "its reducer is there"
+            self._updates.before_update = agreement.before_updates(
+                self._reducer, self.stages, self._device, lambda: self._updates.scale
+            )
             self._updates.more = None if stopwatch is None else stopwatch.alone
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
         self._interpreter = Interpreter(
