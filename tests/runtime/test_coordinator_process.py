@@ -1,7 +1,8 @@
-"""The coordinator over real sockets, in a process that is killed in the middle of a run."""
+"""The coordinator over real sockets, in a process that is killed, and one that is stopped, in a run."""
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -19,7 +20,7 @@ from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
 
-ROUNDS, KILLED_AT = 12, 6
+ROUNDS, KILLED_AT, STOPPED_AT = 12, 4, 8
 
 
 def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[int]:
@@ -52,7 +53,7 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
     return sizes
 
 
-def test_a_killed_coordinator_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = Settings(SyncMode.QUORUM, 2, 1, 8, Limits((1, 1), (8, 8)), lease_s=2.0)
     order = CoordinatorOrder(settings, 0, 1, "secret", tmp_path / LEDGER, "127.0.0.1", begins=True)
     coordinator = CoordinatorProcess(order)
@@ -70,7 +71,14 @@ def test_a_killed_coordinator_is_started_again_and_the_run_goes_on(tmp_path: Pat
             assert coordinator.process is not None
             os.kill(coordinator.process.pid, signal.SIGKILL)
             coordinator.process.join()
-            assert coordinator.keep()
+            assert coordinator.keep() == "has ended"
+        if number == STOPPED_AT:
+            assert coordinator.process is not None
+            os.kill(coordinator.process.pid, signal.SIGSTOP)
+            end_s = time.monotonic() + patience_s()
+            while (why := coordinator.keep()) is None and time.monotonic() < end_s:
+                time.sleep(0.05)
+            assert why == "has not answered for a lease"
 
     def run(replica: int) -> None:
         sizes[replica] = trained(clients[replica], kill if replica == 0 else lambda number: None)
@@ -88,6 +96,6 @@ def test_a_killed_coordinator_is_started_again_and_the_run_goes_on(tmp_path: Pat
             client.close()
         coordinator.close()
     assert [sum(both) for both in zip(sizes[0], sizes[1], strict=True)] == [8] * ROUNDS
-    assert coordinator.starts == 2
+    assert coordinator.starts == 3
     found = check_ledger(tmp_path / LEDGER)
     assert (found.rounds, found.is_whole) == (ROUNDS, True)

@@ -86,6 +86,7 @@ class Setting:
     gradient: str = "whole"
     gradient_of: tuple[str, ...] | None = None
     paging: PagingSettings | None = None
+    shard: str = "none"
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -143,6 +144,7 @@ def pipeline_of(
         gradient=setting.gradient,
         gradient_of=setting.gradient_of,
         paging=setting.paging,
+        shard=setting.shard,
         agreement=agreement,
     )
 

@@ -19,7 +19,7 @@ import pytest
 
 from bireme.train import launched_rank
 
-__all__ = ["Host", "enter_without", "hide", "hosts"]
+__all__ = ["Host", "enter_without", "hide", "hosts", "set_cable"]
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 """Of Linux: mounts, the machine's name, its network."""
@@ -74,7 +74,7 @@ def _check(status: int) -> None:
 def hosts(count: int, *, slow: int | None = None, megabits_per_s: float = 20.0) -> Iterator[list[Host]]:
     """So many hosts; the link of the one of number `slow` carries so little. Skips where they cannot be."""
     skip_unless_possible()
-    switch = f"bireme-test-{os.getpid()}-switch"
+    switch = _switch()
     names = [f"bireme-test-{os.getpid()}-{number}" for number in range(count)]
     made: list[str] = []
     try:
@@ -106,6 +106,15 @@ def plug_in(number: int, namespace: str, switch: str) -> Host:
     run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", CARD)
     run("ip", "-n", namespace, "link", "set", CARD, "up")
     return Host(namespace, address, f"host-{number}")
+
+
+def set_cable(number: int, *, is_plugged: bool) -> None:
+    """Pull the cable of a host out of the switch, or plug it in again."""
+    run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if is_plugged else "down")
+
+
+def _switch() -> str:
+    return f"bireme-test-{os.getpid()}-switch"
 
 
 def skip_unless_possible() -> None:

@@ -5,11 +5,13 @@ that a program that can deadlock anywhere does so here. Nothing is shared betwee
 copied. All waits end.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -256,6 +258,38 @@ class _ThreadGroup:
         def wait() -> None:
             for target, source in zip(into, self._all_brought(place), strict=True):
                 target.copy_(source)
+
+        return _Waiting(wait)
+
+    def exchange(
+        self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
+    ) -> Pending:
+        """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
+        assert len(given) == sum(lengths)
+        begins = [0, *accumulate(lengths)]
+        # All bring the same: what is for whom comes first, and then the elements.
+        header = torch.tensor(begins, dtype=torch.float64)
+        place = self._bring(f"exchange of {given.dtype}", torch.cat([header, given.double()]))
+
+        def wait() -> None:
+            end = 0
+            for one, length in zip(self._all_brought(place), taken_lengths, strict=True):
+                first, last = (int(one[self.rank + more]) + self.size + 1 for more in (0, 1))
+                assert last - first == length, "the members do not agree on what goes where"
+                taken[end : end + length] = one[first:last]
+                end += length
+            assert end == len(taken)
+
+        return _Waiting(wait)
+
+    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+        """Begin to fill the tensor with that of the member `source`; until then it is of no use."""
+        place = self._bring(f"copy of {tensor.dtype} {list(tensor.shape)} from {source}", tensor.clone())
+        if source != self.rank:
+            tensor.fill_(math.nan)
+
+        def wait() -> None:
+            tensor.copy_(self._all_brought(place)[source])
 
         return _Waiting(wait)
 

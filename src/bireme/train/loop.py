@@ -41,6 +41,9 @@ RECORDED = 6
 SETTLING, LONG = 10, 40
 """So many batches go before them where so many are to come: the first ones of a process are slow."""
 
+MOST_TRIES = 3
+"""To save what another replica was to save, whose processes may not be gone yet."""
+
 SMOOTHED = 20
 """Batches whose mean is the training loss that a run ends with."""
 
@@ -102,6 +105,8 @@ class Loop:
         self._sent: list[LinkBytes] = []
         """By pipelines that are closed."""
         self._newest: int | None = None
+        self._asked: int | None = None
+        """The step of the last checkpoint that was asked for."""
         self._warnings: list[str] = []
         self._sum_bytes = SentBytes()
         """What sums sent before the schedule switch."""
@@ -142,6 +147,7 @@ class Loop:
         if self.run.checkpoint.at_end if is_done else not self._depends_on_drains:
             self._save()
         self.writer.wait()
+        self._save_for_others()
         if self.timeline is None and self.pipeline.recording is not None:
             self.timeline = self.pipeline.timeline()
         return self._outcome()
@@ -351,6 +357,7 @@ class Loop:
 
     def _save(self) -> None:
         self.stops.saved()
+        self._asked = self.step
         if self._member is not None and not self._member.leads:
             self.writer.close()
             return
@@ -363,6 +370,20 @@ class Loop:
         self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
         if not self.run.checkpoint.background:
             self.writer.wait()
+
+    def _save_for_others(self) -> None:
+        """Save what the replica that led was asked to save last, if it died before it had."""
+        member, writer = self._member, self.writer
+        if member is None or not isinstance(writer, LeaderWriter) or self._asked is None or member.leads:
+            return
+        member.succeed()
+        for _ in range(MOST_TRIES):
+            # All ranks of a replica do alike, whatever each of them sees.
+            if self.pipeline.gather([float(writer.has(self._asked))])[0][0]:
+                self._newest = self._asked
+                return
+            self._save()
+            writer.wait()
 
     def _evaluate_if_due(self) -> None:
         every = self.run.training.evaluate_every
@@ -416,4 +437,5 @@ class Loop:
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
             placement=None if self._home is None else self._home.placement,
+            leads=self._member is None or self._member.leads,
         )

@@ -6,7 +6,7 @@ from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.run_file import RunFile
 
-__all__ = ["check_replicas", "refuse_quorum_elsewhere"]
+__all__ = ["check_replicas"]
 
 
 def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
@@ -22,13 +22,4 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         raise BiremeError(
             'sync.mode is "quorum", in which samples may be trained in another order than they come, but the '
             "data are a stream. Download them, or leave out streaming=true."
-        )
-
-
-def refuse_quorum_elsewhere(run: RunFile) -> None:
-    """Refuse replicas that may die where something else has started the processes."""
-    if run.sync.mode == "quorum":
-        raise BiremeError(
-            'sync.mode is "quorum", but torchrun has started the processes, and would end all of them when '
-            'one dies. Call bireme train itself, or use sync.mode = "all".'
         )

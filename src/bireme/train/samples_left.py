@@ -4,6 +4,7 @@ from pathlib import Path
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
+from bireme.sync.coordinator.ledger_line import in_force
 from bireme.sync.coordinator.messages import Samples
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
@@ -14,8 +15,8 @@ __all__ = ["check_none_left", "left_at"]
 def left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[Samples, ...]]:
     """The first sample that nobody was given before a step, and those before it that do not count yet."""
     fresh, waiting = step * batch_size, tuple[Samples, ...]()
-    records = read_json_lines(ledger, start="start").records.values() if ledger.exists() else ()
-    for record in records:
+    records = read_json_lines(ledger, start="start").records if ledger.exists() else {}
+    for record in in_force(records).values():
         if record.get("kind") == "round" and record.get("batch") == step - 1:
             fresh, waiting = record["fresh"], tuple(Samples(*pair) for pair in record["open"])
     return fresh, waiting

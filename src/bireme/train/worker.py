@@ -12,15 +12,16 @@ from bireme.balance.slow_stage import StageWatch
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
+from bireme.plan.window_file import read_windows
 from bireme.profile.control import Control
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
@@ -35,7 +36,7 @@ from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
-from bireme.train.delay_warmup import first_delayed_step, flush_twin
+from bireme.train.delay_warmup import first_delayed_step, flush_twin, plans_of
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import HomeData, home_data
 from bireme.train.link_codecs import link_codecs
@@ -43,6 +44,7 @@ from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.model import RunModel
+from bireme.train.optimizer import optimizer_of
 from bireme.train.outcome import Outcome
 from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
@@ -89,9 +91,10 @@ class Start:
 def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
     """Train as one rank of a replica that may die, whose ranks are the world.
 
-    One that was started again gets all from the others. What the run was resumed from may be deleted by then.
+    One that is started after others have trained gets all from them. What the run was resumed from may be
+    deleted by then.
     """
-    if order.life.life:
+    if order.is_empty:
         start = replace(start, checkpoint=None, passed_over=())
     return train_rank(world, start, order)
 
@@ -160,6 +163,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     saved = load_plan(folder.plan)
     part = replace(part, home=_home(part, saved))
     manifest = None if checkpoint is None else checkpoint.manifest
+    read_windows(folder.windows, plans_of(run, saved))
     begin, step = part.start.first_delayed_step, 0 if manifest is None else manifest.step
     if begin is None:
         begin = first_delayed_step(run, saved, manifest)
@@ -200,6 +204,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         writer = open_writer(checkpoint, world.store)
     else:
         writer = LeaderWriter(
+            folder.checkpoints(run),
             lambda number: open_writer(
                 newest_good(folder.checkpoints(run)), PrefixStore(f"writer {number}", world.store)
             ),
@@ -219,7 +224,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             first_delayed_step=begin,
-            not_saved=_not_saved(part, pipeline),
+            not_saved=_in_base(part, pipeline.graph),
             notes=() if log is None else data_notes(part.data),
             replicas=ReplicaNotes(
                 _stage_watch(part, saved.plan, pipeline),
@@ -250,7 +255,14 @@ def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Par
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     member = Replica(
-        part.world, order, plan.width, part.run.training.batch_size, spare=spare, balances=balances
+        part.world,
+        order,
+        plan.width,
+        part.run.training.batch_size,
+        spare=spare,
+        balances=balances,
+        compare_every=part.run.sync.compare_every,
+        rebuilt=_in_base(part, load_graph(part.folder.graph)),
     )
     alone = replace(
         plan,
@@ -266,7 +278,7 @@ def _log(part: _Part) -> RunLog | LeaderLog:
     def make() -> RunLog:
         return RunLog(part.folder, part.run, part.start.words, is_shown=part.start.is_shown)
 
-    return make() if part.member is None else LeaderLog(make, part.member)
+    return make() if part.member is None else LeaderLog(make, part.member, part.folder.metrics.is_file)
 
 
 def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:
@@ -328,7 +340,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         plan,
         world,
         weights=part.model.weights(graph),
-        optimizer=_optimizer(run),
+        optimizer=optimizer_of(run.training),
         evaluation=load_graph(part.folder.evaluation_graph),
         clip_norm=run.training.clip_norm or None,
         lr=rate_factor(run.training),
@@ -342,6 +354,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         gradient=run.training.gradient,
         gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
+        shard=run.memory.shard,
         paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
         agreement=None if part.member is None else part.member.agreement,
     )
@@ -361,18 +374,6 @@ def _stage_watch(part: _Part, plan: Plan, pipeline: Pipeline) -> StageWatch | No
     return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))
 
 
-def _optimizer(run: RunFile) -> OptimizerFactory:
-    asked = run.training
-    return named_optimizer(
-        asked.optimizer,
-        lr=asked.learning_rate,
-        weight_decay=asked.weight_decay,
-        betas=asked.betas,
-        momentum=asked.momentum,
-        rest_lr=asked.rest_learning_rate,
-    )
-
-
 def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     plan = pipeline.plan
     return CheckpointMeta(
@@ -386,9 +387,9 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     )
 
 
-def _not_saved(part: _Part, pipeline: Pipeline) -> frozenset[str]:
-    """The weights that checkpoints leave out, because they are in the run's base."""
-    return frozenset() if load_base(part.folder.base) is None else names_in_base(pipeline.graph)
+def _in_base(part: _Part, graph: Graph) -> frozenset[str]:
+    """The weights that checkpoints and replicas that heal do without, because they are in the run's base."""
+    return frozenset() if load_base(part.folder.base) is None else names_in_base(graph)
 
 
 def _identity(part: _Part) -> DataIdentity:

@@ -10,10 +10,15 @@ __all__ = ["Talk"]
 
 
 class Talk:
-    """The client of one rank, which calls these hosts. Its agent must have said first where it is reached."""
+    """The client of one rank, which calls these hosts. Its agent must have said first where it is reached.
+    A rank that `is_empty` has no weights that the run could go on from.
+    """
 
-    def __init__(self, hosts: Sequence[Address], token: str, rank: RankId, *, lease_s: float) -> None:
+    def __init__(
+        self, hosts: Sequence[Address], token: str, rank: RankId, *, lease_s: float, is_empty: bool = False
+    ) -> None:
         self._hosts, self._token, self._rank, self._lease_s = tuple(hosts), token, rank, lease_s
+        self._is_empty = is_empty
         self._client: CoordinatorClient | None = None
         self._act: Callable[[], None] = lambda: None
         self._is_closed = False
@@ -31,7 +36,7 @@ class Talk:
         if self._client is None:
             made = CoordinatorClient(self._hosts, self._token, self._rank, address, lease_s=self._lease_s)
             made.on_word(self._act)
-            made.say(wants=wants, rounds=rounds, healed=healed)
+            made.say(wants=wants, rounds=rounds, healed=healed, is_empty=self._is_empty)
             made.start()
             self._client = made
         elif not self._is_closed:

@@ -203,7 +203,7 @@ def _line(
     samples: tuple[tuple[Samples, ...], ...],
     pool: Pool,
 ) -> Committed:
-    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open)
+    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open, pool.returned)
 
 
 def _num_samples(state: State, line: Line, member: Member) -> int:

@@ -17,7 +17,7 @@ from bireme.sync.coordinator.committing import (
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.grouping import with_groups
 from bireme.sync.coordinator.groups import next_deadline_s
-from bireme.sync.coordinator.joining import with_beginning, with_entries, with_heals, without_lost
+from bireme.sync.coordinator.joining import is_lost, with_beginning, with_entries, with_heals, without_lost
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership
 from bireme.sync.coordinator.messages import TERM, RankId, Report, Word
@@ -132,6 +132,7 @@ def word_for(state: State, rank: RankId) -> Word:
         heals=state.heals,
         group=state.group_words.get((rank.stage, rank.replica)),
         is_dropped=membership.is_over(rank.own_life),
+        is_lost=is_lost(state),
     )
 
 
@@ -169,4 +170,5 @@ def _picture(state: State) -> tuple[object, ...]:
         state.group_words,
         state.membership.dropped,
         state.membership.is_installed,
+        is_lost(state),
     )

@@ -2,34 +2,78 @@
 
 from dataclasses import replace
 
+from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership, heard_replicas
 from bireme.sync.coordinator.messages import Heal, Life, Member, Report
+from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
 
-__all__ = ["is_cut_off", "with_beginning", "with_entries", "with_heals", "without_lost"]
+__all__ = ["is_cut_off", "is_lost", "with_beginning", "with_entries", "with_heals", "without_lost"]
 
 Lines = list[Began | Committed]
 
 
 def with_beginning(state: State, now_s: float, lines: Lines) -> State:
-    """With the first epoch, once all replicas are there; a lease after the first, once more than half are."""
+    """With the first epoch, once all replicas are there; a lease after the first, once more than half are.
+
+    If all its members end before anything counts there is another beginning. One that begins in the place of
+    another coordinator needs all replicas, and all of them must confirm it: who was started again does not
+    know what was told before.
+    """
+    if state.membership.have_ended and not _counts(state):
+        state = _anew(state)
     membership, settings = state.membership, state.settings
     if membership.members or membership.voters:
         return state
     lives = heard_replicas(membership, now_s - settings.lease_s)
+    lives = [one for one in lives if not membership.is_empty(one)]
     if lives and state.first_heard_s is None:
         state = replace(state, first_heard_s=now_s)
     are_late = state.first_heard_s is not None and now_s >= state.first_heard_s + settings.lease_s
-    if len(lives) < settings.num_replicas and not (are_late and 2 * len(lives) > settings.num_replicas):
+    are_enough = are_late and 2 * len(lives) > settings.num_replicas and not membership.is_strict
+    if len(lives) < settings.num_replicas and not are_enough:
         return state
     members = [_as_member(membership, life) for life in lives]
-    begun = membership.begun(members)
-    begun = replace(begun, voters=(frozenset(lives),), is_strict=False)
+    voters = [frozenset([one]) for one in lives] if membership.is_strict else [frozenset(lives)]
+    begun = replace(membership.begun(members), voters=tuple(voters))
     pool = state.pool
     lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open))
     return replace(state, membership=begun)
+
+
+def is_lost(state: State) -> bool:
+    """Whether rounds count, and nobody is left who has their weights."""
+    membership = state.membership
+    if membership.members:
+        return membership.have_ended
+    return any(one.report.is_empty for one in membership.heard.values())
+
+
+def _counts(state: State) -> bool:
+    """Whether anything has been committed in this run."""
+    first = state.settings.first if state.settings.mode is SyncMode.QUORUM else 0
+    return bool(state.trained) or any(line.committed > first for line in state.lines)
+
+
+def _anew(state: State) -> State:
+    """As before the first epoch, but for what is known of lives."""
+    settings = state.settings
+    return replace(
+        state,
+        membership=replace(state.membership, members=(), voters=()),
+        lines=tuple(one.with_epoch() for one in state.lines),
+        pool=Pool(settings.fresh, settings.waiting),
+        dealing=Dealing(settings.batch_size, settings.limits),
+        heals=(),
+        commits=(),
+        dealt=settings.first,
+        dealt_to={},
+        groups=None,
+        group_words={},
+        first_heard_s=None,
+    )
 
 
 def is_cut_off(state: State, now_s: float) -> bool:
@@ -53,12 +97,10 @@ def without_lost(state: State, now_s: float) -> State:
 
     lost = [one for one in membership.members if not stays(one)]
     left = [one for one in membership.members if one not in lost]
-    if not lost or not left:
-        return state
     for one in lost:
         if any(report.is_leaving for report in membership.reports(one.own_life)):
             membership = membership.with_over(one.own_life)
-    if not membership.can_be(left):
+    if not lost or not left or not membership.can_be(left):
         return replace(state, membership=membership)
     for one in lost:
         if not membership.is_over(one.own_life):

@@ -1,4 +1,5 @@
-"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`, which are JSON.
+"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`, which are JSON. A launcher
+says a `Notice`, and is answered too.
 
 Both say all that holds now, not what has changed. So a later one replaces an earlier one, a lost one is made
 good by the next, and one that comes twice or late changes nothing. A rank reports whenever something has
@@ -48,6 +49,7 @@ __all__ = [
     "Known",
     "Life",
     "Member",
+    "Notice",
     "Part",
     "RankId",
     "Report",
@@ -121,9 +123,10 @@ class RoundAt:
 
     It has `committed` rounds: it has the results of all of them, and has heard that they count. `ready` is
     the round whose contribution it has kept, `summed` the one whose sum it holds, made in `attempt`. `lost`
-    are replicas that it could not reach in that attempt, or as the source of a committed sum. `busy_s` are
-    the seconds that its device was busy with the contribution. In `outer` it says of its contribution how
-    many samples it is of, and that the first `trained` batches are in it or in earlier ones.
+    are replicas that it could not reach in that attempt, or as the source of a committed sum. `last` is the
+    committed round that it took last, without sources. `busy_s` are the seconds that its device was busy with
+    the contribution. In `outer` it says of its contribution how many samples it is of, and that the first
+    `trained` batches are in it or in earlier ones.
     """
 
     committed: int = 0
@@ -134,6 +137,7 @@ class RoundAt:
     busy_s: float = 0.0
     num_samples: int = 0
     trained: int = 0
+    last: "Commit | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,8 @@ class Report:
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
     has loaded the snapshot after `healed` batches. `means` counts the means over all replicas that it has
-    asked for (`groups`). One that `is_leaving` will say no more.
+    asked for (`groups`). One that `is_leaving` will say no more. One that `is_empty` was started after rounds
+    counted: it has no weights that the run could go on from, and can only heal.
     `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
     needs no more than this from a majority of the members.
     """
@@ -176,7 +181,15 @@ class Report:
     healed: int | None = None
     means: int = 0
     is_leaving: bool = False
+    is_empty: bool = False
     known: "Known | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What the launcher of a host says: these starts of its replicas are over for certain."""
+
+    ended: tuple[Life, ...]
 
 
 # What the coordinator answers.
@@ -299,7 +312,8 @@ class Word:
     A coordinator that took up did so from the word with the epoch and the number that `after` says.
 
     `group` is of the rank's own last arrival. A rank that `is_dropped` is of a life that is over: it ends,
-    for its replica to begin the next one.
+    for its replica to begin the next one. The run `is_lost` if rounds count and nobody is
+    left who has their weights.
     """
 
     epoch: int
@@ -318,6 +332,7 @@ class Word:
     heals: tuple[Heal, ...] = ()
     group: GroupWord | None = None
     is_dropped: bool = False
+    is_lost: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -353,10 +368,10 @@ class Known:
         return Known(word) if word.is_installed else Known(held, word)
 
 
-Message = TypeVar("Message", Report, Word)
+Message = TypeVar("Message", Report, Notice, Word)
 
 
-def encode(message: Report | Word) -> bytes:
+def encode(message: Report | Notice | Word) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
     return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 

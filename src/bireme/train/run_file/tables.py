@@ -148,7 +148,8 @@ class Machines(Table):
     )
     workers: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
-        description="Number of processes on this machine; by default one per GPU, or two on a CPU",
+        description="Number of processes on this machine, or on each host with quorum; by default one per "
+        "GPU, or two on a CPU",
         examples=[2],
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -183,6 +184,11 @@ class Sync(Table):
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = Field(
         default=5.0,
         description="With quorum, seconds that a batch waits for the others once more than half are ready",
+    )
+    compare_every: Annotated[int, Field(ge=0)] = Field(
+        default=100,
+        description="With quorum, steps after which replicas compare their weights again, by a digest: one "
+        "that differs takes those of the others; with 0 only when a replica has come",
     )
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
