@@ -86,6 +86,7 @@ class Setting:
     gradient: str = "whole"
     gradient_of: tuple[str, ...] | None = None
     paging: PagingSettings | None = None
+    shard: str = "none"
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -143,6 +144,7 @@ def pipeline_of(
         gradient=setting.gradient,
         gradient_of=setting.gradient_of,
         paging=setting.paging,
+        shard=setting.shard,
         agreement=agreement,
     )
 
@@ -198,7 +200,7 @@ def train_on_threads(
     **fabric: Any,
 ) -> list[Trained]:
     """What each rank saw, all of them threads of this process."""
-    joined = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0, **fabric)
+    joined = ThreadFabric(setting.plan.num_ranks, **fabric)
 
     def work(rank: int) -> Trained:
         pipeline = pipeline_of(model, setting, joined.of(rank), on_instruction)

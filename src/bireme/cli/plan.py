@@ -151,6 +151,13 @@ def plan(
             help="Weights whose gradients --gradient is for; by default all that get smaller. Repeatable.",
         ),
     ] = None,
+    shard: Annotated[
+        str,
+        constraint_option(
+            **word("thing to share", "none", "optimizer"),
+            help="What replicas of a stage share, as memory.shard of a run file.",
+        ),
+    ] = "none",
     device_memory: Annotated[
         str | None,
         constraint_option(
@@ -265,6 +272,7 @@ def plan(
         value_bytes=2 if dtype == "bfloat16" else 4,
         memory=tier_limits_of(device_memory, host_memory, disk),
         whole_backwards=sums.form is not None,
+        shard=shard,
     )
     found_cluster = cluster_of(cluster)
     _check_numbers(request, found_cluster)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bireme.plan.explain import Help
     from bireme.plan.forecast import Answer
     from bireme.plan.plan_request import PlanRequest
+    from bireme.plan.search.stage_memory import StageMemory
     from bireme.profile.profile import Profile
 
 __all__ = ["PlanRun"]
@@ -54,6 +55,7 @@ class PlanRun:
         helps = self._helps(answer) if explained else None
         answer = self._with_single_ways(answer) if explained else answer
         agreed = self._agreements(answer) if explained else ()
+        stages = self._stages(answer) if explained else ()
         self._write(answer, output, exports, texts)
         from bireme.report.plan_document import plan_notes
 
@@ -64,7 +66,9 @@ class PlanRun:
             document = plan_document(answer, self.profile, planning_s)
             document |= {"sync": sync_document(self.request), "notes": notes, "exports": texts}
             document |= self._gradient()
-            print_json(document | ({} if helps is None else explanation_document(answer, helps, agreed)))
+            print_json(
+                document | ({} if helps is None else explanation_document(answer, helps, agreed, stages))
+            )
             return
         from rich.console import Console
 
@@ -73,7 +77,7 @@ class PlanRun:
         console = Console()
         print_plan(answer, self.profile, planning_s, console)
         if helps is not None:
-            print_explanation(answer, helps, agreed, console)
+            print_explanation(answer, helps, agreed, stages, console)
         for note in notes:
             console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
         for export in exports:
@@ -127,6 +131,11 @@ class PlanRun:
         from bireme.plan.agreements import agreements
 
         return agreements(answer.best, self.profile, self.cluster)
+
+    def _stages(self, answer: "Answer") -> "tuple[StageMemory, ...]":
+        from bireme.plan.search.stage_memory import stage_memory
+
+        return stage_memory(answer.best.plan, self.profile, self.cluster, self.request)
 
     def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
         """Make all texts before writing any file, so that a refused export leaves no files."""

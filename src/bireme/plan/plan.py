@@ -3,6 +3,7 @@
 It says nothing about times; who made it, by hand or by search, does not show.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import RLock
@@ -18,14 +19,18 @@ from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.folding import WRITTEN_OUT
-from bireme.schedule.program import Program
+from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import SETTLED, ProgramSource, source_like
 from bireme.schedule.stream import LONG
+from bireme.schedule.tiers import Chunk
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "know_window"]
 
 MAKING = RLock()
+
+KNOWN: dict[tuple["Plan", int, int], Program] = {}
+"""Windows of plans that page which were planned elsewhere."""
 
 COMPARED = 2
 """A loop is found from its shortest window and from those of up to so many batches more."""
@@ -45,7 +50,8 @@ class Plan:
     there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of
     the borders, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
     a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
-    nothing does.
+    nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
+    share an optimiser.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -63,6 +69,7 @@ class Plan:
     codecs: tuple[BorderCodecs, ...] = ()
     sweep: Count = 1
     paging: Paging | None = None
+    updates_halfway: bool = False
 
     def __post_init__(self) -> None:
         num_ranks = self.by_program.source.num_ranks
@@ -133,6 +140,29 @@ def _source(plan: Plan) -> ProgramSource:
     return source_like(_resident(plan, 1, 0), partial(_program, plan))
 
 
+def know_window(
+    plan: Plan,
+    num_batches: int,
+    first_batch: int,
+    tracks: Sequence[Track],
+    begins: Sequence[Mapping[Chunk, int] | None],
+) -> None:
+    """Have a window of a plan that pages at hand, which was planned elsewhere. `begins` says of each rank
+    where its chunks lie when the window begins, None if it keeps all on the device.
+    """
+    tiers = tuple(
+        None if own is None or begin is None else replace(own, begin=begin)
+        for own, begin in zip(_cut(plan), begins, strict=True)
+    )
+    KNOWN[plan, num_batches, first_batch] = replace(
+        _resident(plan, 1, 0),
+        tracks=tuple(tracks),
+        num_batches=num_batches,
+        first_batch=first_batch,
+        tiers=tiers,
+    )
+
+
 def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
     """The program of a window. Threads that ask for the same at once have it made once."""
     with MAKING:
@@ -143,6 +173,9 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
 def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
     if plan.paging is None:
         return _resident(plan, num_batches, first_batch)
+    known = KNOWN.get((plan, num_batches, first_batch))
+    if known is not None:
+        return known
     base = min(first_batch, 1) if plan.source.rule is Rule.DELAYED else 0
     if first_batch > base:
         return _remembered(plan, num_batches, base).later(first_batch - base)
@@ -172,4 +205,5 @@ def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
         recompute=plan.recompute,
         first_batch=first_batch,
         updates_early=plan.is_early,
+        updates_halfway=plan.updates_halfway,
     )

@@ -1,4 +1,4 @@
-"""Mistakes of programs that weight banks notice: a version that is gone, or one that must not go yet."""
+"""What a program does wrong with weight versions. No program that the checker proves right comes to that."""
 
 from collections.abc import Collection
 

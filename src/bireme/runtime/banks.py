@@ -7,7 +7,7 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -23,9 +23,11 @@ from bireme.runtime.bank_errors import BankInUse, DeadVersion
 from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.principal import PrincipalGradients
-from bireme.runtime.product_steps import most_piece_elements, step_products
-from bireme.runtime.shelf_weights import ShelfWeights, copy_by_name
+from bireme.runtime.principal import principal_of
+from bireme.runtime.product_steps import most_piece_elements, step_all
+from bireme.runtime.shared_weights import SharedWeights
+from bireme.runtime.sharers import Sharers
+from bireme.runtime.shelf_weights import ShelfWeights, bank_dtype_of, copy_by_name, step_dtype_of
 from bireme.runtime.stage_memory import StageMemory
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
@@ -46,7 +48,8 @@ class WeightBanks:
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
     master weights are stepped in its place. The parameters in `summed_apart` lie on shelves of their own,
     because their gradients are summed with other ranks than those of the rest. The gradients of the weights
-    in `maps` are kept in a `form` of few numbers.
+    in `maps` are kept in a `form` of few numbers. Where replicas are `sharers` of the optimiser, this one
+    steps and remembers its parts of the weights, and gets the others' as they are made.
     """
 
     def __init__(
@@ -63,13 +66,14 @@ class WeightBanks:
         maps: Mapping[str, LinearMap] | None = None,
         form: GradientForm | None = None,
         memory: StageMemory | None = None,
+        sharers: Sharers | None = None,
     ) -> None:
         self._memory = memory = memory or StageMemory()
         self._is_fresh = rule is Rule.FRESH
         self._stage = stage
-        self._dtypes = {name: _bank_dtype(tensor, bank_dtype) for name, tensor in parameters.items()}
+        self._dtypes = {name: bank_dtype_of(tensor, bank_dtype) for name, tensor in parameters.items()}
         given = {
-            name: tensor.detach().to(_step_dtype(self._dtypes[name]))
+            name: tensor.detach().to(step_dtype_of(self._dtypes[name]))
             for name, tensor in parameters.items()
             if name in trainable
         }
@@ -85,23 +89,27 @@ class WeightBanks:
             factory,
             {name: (self._dtypes[name], name in summed_apart) for name in given},
             memory.optimizer(),
+            None if sharers is None else sharers.cut,
         )
         self._trials = Trials(self._stepper)
+        parts = self._stepper.parts or (None,) * len(self._stepper.shelves)
         self._stores = [
-            ShelfWeights(shelf, given, self._dtypes, num_banks, memory, is_apart=self._is_fresh)
-            for shelf in self._stepper.shelves
+            ShelfWeights(shelf, given, self._dtypes, num_banks, memory, is_apart=self._is_fresh, part=part)
+            for shelf, part in zip(self._stepper.shelves, parts, strict=True)
         ]
         store_of = {name: store for store in self._stores for name in store.leaves[0]}
         self._trainable = tuple(given)
         self._banks = [
             {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
         ]
-        self._stepped = [
-            {name: store_of[name].stepped(bank)[name] for name in given} for bank in range(num_banks)
-        ]
+        self._stepped = [_stepped(self._stores, bank, given) for bank in range(num_banks)]
         self._apart = {
-            name: tensor for name, tensor in self._stepped[0].items() if tensor is not self._banks[0][name]
+            name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
         }
+        self.shared: SharedWeights | None = None
+        """What there is of the optimiser here, where replicas share it."""
+        if sharers is not None:
+            self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
         self._leaves = [
             {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
             for bank in self._banks
@@ -110,17 +118,11 @@ class WeightBanks:
         self._held = [0] * num_banks
         self._newest_version = 0
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        principal = None
-        if form is not None and maps:
-            principal = PrincipalGradients(
-                maps,
-                form,
-                {name: given[name].dtype for name in maps},
-                is_delayed=rule is not Rule.SYNCHRONOUS,
-                device=device,
-            )
+        principal = principal_of(maps or {}, form, given, rule, device)
         source = memory.gradients if memory.is_paged else None
-        self.gradients = GradientPool(self._stepper.shelves, self._trainable, device, principal, source)
+        self.gradients = GradientPool(
+            self._stepper.shelves, self._trainable, device, principal, source, self._stepper.parts
+        )
         memory.before_gradients(self.gradients.reserve)
         """Where the sums of the gradients lie."""
 
@@ -131,7 +133,7 @@ class WeightBanks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All parameters, whether they learn or not."""
+        """All parameters, in their order."""
         return tuple(self._dtypes)
 
     @property
@@ -152,6 +154,11 @@ class WeightBanks:
     def leaves(self, version: int) -> Tensors:
         """All parameters as of a version, the trainable ones as leaves that require gradients."""
         return self._leaves[self._bank_of(version)]
+
+    def arrive(self, version: int) -> None:
+        """Wait until what other replicas make of a version is there."""
+        if self.shared is not None:
+            self.shared.arrive(self._bank_of(version))
 
     def hold(self, version: int) -> None:
         """Keep a version from being overwritten: a micro-batch begins its forward on it."""
@@ -186,32 +193,21 @@ class WeightBanks:
         else:
             newest = self._newest_version % len(self._banks)
             bank = self._open(version)
+            if skip and self.shared is not None:
+                self.shared.arrive(newest)
             for store in self._stores:
-                if store.apart is None and bank != newest:
-                    store.banks[bank].flat.copy_(store.banks[newest].flat)
-                elif skip:
-                    store.round_into(bank)  # for the bank of the newest may be on another tier
+                store.begin(bank, newest, skips=skip)
             if not skip:
                 self._step(self._stepped[bank], gradients, lr_factor, scale)
-                for store in self._stores:
-                    store.round_into(bank)
+                self._copy_apart_into(bank)
             self._close(version)
+            if not skip and self.shared is not None:
+                self.shared.gather(bank)
         self._newest_version = version
 
     def _step(self, weights: Tensors, gradients: Gradients, lr_factor: float, scale: float) -> None:
-        given = {
-            name: gradient.to(weights[name].dtype)
-            for name, gradient in gradients.items()
-            if isinstance(gradient, Tensor)
-        }
-        if scale != 1.0 and given:
-            torch._foreach_mul_([*given.values()], scale)
-        products = {
-            name: gradient.scaled(scale)
-            for name, gradient in gradients.items()
-            if isinstance(gradient, Product)
-        }
-        step_products(self._stepper, weights, given, products, lr_factor=lr_factor)
+        cut = None if self.shared is None else self.shared.own
+        step_all(self._stepper, weights, gradients, lr_factor=lr_factor, scale=scale, cut=cut)
 
     @torch.no_grad()
     def trial(
@@ -222,17 +218,24 @@ class WeightBanks:
         gradient_scale: float = 1.0,
         lr_factor: float = 1.0,
         scale: float = 1.0,
+        flats: Sequence[Tensor] = (),
     ) -> None:
         """Make trial version `version` from W(version − 1), which stays, and what there is of its gradient.
 
         Without gradients, or where one is not finite, the trial version is W(version − 1) itself: a batch on
-        weights that are no numbers would be lost too, and every one after it.
+        weights that are no numbers would be lost too, and every one after it. `flats` is the memory that the
+        gradients lie in. Replicas that share the optimiser must all call it.
         """
         self._expect_next(version)
         bank = self._open(version)
         given = {name: one for name, one in (gradients or {}).items() if one is not None}
         factors = (one.factors if isinstance(one, Product) else (one,) for one in given.values())
-        if not given or not are_finite([*chain.from_iterable(factors)]):
+        counts = bool(given) and are_finite([*chain.from_iterable(factors)])
+        if self.shared is not None:
+            held = given.keys() if counts else ()
+            factor = gradient_scale * scale
+            self.shared.try_step(bank, flats, held, lr_factor=lr_factor, factor=factor)
+        elif not counts:
             self._copy_apart_into(bank)
         else:
             self._trials.make(
@@ -252,13 +255,25 @@ class WeightBanks:
             with self._memory.opened(Item.OPTIMIZER), self._memory.opened(Item.WEIGHTS, bank):
                 self._copy_apart_into(bank)
             self._close(self._newest_version)
+            if self.shared is not None:
+                self.shared.gather(bank)
 
     def newest(self, names: Collection[str] | None = None) -> Tensors:
         """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
         Not copies.
+
+        Replicas that share the optimiser must all call it, and get copies of what no replica has whole.
         """
-        newest = {**self._stepped[self._newest_version % len(self._banks)], **self._frozen}
+        bank = self._newest_version % len(self._banks)
+        trained = self._stepped[bank] if self.shared is None else self.shared.newest(bank)
+        newest = {**trained, **self._frozen}
         return {name: self._read(newest[name]) for name in self._dtypes if names is None or name in names}
+
+    def whole(self) -> Tensors:
+        """As much of that as this rank has by itself. Not copies."""
+        if self.shared is None:
+            return self.newest()
+        return {**self.shared.whole(self._newest_version % len(self._banks)), **self._frozen}
 
     def next_to_run_on(self) -> Tensors:
         """What the next batch runs on where that is not W: the version before it, or a trial version; else
@@ -267,11 +282,15 @@ class WeightBanks:
         version = self._newest_version if self._is_fresh else self._newest_version - 1
         if version < 0 or version not in self._lives:
             return {}
+        self.arrive(version)
         return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype."""
-        if not self._is_fresh:
+        if self.shared is not None:
+            self.settle()
+            self.arrive(self._newest_version)
+        if not self._is_fresh or self.shared is not None:
             return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
 
@@ -327,12 +346,15 @@ class WeightBanks:
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         with self._memory.opened(Item.OPTIMIZER):
-            copy_by_name({name: parameters[name] for name in self._apart}, self._apart)
-            self._stepper.load_state_dict(optimizer_state, self._stepped[version % len(self._banks)])
+            for store in self._stores:
+                store.put_apart(parameters)
+            bank = version % len(self._banks)
+            whole = (self._stepped if self.shared is None else self._banks)[bank]
+            self._stepper.load_state_dict(optimizer_state, whole, self._stepped[bank])
 
     def memory(self) -> BankMemory:
         """What all this takes now; an optimiser takes its share at its first step."""
-        slots = [slot for shelf in self._stepper.shelves for _, slot in shelf.slots.items()]
+        slots = [slot for shelf in self._stepper.own_shelves for _, slot in shelf.slots.items()]
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
@@ -375,6 +397,8 @@ class WeightBanks:
         bank = version % len(self._lives)
         if self._held[bank]:
             raise BankInUse(self._stage, self._lives[bank], version, self._held[bank])
+        if self.shared is not None:
+            self.shared.arrive(bank)
         self._lives[bank] = None
         return bank
 
@@ -385,9 +409,7 @@ class WeightBanks:
         increment_version(list(self._banks[bank].values()))
 
 
-def _bank_dtype(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:
-    return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _step_dtype(bank_dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if bank_dtype.itemsize < torch.float32.itemsize else bank_dtype
+def _stepped(stores: Sequence[ShelfWeights], bank: int, names: Iterable[str]) -> dict[str, Tensor]:
+    """What an optimiser steps where a version is made in a bank, of these parameters in this order."""
+    found = {name: view for store in stores for name, view in store.stepped(bank).items()}
+    return {name: found[name] for name in names if name in found}

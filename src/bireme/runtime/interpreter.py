@@ -74,7 +74,9 @@ class Interpreter:
             Kind.TRIAL: updates.trial,
         }
         self._evaluates = dict(self._actions)
-        """The same actions, for stages that train nothing and so page nothing."""
+        """The same actions, for stages that train nothing, and so page and share nothing."""
+        if any(stage.banks.shared is not None for stage in stages.values()):
+            self._actions[Kind.FORWARD] = self._forward_when_whole
         if paging is not None:
             for kind in (*COMPUTE, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL):
                 self._actions[kind] = paging.around(self._actions[kind], self._begin)
@@ -122,6 +124,12 @@ class Interpreter:
         assert step.version is not None
         sends = self._forwards[step.stage].forward(_place_of(step), step.version, micro_batch, received)
         self._courier.put(step, sends)
+
+    def _forward_when_whole(self, step: Instruction) -> None:
+        """The same on weights that other replicas make a part of."""
+        assert step.version is not None
+        self._stages[step.stage].banks.arrive(step.version)
+        self._forward(step)
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._courier.take(step)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.codec.gradient_words import parse_gradient
-from bireme.codec.sum_words import parse_sum_codec
+from bireme.codec.sum_words import DENSE, parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -49,7 +49,8 @@ from bireme.runtime.quorum.agreement import Agreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
-from bireme.runtime.runnable import AnyPlan, on_pages, runnable, unhurried, work_of
+from bireme.runtime.runnable import AnyPlan, halfway, on_pages, runnable, unhurried, work_of
+from bireme.runtime.sharers import check_shared, sharers_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
@@ -77,7 +78,8 @@ class Pipeline:
     `paging` says where a plan that pages keeps what is not on the device.
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
     rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
-    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With an
+    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With `shard`
+    as "optimizer" each replica steps a part of the weights, and the others get it from there. With an
     `agreement` this is one replica of several, the ranks of `world` are its own alone, and so are its
     batches' samples.
     """
@@ -108,6 +110,7 @@ class Pipeline:
         gradient: str = "whole",
         gradient_of: Sequence[str] | None = None,
         paging: PagingSettings | None = None,
+        shard: str = "none",
         agreement: Agreement | None = None,
     ) -> None:
         self._device = torch.device(device)
@@ -136,6 +139,9 @@ class Pipeline:
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan)
+        sharers = sharers_of(shard, self.layout)
+        if sharers is not None:
+            self.plan = halfway(plan, self.plan)
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
@@ -157,6 +163,15 @@ class Pipeline:
                 f'The plan pages, which keeps gradients whole, and gradients are kept as "{gradient}". Leave '
                 "out one of the two."
             )
+        if shard != "none":
+            check_shared(
+                {
+                    "replicas that may die": agreement is not None,
+                    "paging": self._paging is not None,
+                    "gradients as principal components": form is not None,
+                    f'sums through "{sum_codec}"': codec != DENSE,
+                }
+            )
         batches = Batches()
         assembly = Assembly(
             graph,
@@ -169,6 +184,7 @@ class Pipeline:
             batches,
             form,
             self._paging,
+            sharers,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
@@ -189,7 +205,8 @@ class Pipeline:
         # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
-        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec, agreement)
+        self._sharers = sharers
+        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec, agreement, sharers)
         self._spare = fabric.everyone()
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
@@ -272,6 +289,9 @@ class Pipeline:
                 self.balancer.note(result.batch, result.shares, result.busy_s)
             before = now
             yield result
+        for stage in self.stages.values():
+            if stage.banks.shared is not None:
+                stage.banks.shared.arrive_all()
         if self._paging is not None:
             self._paging.note(self.num_trained - first)
         if recorder is not None:
@@ -327,9 +347,11 @@ class Pipeline:
         own = {
             name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
         }.difference(but)
+        pieces_of = {name for name, rank in owners.items() if rank == layout.pipeline_rank}.difference(but)
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
-            tensors |= sections_of(stage, own, replica=layout.replica)
+            tensors |= sections_of(stage, own, replica=layout.replica, pieces_of=pieces_of, alone=all_held)
+            pieces_of.difference_update(stage.banks.names)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
@@ -429,8 +451,9 @@ class Pipeline:
 
     @property
     def sum_bytes(self) -> SentBytes:
-        """What this rank has sent so far for sums of gradients."""
-        return self._reducer.sent
+        """What this rank has sent so far for sums of gradients, and of weights that it makes for others."""
+        sent, shared = self._reducer.sent, 0 if self._sharers is None else self._sharers.sent_bytes
+        return SentBytes(sent.raw + shared, sent.sent + shared)
 
     @property
     def tiers(self) -> tuple[TierMoves, ...]:

@@ -16,7 +16,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import ProgramSource, source_of
 
-__all__ = ["AnyPlan", "on_pages", "runnable", "unhurried", "work_of"]
+__all__ = ["AnyPlan", "halfway", "on_pages", "runnable", "unhurried", "work_of"]
 
 AnyPlan = Plan | SavedPlan | ProgramPlan | Program
 
@@ -75,6 +75,14 @@ def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and named.updates_early is None:
         return replace(named, updates_early=False).by_program
+    return by_program
+
+
+def halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where replicas share an optimiser: updates leave time for the weights to travel."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and not named.updates_halfway:
+        return replace(named, updates_halfway=True).by_program
     return by_program
 
 

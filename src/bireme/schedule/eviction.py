@@ -74,7 +74,7 @@ class _Table:
         self.is_fetched = [gap.is_fetched for gap in gaps]
         self.may_be_copied = [gap.may_be_copied for gap in gaps]
         self.chains = [gap.chain for gap in gaps]
-        self.of_chain: defaultdict[int, list[int]] = defaultdict(list)
+        self.of_chain: list[list[int]] = [[] for _ in gaps]
         for number, chain in enumerate(self.chains):
             self.of_chain[chain].append(number)
         numbers: dict[Hashable, int] = {}
@@ -104,7 +104,7 @@ class _Plan:
         self.ahead = ahead
         self.held = table.held.copy()
         self.is_evicted = [False] * len(table.starts)
-        self.first_evicted = dict.fromkeys(table.of_chain, len(table.starts))
+        self.first_evicted = [len(table.starts)] * len(table.starts)
         """Of each chain, the first gap that is evicted: those after it find a valid copy below."""
         self.freed: dict[int, Spans] = {}
         """The evicted groups, each with the steps during which its gaps have no slot."""
@@ -126,16 +126,18 @@ class _Plan:
 
     def _sweep(self, rule: "Rule") -> None:
         """Evict until no moment is over capacity."""
-        table, held, is_evicted = self.table, self.held, self.is_evicted
+        table, held, is_evicted, ahead = self.table, self.held, self.is_evicted, self.ahead
         later: defaultdict[int, list[int]] = defaultdict(list)
         candidates: list[tuple[float, int, int]] = []
         for now, opening in enumerate(table.opening[: table.num_steps]):
             for gap in [*opening, *later.pop(now, ())]:
-                first, last = self._absence(gap)
+                is_fetched, is_copied = table.is_fetched[gap], self.is_copied(gap)
+                first = table.starts[gap] + 1 + (ahead if is_copied else 0)
+                last = table.ends[gap] - (ahead if is_fetched else 0)
                 if first > now:
                     later[first].append(gap)
                 elif last > now and not is_evicted[gap]:
-                    heappush(candidates, (rule(self, gap), gap, last))
+                    heappush(candidates, (rule(table, gap, is_fetched + is_copied), gap, last))
             while held[now] > self.capacity:
                 if not candidates:
                     raise OverfullError(int(held[now]))
@@ -238,24 +240,24 @@ class _Plan:
         return all(self.held[first:last].max(initial=0) <= capacity for first, last in spans)
 
 
-Rule = Callable[[_Plan, int], float]
-"""What is evicted first: the gap of the least value."""
+Rule = Callable[[_Table, int, int], float]
+"""What is evicted first: the gap of the least value, of those whose eviction costs so many copies."""
 
 
-def _furthest(plan: _Plan, gap: int) -> float:
-    return -float(plan.table.ends[gap] if plan.table.is_read[gap] else HELD_LAST)
+def _furthest(table: _Table, gap: int, _copies: int) -> float:
+    return -float(table.ends[gap] if table.is_read[gap] else HELD_LAST)
 
 
-def _cheapest(plan: _Plan, gap: int) -> float:
-    return plan.copies(gap) - plan.table.ends[gap] / HELD_LAST
+def _cheapest(table: _Table, gap: int, copies: int) -> float:
+    return copies - table.ends[gap] / HELD_LAST
 
 
-def _cheapest_for_its_length(plan: _Plan, gap: int) -> float:
-    return plan.copies(gap) / max(plan.table.ends[gap] - plan.table.starts[gap], 1)
+def _cheapest_for_its_length(table: _Table, gap: int, copies: int) -> float:
+    return copies / max(table.ends[gap] - table.starts[gap], 1)
 
 
-def _least_recent(plan: _Plan, gap: int) -> float:
-    return float(plan.table.starts[gap])
+def _least_recent(table: _Table, gap: int, _copies: int) -> float:
+    return float(table.starts[gap])
 
 
 RULES: tuple[Rule, ...] = (_furthest, _cheapest, _cheapest_for_its_length, _least_recent)

@@ -5,7 +5,7 @@ copy in where its content is read at its end.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from bireme.schedule.accesses import Access
 from bireme.schedule.instruction import Item
@@ -25,13 +25,11 @@ class Gap:
     after: Access | None
     chain: int
     """The same for gaps of a chunk between which nothing was written: a copy below stays valid."""
-    start: int = field(init=False)
+    start: int
     """The step of the access before."""
-    is_read: bool = field(init=False)
+    is_read: bool
     """Whether its content is read at its end, or outlives the window."""
-    is_fetched: bool = field(init=False)
-    """Whether an eviction costs a copy back."""
-    group: Hashable = field(init=False)
+    group: Hashable
     """What it has in common with its repetitions in other batches."""
     is_evicted: bool = False
     is_copied: bool = False
@@ -39,24 +37,10 @@ class Gap:
     lead: int = 0
     """How many steps before its end the chunk is to have a slot again."""
 
-    def __post_init__(self) -> None:
-        before, after = self.before, self.after
-        self.start = -1 if before is None else before.at
-        self.is_read = after is None or after.reads
-        self.is_fetched = after is not None and after.reads
-        item, stage, _, chunk = self.chunk
-        self.group = (
-            item,
-            stage,
-            chunk,
-            None if before is None else before.label,
-            None if after is None else after.label,
-            None if before is None or after is None else after.batch - before.batch,
-        )
-
-    def end(self, num_steps: int) -> int:
-        """The step of the access after."""
-        return num_steps if self.after is None else self.after.at
+    @property
+    def is_fetched(self) -> bool:
+        """Whether an eviction costs a copy back."""
+        return self.is_read and self.after is not None
 
     @property
     def may_be_copied(self) -> bool:
@@ -65,7 +49,11 @@ class Gap:
         What begins the window in the tier below has one there, and frozen weights that are ever evicted do:
         `settle` lets them.
         """
-        return self.before is not None and self.is_read and self.chunk.item is not Item.FROZEN
+        return self.is_read and self.before is not None and self.chunk.item is not Item.FROZEN
+
+    def end(self, num_steps: int) -> int:
+        """The step of the access after."""
+        return num_steps if self.after is None else self.after.at
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +69,36 @@ def gaps_of(accesses: Iterable[Access]) -> list[Gap]:
     last: dict[Chunk, Access] = {}
     chains: dict[Chunk, int] = {}
     seen: set[Chunk] = set()
-    num_chains = 0
-
-    def chain_of(chunk: Chunk, before: Access | None) -> int:
-        nonlocal num_chains
-        chain = None if before is None or before.writes else chains.get(chunk)
-        if chain is None:
-            chain, num_chains = num_chains, num_chains + 1
-        return chain
-
     for access in accesses:
         chunk = access.chunk
         before = last.pop(chunk, None)
         if before is not None or (access.reads and chunk not in seen):
-            chain = chains[chunk] = chain_of(chunk, before)
-            gaps.append(Gap(chunk, before, access, chain))
+            # A chain has the number of its first gap.
+            chain = None if before is None or before.writes else chains.get(chunk)
+            chain = chains[chunk] = len(gaps) if chain is None else chain
+            gaps.append(_gap(chunk, before, access, chain))
         seen.add(chunk)
         if access.ends:
             chains.pop(chunk, None)
         else:
             # At the end, so that what is left is in the order of time.
             last[chunk] = access
-    gaps += [Gap(chunk, before, None, chain_of(chunk, before)) for chunk, before in last.items()]
+    for chunk, before in last.items():
+        chain = None if before.writes else chains.get(chunk)
+        gaps.append(_gap(chunk, before, None, len(gaps) if chain is None else chain))
     return gaps
+
+
+def _gap(chunk: Chunk, before: Access | None, after: Access | None, chain: int) -> Gap:
+    item, stage, _, number = chunk
+    if before is None:
+        assert after is not None, "a gap has an access before or after it"
+        group: Hashable = item, stage, number, None, after.label, None
+        return Gap(chunk, None, after, chain, -1, after.reads, group)
+    if after is None:
+        return Gap(chunk, before, None, chain, before.at, True, (item, stage, number, before.label))
+    group = item, stage, number, before.label, after.label, after.batch - before.batch
+    return Gap(chunk, before, after, chain, before.at, after.reads, group)
 
 
 def num_copies(gaps: Iterable[Gap]) -> int:

@@ -130,11 +130,16 @@ def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: boo
     assert tiers is not None, "the rank pages"
     holding = Holding(program, tiers)
     ledger = _Ledger(program, rank, unpaged(program, sizes, tiers.chunks.keys()), series=series)
+    entries: dict[tuple[Kind, int, int | None], _Entry] = {}
     for index, step in enumerate(program.tracks[rank]):
         for _ in holding.start(step):
             pass
         ledger.hold({item: count * tiers.chunk_bytes for item, count in holding.on_device.items()})
-        ledger.book(index, ledger.entry(step), step.batch, step.microbatch)
+        what = step.kind, step.stage, step.half
+        entry = entries.get(what)
+        if entry is None:
+            entry = entries[what] = ledger.entry(step)
+        ledger.book(index, entry, step.batch, step.microbatch)
         holding.end(step)
     result = ledger.result()
     peaks = [result.peak_bytes, *(peak * tiers.chunk_bytes for peak in holding.peak[1:])]

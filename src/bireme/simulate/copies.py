@@ -129,11 +129,18 @@ class RankMover:
 
     def _chunks_ready_s(self, step: Instruction) -> float:
         ready = 0.0
+        where, fetched_s = self.where, self.fetched_s
         for use, chunks in self.uses.of(step):
+            is_read = use.mode is Mode.READ
             for chunk in chunks:
-                tiers = self.where.setdefault(chunk, set())
-                ready = max(ready, self.fetched_s.pop(chunk, 0.0))
-                if use.mode is not Mode.READ:
+                tiers = where.get(chunk)
+                if tiers is None:
+                    tiers = where[chunk] = set()
+                if chunk in fetched_s:
+                    ready = max(ready, fetched_s.pop(chunk))
+                if is_read and 0 in tiers:
+                    continue
+                if not is_read:
                     for tier in tiers - {0}:
                         self._give(tier, chunk, ready)
                     tiers.intersection_update({0})

@@ -117,6 +117,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def windows(self) -> Path:
+        """The windows of a plan that pages, which ranks read; only where it does."""
+        return self.path / "windows.json"
+
+    @property
     def profile(self) -> Path:
         """What the plan was made from."""
         return self.path / "profile.json"

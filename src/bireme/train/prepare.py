@@ -20,6 +20,7 @@ from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.homes import check_homes
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.summary import summarize
+from bireme.plan.window_file import write_windows
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
@@ -31,6 +32,7 @@ from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
 from bireme.train.data.prepare import RunData
+from bireme.train.delay_warmup import plans_of
 from bireme.train.early_checks import check_depth, check_devices, check_samples
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
@@ -250,6 +252,7 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
     """Write what the processes of a run read, and what people may want to look up."""
     keep_base(folder.base, prepared.run, None if checkpoint is None else checkpoint.manifest)
     folder.write_run(prepared.run)
+    write_windows(folder.windows, plans_of(prepared.run, prepared.plan))
     write_plan(folder.plan, prepared.plan)
     save_graph(prepared.graph, folder.graph)
     save_graph(prepared.evaluation, folder.evaluation_graph)

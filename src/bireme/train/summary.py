@@ -19,7 +19,7 @@ from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared
 from bireme.train.slow_tiers import slow_tiers
-from bireme.train.sums import idle_codec
+from bireme.train.sums import idle_keys
 
 __all__ = [
     "ControlSummary",
@@ -237,7 +237,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         sample=sample,
         warnings=(
             *own.warnings,
-            *idle_codec(prepared.run, saved.plan),
+            *idle_keys(prepared.run, saved.plan),
             *slow_tiers(saved.plan, prepared.machines.cluster, outcomes),
             *_diverged(own),
         ),

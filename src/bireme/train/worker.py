@@ -16,6 +16,7 @@ from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
+from bireme.plan.window_file import read_windows
 from bireme.profile.control import Control
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile
@@ -35,7 +36,7 @@ from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
-from bireme.train.delay_warmup import first_delayed_step, flush_twin
+from bireme.train.delay_warmup import first_delayed_step, flush_twin, plans_of
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import HomeData, home_data
 from bireme.train.link_codecs import link_codecs
@@ -162,6 +163,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     saved = load_plan(folder.plan)
     part = replace(part, home=_home(part, saved))
     manifest = None if checkpoint is None else checkpoint.manifest
+    read_windows(folder.windows, plans_of(run, saved))
     begin, step = part.start.first_delayed_step, 0 if manifest is None else manifest.step
     if begin is None:
         begin = first_delayed_step(run, saved, manifest)
@@ -352,6 +354,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         gradient=run.training.gradient,
         gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
+        shard=run.memory.shard,
         paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
         agreement=None if part.member is None else part.member.agreement,
     )

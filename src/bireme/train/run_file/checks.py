@@ -42,6 +42,7 @@ def check_together(tables: Tables) -> None:
         )
     _check_links(tables.links)
     _check_memory(tables.memory, tables.plan)
+    _check_shard(tables)
     if tables.memory.is_on and tables.training.gradient != "whole":
         raise BiremeError(
             f'training.gradient is "{tables.training.gradient}", but memory.device is set, and only whole '
@@ -283,7 +284,8 @@ def _check_links(links: Links) -> None:
 
 def _check_memory(memory: Memory, plan: Planning) -> None:
     usual = Memory()
-    given = [name for name in Memory.model_fields if getattr(memory, name) != getattr(usual, name)]
+    paging = [name for name in Memory.model_fields if name != "shard"]
+    given = [name for name in paging if getattr(memory, name) != getattr(usual, name)]
     if plan.file is not None:
         more = [name for name in given if name != "disk"]
         if more:
@@ -303,6 +305,29 @@ def _check_memory(memory: Memory, plan: Planning) -> None:
     if memory.is_on and memory.host_bytes == 0 and memory.most_disk_bytes == 0:
         raise BiremeError(
             "memory.host is 0 and there is no memory.disk, so there is nothing to page to. Set one of them."
+        )
+
+
+def _check_shard(tables: Tables) -> None:
+    """Replicas that share an optimiser need each other in every batch, and step parts of parameters."""
+    if tables.memory.shard == "none":
+        return
+    why = {
+        "memory.device": (tables.memory.device, None, "a part of an optimizer is not paged"),
+        "sync.mode": (tables.sync.mode, "all", "each replica needs all others in every batch"),
+        "sync.codec": (tables.sync.codec, "none", "each replica gets the plain sum of its part"),
+        "training.gradient": (tables.training.gradient, "whole", "only whole gradients have parts"),
+    }
+    for key, (value, usual, reason) in why.items():
+        if value != usual:
+            raise BiremeError(
+                f'memory.shard is "{tables.memory.shard}", but {key} is {value!r}, and {reason}. Leave out '
+                "one of the two."
+            )
+    if tables.training.optimizer == "muon":
+        raise BiremeError(
+            f'memory.shard is "{tables.memory.shard}", but training.optimizer is "muon", which steps whole '
+            'matrices, and parts begin and end within them. Use "adamw" or "sgd", or leave out memory.shard.'
         )
 
 
