@@ -41,8 +41,7 @@ def test_sums_of_components_are_predicted_to_the_byte(width: int) -> None:
         }
         for name, one in maps.items():
             streams[name].feed(torch.ones(1, one.rows), torch.ones(1, one.columns))
-        gradients = BatchGradients({}, set())
-        gradients.streams.update(streams)
+        gradients = BatchGradients({}, set(), streams=streams)
         counted = SentBytes()
         merge_components(group, gradients, counted)
         return counted.sent
@@ -62,8 +61,8 @@ def test_a_plan_counts_the_gradients_that_are_kept_as_components(
     save_cluster(cluster(), tmp_path / "cluster.toml")
     save_profile(profile(gpt(tied="false"), KNOWN["laptop"], [1, 2]), tmp_path / "profile.json")
     model = ("--model", "gpt:layers=2,width=16,heads=2,vocab=32,context=8,tied=false")
-    words = ("plan", "--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
-    words += ("-B", "4", "-s", "1f1b", "--width", "2", "--json")
+    files = ("--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
+    words = ("plan", *files, "-B", "4", "-s", "1f1b", "--width", "2", "--json")
     whole, kept = (bireme(capsys, *words, *more) for more in ((), (*model, "--gradient", "principal:2")))
     assert (whole.status, kept.status) == (0, 0), kept.err
     assert "gradient" not in whole.document

@@ -27,13 +27,7 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.residency import resident
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.slow_tiers import slow_tiers
-from tests.support.engine_parity import (
-    Setting,
-    assert_equal,
-    oracle,
-    pipeline_of,
-    train_on_threads,
-)
+from tests.support.engine_parity import Setting, assert_equal, oracle, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, assert_same, paged, sizes_of
 from tests.support.small_models import Batch, Model, gpt, token_batches
 from tests.support.strict_mover import StrictMover
