@@ -23,6 +23,7 @@ from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
+from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
@@ -121,6 +122,7 @@ def pipeline_of(
     device: torch.device | str = "cpu",
     sharing: Sharing | None = None,
     agreement: Agreement | None = None,
+    averaging: Averaging | None = None,
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -144,6 +146,7 @@ def pipeline_of(
         gradient_of=setting.gradient_of,
         paging=setting.paging,
         agreement=agreement,
+        averaging=averaging,
     )
 
 

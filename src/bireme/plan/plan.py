@@ -3,7 +3,7 @@
 It says nothing about times; who made it, by hand or by search, does not show.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated
 
@@ -102,6 +102,11 @@ class Plan:
             LinkCodecs.steady(self.codecs),
         )
 
+    def averaging(self, lag: int) -> ProgramPlan:
+        """The same with averages of weights in its programs, which may come so many updates late."""
+        source = source_like(_resident(self, 1, 0, lag), partial(_averaging, self, lag))
+        return replace(self.by_program, source=source)
+
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""
         return self.source.program(num_batches, first_batch)
@@ -127,7 +132,12 @@ def _cut(plan: Plan) -> Cut:
     return () if plan.paging is None else plan.paging.cut(_resident(plan, SETTLED, 0))
 
 
-def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
+@lru_cache(maxsize=64)
+def _averaging(plan: Plan, lag: int, num_batches: int, first_batch: int) -> Program:
+    return _resident(plan, num_batches, first_batch, lag)
+
+
+def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:
     """The program without paging."""
     return generate(
         plan.schedule,
@@ -141,4 +151,5 @@ def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
         recompute=plan.recompute,
         first_batch=first_batch,
         updates_early=plan.is_early,
+        average_lag=average_lag,
     )

@@ -7,7 +7,7 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from bireme.codec.gradient_words import GradientForm
 from bireme.codec.principal import Product
+from bireme.memory.arena import Arena
 from bireme.model.linear_maps import LinearMap
 from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.gradients import GradientPool
@@ -252,6 +253,33 @@ class WeightBanks:
             self._trials.make(
                 self._apart, self._banks[bank], given, lr_factor=lr_factor, factor=gradient_scale * scale
             )
+        self._close(version)
+
+    @property
+    def newest_arenas(self) -> list[Arena]:
+        """Where W lies, in the precision in which it is stepped."""
+        bank = self._newest_version % len(self._banks)
+        return [store.banks[bank] if store.apart is None else store.apart for store in self._stores]
+
+    @torch.no_grad()
+    def average(self, version: int, write: Callable[[Sequence[Tensor]], None]) -> None:
+        """Have W(version), the newest, changed in place: `write` is given the flats of its arenas.
+
+        No micro-batch may run on it yet.
+        """
+        if version != self._newest_version:
+            raise RuntimeError(
+                f"Stage {self._stage} is to average version {version}, but its newest is "
+                f"{self._newest_version}."
+            )
+        flats = [arena.flat for arena in self.newest_arenas]
+        if version not in self._lives:  # under the FRESH rule it lies in no bank but at a window's begin
+            write(flats)
+            return
+        bank = self._open(version)
+        write(flats)
+        for store in self._stores:
+            store.round_into(bank)
         self._close(version)
 
     @torch.no_grad()

@@ -25,6 +25,8 @@ from bireme.model.units import units_of
 from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.assembly import Assembly
+from bireme.runtime.averaging.averages import Met
+from bireme.runtime.averaging.averaging import Averaging, WeightDonations, join_averaging
 from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
@@ -79,7 +81,7 @@ class Pipeline:
     rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
     gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With an
     `agreement` this is one replica of several, the ranks of `world` are its own alone, and so are its
-    batches' samples.
+    batches' samples. So it is with an `averaging`, where each trains batches of its own.
     """
 
     def __init__(
@@ -109,8 +111,9 @@ class Pipeline:
         gradient_of: Sequence[str] | None = None,
         paging: PagingSettings | None = None,
         agreement: Agreement | None = None,
+        averaging: Averaging | None = None,
     ) -> None:
-        asked = runnable(plan)
+        asked = runnable(plan if averaging is None else averaging.programs(plan))
         codec = parse_sum_codec(sum_codec)
         form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         self._device = torch.device(device)
@@ -205,8 +208,12 @@ class Pipeline:
             self._updates.before_update = donations.before_update
             self._updates.more = None if stopwatch is None else stopwatch.alone
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
+        self._averages = None
+        if averaging is not None:
+            averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
+            self._updates.before_update = WeightDonations(averages, lambda: self._updates.scale).before_update
         self._interpreter = Interpreter(
-            self.stages, self._courier, self._updates, tell, stopwatch, self._paging
+            self.stages, self._courier, self._updates, tell, stopwatch, self._paging, self._averages
         )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
@@ -327,6 +334,8 @@ class Pipeline:
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica)
+        if self._averages is not None:
+            tensors |= self._averages.sections(own)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
@@ -342,6 +351,8 @@ class Pipeline:
         self._check_drained()
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
+        if self._averages is not None:
+            self._averages.load(saved.tensors)
         load_feedback(self._reducer.feedback, saved, self.layout)
         load_thresholds(self._courier.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
@@ -359,6 +370,18 @@ class Pipeline:
             self._updates.follow(batch, reducer.follow)
 
         self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
+
+    def join_averaging(self, until: int) -> None:
+        """Come to the first batch that this replica has, in a window of the places below `until`."""
+        self._check_drained()
+        assert self._averages is not None, "a pipeline alone has nobody to join"
+        self.num_trained = join_averaging(self._averages.agent, self.num_trained, until, self.restore)
+
+    def meet(self, votes: float = 0.0) -> Met:
+        """Make one mean of the weights of all replicas, when this one has drained. Gives the sum of votes."""
+        self._check_drained()
+        assert self._averages is not None, "a pipeline alone has nobody to meet"
+        return self._averages.meet(self.num_trained, votes)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.

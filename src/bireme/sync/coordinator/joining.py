@@ -71,6 +71,7 @@ def without_lost(state: State, now_s: float) -> State:
         _in_new_epoch(state, membership, left),
         pool=pool,
         dealt_to={one: batch for one, batch in state.dealt_to.items() if one not in gone},
+        ends=tuple(one for one in state.ends if one.replica not in gone),
         trained={key: batch for key, batch in state.trained.items() if key[0] not in gone},
     )
 
@@ -98,6 +99,8 @@ def with_heals(state: State, now_s: float) -> State:
         free = sorted(donors, key=lambda one: (one == avoided, sum(h.donor == one for h in kept), one))
         addresses = tuple(one.address for one in membership.reports(life))
         batch = max((line.committed for line in state.lines), default=0) + 1
+        if settings.mode is not SyncMode.QUORUM:  # the donor's own, which it has not begun
+            batch = state.dealt_to.get(free[0], settings.first)
         kept.append(Heal(life.replica, free[0], batch, addresses))
     heals = tuple(kept)
     return state if heals == state.heals else replace(state, heals=heals, pool=pool)
@@ -115,7 +118,7 @@ def with_entries(state: State) -> State:
         reports = [] if life is None else membership.reports(life)
         is_healed = bool(reports) and all(one.healed == heal.batch for one in reports)
         found = heal
-        if is_healed and heal.first is None and all(_is_close(state, one) for one in reports):
+        if is_healed and heal.first is None and (not is_quorum or all(_is_close(state, one) for one in reports)):
             found = replace(heal, first=state.dealt if is_quorum else heal.batch)
         if found.first is None or (is_quorum and not _has_all(state, found.first, reports)):
             heals.append(found)
@@ -124,6 +127,8 @@ def with_entries(state: State) -> State:
     if tuple(heals) == state.heals:
         return state
     state = replace(state, heals=tuple(heals))
+    if not is_quorum:
+        state = replace(state, dealt_to=state.dealt_to | {one.replica: one.first for one in entering})
     return _in_new_epoch(state, membership, [*membership.members, *entering]) if entering else state
 
 
@@ -163,8 +168,6 @@ def _has_all(state: State, first: int, reports: list[Report]) -> bool:
 
 def _is_close(state: State, report: Report) -> bool:
     """Whether a rank has all committed rounds, but for one of each line."""
-    if len(report.rounds) < len(state.lines):
-        return state.settings.mode is SyncMode.GROUPS
-    return all(
+    return len(report.rounds) == len(state.lines) and all(
         at.committed >= line.committed - 1 for at, line in zip(report.rounds, state.lines, strict=True)
     )

@@ -46,6 +46,9 @@ class Committed:
     samples: tuple[tuple[Samples, ...], ...]
     fresh: int
     open: tuple[Samples, ...]
+    returned: int = 0
+    """Samples that came back so far because they did not count where they were dealt first, in `groups` and
+    `outer`."""
 
     @property
     def num_samples(self) -> int:
@@ -63,7 +66,7 @@ class Committed:
             "samples": [_pairs(own) for own in self.samples],
             "fresh": self.fresh,
             "open": _pairs(self.open),
-        }
+        } | ({"returned": self.returned} if self.returned else {})
 
 
 def _pairs(samples: tuple[Samples, ...]) -> list[list[int]]:

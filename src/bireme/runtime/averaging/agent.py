@@ -1,0 +1,563 @@
+"""A rank's agent where replicas average weights: a thread that takes part in groups and rounds of its stage.
+
+It says where the rank is, does what the coordinator grants, and gives the rank each mean and each sum that
+counts. What the coordinator says is always all that holds, so it looks at the last word only, and does the
+next step that it allows. The rank says what it brings (`arrive`, `offer`) and takes what came (`group`, `take`).
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.averaging.lines import Coordinator, GroupJob, Line, Offer, Settled
+from bireme.runtime.quorum.job import DroppedError, deal_in, is_in, member_in
+from bireme.runtime.quorum.parcels import receive_into, receive_words, send_named, send_parcel
+from bireme.runtime.quorum.results import Buffers, Result
+from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
+from bireme.runtime.snapshot import Snapshot
+from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
+from bireme.sync.coordinator.messages import (
+    TERM,
+    Commit,
+    Deal,
+    Grant,
+    GroupAt,
+    GroupMember,
+    GroupWord,
+    Heal,
+    RankId,
+    Window,
+    Word,
+)
+from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
+from bireme.sync.quorum.ring import Contribution, Summed, sum_over
+
+__all__ = ["AveragingAgent"]
+
+HEAL_SHARE = 0.25
+"""The share of a link's time that a snapshot for another replica may take."""
+LOOK_S = 0.5
+PLACES = 40
+"""Bits of a number within a line or a window, in stamps and requests."""
+
+
+class _SupersededError(Exception):
+    """The attempt is not wanted any more."""
+
+
+class AveragingAgent:
+    """The agent of one rank. `on_error` is told, from its thread, why it ends before it is closed."""
+
+    def __init__(
+        self,
+        own: RankId,
+        coordinator: Coordinator,
+        *,
+        timeout_s: float,
+        device: torch.device | None = None,
+        on_error: Callable[[BaseException], object] = lambda _error: None,
+    ) -> None:
+        self.own = own
+        self.lines: Sequence[Line] = ()
+        """The last one has the means over all replicas."""
+        self._coordinator, self._timeout_s, self._on_error = coordinator, timeout_s, on_error
+        self._device = device
+        self._means = Buffers(device)
+        self._changed, self._saying = threading.Condition(), threading.Lock()
+        self._job: GroupJob | None = None
+        self._group: GroupAt | None = None
+        self._wait_s = first_wait_s()
+        self._wants = self._asked_to_end = 0
+        self._window = Window(0, 0)
+        self._healed: int | None = None
+        self._deals: dict[int, Deal] = {}
+        self._snapshots: dict[int, tuple[Snapshot, tuple[int, ...]]] = {}
+        self._error: BaseException | None = None
+        self._is_closed = self._is_meeting = False
+        self._thread: threading.Thread | None = None
+        self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
+        coordinator.on_word(self._poke)
+
+    # The rank's thread.
+
+    def bind(self, likes: Sequence[Sequence[Tensor]]) -> None:
+        """Learn what the sums of each line lie in."""
+        with self._changed:
+            before, self.lines = self.lines, [Line(n, like, self._device) for n, like in enumerate(likes)]
+            for old, new in zip(before, self.lines, strict=False):
+                new.begin(old.at.committed)
+
+    def begin(self, window: Window, *, used: Sequence[int] = (), healed: int | None = None) -> None:
+        """Report to the coordinator from now on, from a window; this rank has used so many rounds of each line."""
+        with self._changed:
+            self._window, self._healed = window, healed
+            for line, committed in zip(self.lines, used, strict=False):
+                line.begin(committed)
+        self._say()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="bireme agent", daemon=True)
+            self._thread.start()
+
+    def enter(self, until: int) -> None:
+        """The next batches are of the window after the last mean; it has the places below `until`."""
+        with self._changed:
+            self._window = Window(self.lines[-1].at.committed, until)
+            if self._group is not None:
+                self._group = replace(self._group, is_drained=False)
+        self._say()
+
+    @property
+    def window(self) -> Window:
+        """The window that this rank is in."""
+        return self._window
+
+    def ask_end(self) -> None:
+        """Ask for the present window to end."""
+        with self._changed:
+            is_new = self._asked_to_end <= self._window.number
+            self._asked_to_end = self._window.number + 1
+        if is_new:
+            self._say()
+
+    def dealt(self, batch: int) -> Deal | None:
+        """The samples of a batch that this replica trains; None if its window has none. Waits until that is
+        known.
+        """
+        with self._changed:
+            is_new = batch >= self._wants
+            self._wants = max(self._wants, batch + 1)
+        if is_new:
+            self._say()
+
+        def has_ended(word: Word) -> bool:
+            return any(
+                (one.replica, one.window) == (self.own.replica, self._window.number) and batch >= one.batch
+                for one in word.ends
+            )
+
+        word = self.wait_for(lambda word: has_ended(word) or deal_in(word, self.own, batch) is not None)
+        deal = None if has_ended(word) else deal_in(word, self.own, batch)
+        if deal is not None:
+            self._deals[batch] = deal
+        return deal
+
+    def deal_of(self, batch: int) -> Deal:
+        """What was dealt for a batch that is under way; of those long before nothing is known any more."""
+        for old in [one for one in self._deals if one < batch - len(self._deals) // 2 - 64]:
+            del self._deals[old]
+        return self._deals[batch]
+
+    def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
+        """Wait until that is so of the last word, which it gives."""
+        found: list[Word] = []
+
+        def is_known() -> bool:
+            found[:] = [self._coordinator.word]
+            return is_so(found[0])
+
+        self._wait(is_known)
+        return found[0]
+
+    @property
+    def word(self) -> Word:
+        """The last word of the coordinator."""
+        return self._coordinator.word
+
+    def arrive(self, batch: int, make: Callable[[], Contribution]) -> None:
+        """Have the weights after a batch averaged with a group; returns at once."""
+        with self._changed:
+            self._job = GroupJob(batch, make)
+            self._changed.notify_all()
+
+    def group(self, batch: int) -> GroupJob:
+        """The group after a batch, once its mean counts."""
+        job = self._job
+        assert job is not None, "it has arrived"
+        assert job.batch == batch, "groups are taken in the order of arrivals"
+        self._wait(job.is_done.is_set)
+        return job
+
+    def give_back(self, job: GroupJob) -> None:
+        """The mean of a group is used."""
+        if job.result is not None:
+            self._means.give_back(job.result)
+
+    def offer(self, line: Line, offer: Offer) -> None:
+        """Contribute to the next round of a line; returns at once."""
+        with self._changed:
+            line.offer = offer
+            at = line.at
+            line.at = replace(
+                at, ready=at.committed, num_samples=offer.num_samples, trained=offer.trained, lost=()
+            )
+        self._say()
+
+    def wait_settled(self, lines: Sequence[Line]) -> None:
+        """Wait until a round of one of these lines counts that the rank has not taken."""
+        self._wait(lambda: any(line.settled for line in lines))
+
+    def take(self, line: Line) -> Settled | None:
+        """The next round of a line that counts and that this rank has not used; it is taken as used."""
+        with self._changed:
+            if not line.settled:
+                return None
+            found = line.settled.popleft()
+            line.offer = None
+            line.at = replace(line.at, committed=line.at.committed + 1, ready=None, summed=None, lost=())
+        self._say()
+        return found
+
+    def drain(self) -> None:
+        """This rank has no batch left in its window."""
+        with self._changed:
+            if self._group is not None:
+                self._group = replace(self._group, is_drained=True)
+        self._say()
+
+    def due(self, batch: int) -> int | None:
+        """The name of a snapshot that another replica waits for, if one is due before the update of a batch."""
+        asked = {heal.batch for heal in self.word.heals if heal.donor == self.own.replica}
+        with self._changed:
+            self._snapshots = {name: one for name, one in self._snapshots.items() if name in asked}
+            found = [name for name in asked - self._snapshots.keys() if name <= batch]
+        return min(found, default=None)
+
+    def provide(self, name: int, snapshot: Snapshot) -> None:
+        """Here is one that was due."""
+        with self._changed:
+            self._snapshots[name] = snapshot, tuple(line.at.committed for line in self.lines)
+            self._changed.notify_all()
+
+    def tell_lost(self, donor: int) -> None:
+        """A donor could not be reached."""
+        with self._changed:
+            self.lines[-1].at = replace(self.lines[-1].at, lost=(donor,))
+        self._say()
+
+    def fetch(self, heal: Heal) -> socket.socket:
+        """A connection on which the donor of this replica sends what `heal` says, as named tensors."""
+        donor = member_in(self.word, heal.donor)
+        return self._board.ask(heal.donor, donor.addresses[self.own.stage], SNAPSHOT, heal.batch)
+
+    def abort(self) -> None:
+        """Give up, from any thread: whoever waits here is told at once."""
+        self._end(ConnectionAbortedError("This rank has given its agent up."))
+        self._board.close()
+
+    def close(self, *, is_leaving: bool) -> None:
+        """End. One that is leaving has done all its rounds."""
+        self._end(None)
+        self._coordinator.close(is_leaving=is_leaving)
+        self._board.close()
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+
+    def wait_until_used_by_all(self) -> None:
+        """Wait until no replica needs a sum from this one, or there is no telling."""
+        used = [line.at.committed for line in self.lines]
+        with suppress(Exception):
+            self.wait_for(lambda word: all(map(lambda kept, own: kept >= own, word.kept, used)))
+
+    def wait_until_gone(self, replica: int) -> None:
+        """Wait until another replica is no member any more, or there is no telling."""
+        with suppress(Exception):
+            self.wait_for(lambda word: all(one.replica != replica for one in word.members))
+
+    # The agent's own thread.
+
+    def _work(self) -> None:
+        try:
+            with torch.no_grad():
+                while not self._is_closed:
+                    word = self._coordinator.word
+                    self._check_usable(word)
+                    self._forget(word)
+                    if not self._step(word):
+                        self._wait_for_news(word)
+        except BaseException as error:
+            is_first = not self._is_closed
+            self._end(error)
+            if is_first:
+                self._on_error(error)
+
+    def _wait_for_news(self, seen: Word) -> None:
+        with self._changed:
+            job = self._job
+            self._changed.wait_for(
+                lambda: self._is_closed or self._coordinator.word is not seen or self._job is not job, LOOK_S
+            )
+
+    def _forget(self, word: Word) -> None:
+        """Let go of sums that all have used."""
+        for line, kept in zip(self.lines, word.kept, strict=False):
+            with self._changed:
+                free = [line.kept.pop(number) for number in list(line.kept) if number < kept]
+            for result in free:
+                line.give_back(result)
+
+    def _step(self, word: Word) -> bool:
+        """Do the next thing that a word allows; False if there is none."""
+        for line in self.lines:
+            commit = next((o for o in word.commits if (o.line, o.round) == (line.number, line.next)), None)
+            if commit is not None and self._settle(line, commit, word):
+                return True
+        for line in self.lines:
+            grant = next((o for o in word.grants if (o.line, o.round) == (line.number, line.next)), None)
+            if grant is None or grant == line.failed or not is_in(self.own, grant):
+                continue
+            if line.at.summed != grant.round or line.at.attempt != grant.attempt:
+                self._attempt(line, grant, word)
+                return True
+        return self._step_group(word)
+
+    def _attempt(self, line: Line, grant: Grant, word: Word) -> None:
+        self._let_go(line)
+        if line.contribution is None:
+            offer = line.offer
+            line.was_offered = offer is not None
+            line.contribution = line.nothing(0) if offer is None else offer.make()
+        result = line.room()
+
+        def is_wanted(word: Word) -> bool:
+            return grant in word.grants
+
+        try:
+            result.summed = self._sum(
+                line.contribution,
+                result,
+                [part.replica for part in grant.parts],
+                (sum(word.committed) + 1) << PLACES,
+                grant.attempt,
+                word,
+                is_wanted,
+            )
+        except (_SupersededError, LineBroken) as error:
+            line.give_back(result)
+            if isinstance(error, LineBroken):
+                self._board.drop(error.member)
+                line.failed = grant
+                self._change(line, summed=None, lost=(error.member,), attempt=grant.attempt)
+            return
+        result.attempt = grant.attempt
+        line.made = result
+        self._change(line, summed=grant.round, attempt=grant.attempt, lost=())
+
+    def _settle(self, line: Line, commit: Commit, word: Word) -> bool:
+        """A round counts: give its sum to the rank, and keep it for who comes late."""
+        result, line.made = line.made, None
+        if result is not None and result.attempt != commit.attempt:
+            line.give_back(result)
+            result = None
+        is_own = result is not None and line.was_offered
+        if result is None:
+            result = self._pulled(line, commit, word)
+            if result is None:
+                return False
+        result.num_users = 2
+        parts = tuple(part.replica for part in commit.parts)
+        with self._changed:
+            line.kept[commit.round] = result
+            line.contribution = line.failed = None
+            line.next += 1
+            line.settled.append(Settled(result, is_own, parts))
+            self._changed.notify_all()
+        return True
+
+    def _pulled(self, line: Line, commit: Commit, word: Word) -> Result | None:
+        """A committed sum that another replica has; None if it cannot be had from there."""
+        source = next((one.source for one in commit.sources if one.target == self.own.replica), None)
+        if source is None or source in line.at.lost:
+            return None
+        result = line.room()
+        try:
+            address = member_in(word, source).addresses[self.own.stage]
+            name = line.number << PLACES | commit.round
+            with self._board.ask(source, address, SUM, name) as made:
+                words = receive_words(made)
+                receive_into(made, result.flats)
+        except (LineBroken, OSError):
+            line.give_back(result)
+            self._change(line, lost=(source,))
+            return None
+        result.attempt = commit.attempt
+        result.summed = Summed(b"", words["weight"], (), tuple(words["numbers"]))
+        return result
+
+    def _step_group(self, word: Word) -> bool:
+        job, at = self._job, self._group or GroupAt()
+        if job is None or job.is_done.is_set():
+            return False
+        if at.arrived != job.batch:
+            self._tell_group(GroupAt(job.batch, self._wait_s))
+            return True
+        group = word.group
+        if group is None or GroupMember(self.own.replica, job.batch) not in group.members:
+            return False
+        key = group.number, group.attempt
+        if group.is_settled and (len(group.members) == 1 or job.attempt == key):
+            self._wait_s = next_wait_s(self._wait_s, len(group.members))
+            job.size = len(group.members)
+            if job.size == 1 and job.result is not None:  # the others have died
+                self._means.give_back(job.result)
+                job.result = None
+            with self._changed:
+                job.is_done.set()
+                self._changed.notify_all()
+            return True
+        if key in (job.attempt, job.failed) or len(group.members) == 1:
+            return False
+        self._attempt_group(job, group, word)
+        return True
+
+    def _attempt_group(self, job: GroupJob, group: GroupWord, word: Word) -> None:
+        key = group.number, group.attempt
+        if job.contribution is None:
+            job.contribution = job.make()
+        if job.result is not None:
+            self._means.give_back(job.result)
+        job.result = self._means.take(job.contribution.flats)
+
+        def is_wanted(word: Word) -> bool:
+            return word.group is not None and (word.group.number, word.group.attempt) == key
+
+        try:
+            self._sum(
+                job.contribution,
+                job.result,
+                [one.replica for one in group.members],
+                (self.lines[-1].at.committed << PLACES) + group.number + 1,
+                group.attempt,
+                word,
+                is_wanted,
+            )
+        except (_SupersededError, LineBroken) as error:
+            self._means.give_back(job.result)
+            job.result = None
+            if isinstance(error, LineBroken):
+                self._board.drop(error.member)
+                job.failed = key
+                self._tell_group(
+                    GroupAt(job.batch, self._wait_s, attempt=group.attempt, is_broken=True)
+                )
+            return
+        job.attempt = key
+        self._tell_group(GroupAt(job.batch, self._wait_s, summed=group.number, attempt=group.attempt))
+
+    def _sum(
+        self,
+        own: Contribution,
+        result: Result,
+        members: Sequence[int],
+        place: int,
+        attempt: int,
+        word: Word,
+        is_wanted: Callable[[Word], bool],
+    ) -> Summed:
+        """The sum over some members, as long as it is wanted."""
+
+        def check() -> None:
+            now = self._coordinator.word
+            self._check_usable(now)
+            if not is_wanted(now):
+                raise _SupersededError
+
+        lines: Mapping[int, PeerLine] = {
+            replica: self._board.line(replica, member.life, member.addresses[self.own.stage], check)
+            for replica in members
+            if replica != self.own.replica
+            for member in [member_in(word, replica)]
+        }
+        return sum_over(
+            own,
+            result.flats,
+            me=self.own.replica,
+            members=members,
+            line_to=lines.__getitem__,
+            stamp=Stamp(word.epoch // TERM, place, attempt),
+            timeout_s=self._timeout_s,
+            check=check,
+        )
+
+    def _let_go(self, line: Line) -> None:
+        if line.made is not None:
+            line.give_back(line.made)
+            line.made = None
+            self._change(line, summed=None)
+
+    def _change(self, line: Line, **changes: Any) -> None:
+        with self._changed:
+            line.at = replace(line.at, **changes)
+        self._say()
+
+    def _tell_group(self, at: GroupAt) -> None:
+        with self._changed:
+            self._group = at
+        self._say()
+
+    def _say(self) -> None:
+        with self._saying:  # so that what is said last is the last
+            with self._changed:
+                fields = {
+                    "wants": self._wants,
+                    "rounds": tuple(line.at for line in self.lines),
+                    "group": self._group,
+                    "healed": self._healed,
+                    "window": self._window,
+                    "means": self._asked_to_end,
+                }
+            self._coordinator.say(address=self._board.address, **fields)
+
+    # Other threads.
+
+    def _answer(self, made: socket.socket, what: int, name: int) -> None:
+        """Give another replica what it asks for, once it is there; hang up where it will not be."""
+        if what == SUM:
+            kept = self.lines[name >> PLACES].kept
+            result = self._found(lambda: kept.get(name & ((1 << PLACES) - 1)))
+            if result is not None and result.summed is not None:
+                words = {"weight": result.summed.weight, "numbers": result.summed.numbers}
+                send_parcel(made, words, result.flats)
+        elif what == SNAPSHOT:
+            found = self._found(lambda: self._snapshots.get(name))
+            if found is not None:
+                snapshot, used = found
+                said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale, "used": used}
+                until = {"window": self._window.number, "until": self._window.until}
+                send_named(made, {**said, **until}, snapshot.tensors, share=HEAL_SHARE)
+
+    def _found[Found](self, find: Callable[[], Found | None]) -> Found | None:
+        with self._changed:
+            self._changed.wait_for(lambda: find() is not None or self._is_closed, self._timeout_s)
+            return find()
+
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        with self._changed:
+            while True:
+                self._check_usable(self._coordinator.word)
+                if is_so():
+                    return
+                self._changed.wait(LOOK_S)
+
+    def _poke(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _check_usable(self, word: Word) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_closed:
+            raise ConnectionAbortedError("This rank's agent is closed.")
+        if word.is_dropped:
+            raise DroppedError(f"a rank of replica {self.own.replica} was silent for longer than its lease.")
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._is_closed = True
+            self._changed.notify_all()
