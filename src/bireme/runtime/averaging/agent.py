@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ HEAL_SHARE = 0.25
 LOOK_S = 0.5
 PLACES = 40
 """Bits of a number within a line or a window, in stamps and requests."""
+
+Found = TypeVar("Found")
 
 
 class _SupersededError(Exception):
@@ -531,7 +533,7 @@ class AveragingAgent:
                 until = {"window": self._window.number, "until": self._window.until}
                 send_named(made, {**said, **until}, snapshot.tensors, share=HEAL_SHARE)
 
-    def _found[Found](self, find: Callable[[], Found | None]) -> Found | None:
+    def _found(self, find: Callable[[], Found | None]) -> Found | None:
         with self._changed:
             self._changed.wait_for(lambda: find() is not None or self._is_closed, self._timeout_s)
             return find()

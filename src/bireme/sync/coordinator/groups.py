@@ -104,6 +104,7 @@ def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
     former = state.formers[event.stage]
     if event.replica not in state.members or event.batch <= former.latest.get(event.replica, -1):
         return state
+    former = replace(former, latest=former.latest | {event.replica: event.batch})
     # The one that arrives does not drain any more.
     is_whole = state.members <= former.present | {event.replica}
     former = former.with_arrival(
