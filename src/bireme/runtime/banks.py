@@ -262,10 +262,13 @@ class WeightBanks:
         return [store.banks[bank] if store.apart is None else store.apart for store in self._stores]
 
     @torch.no_grad()
-    def average(self, version: int, write: Callable[[Sequence[Tensor]], None]) -> None:
+    def average(
+        self, version: int, write: Callable[[Sequence[Tensor]], None], *, is_drained: bool = False
+    ) -> None:
         """Have W(version), the newest, changed in place: `write` is given the flats of its arenas.
 
-        No micro-batch may run on it yet.
+        No micro-batch may run on it yet. Under the FRESH rule it touches no bank, unless the window
+        `is_drained`: then the next batch runs on W.
         """
         if version != self._newest_version:
             raise RuntimeError(
@@ -273,7 +276,7 @@ class WeightBanks:
                 f"{self._newest_version}."
             )
         flats = [arena.flat for arena in self.newest_arenas]
-        if version not in self._lives:  # under the FRESH rule it lies in no bank but at a window's begin
+        if self._is_fresh and not (is_drained and version in self._lives):
             write(flats)
             return
         bank = self._open(version)

@@ -112,6 +112,8 @@ class AveragingAgent:
             self._window = Window(self.lines[-1].at.committed, until)
             if self._group is not None:
                 self._group = replace(self._group, is_drained=False)
+            for line in self.lines[:-1]:
+                line.offer, line.at = None, replace(line.at, ready=None)
         self._say()
 
     @property

@@ -114,16 +114,16 @@ class GroupAverages(Averages):
         self.agent.wait_settled([mean])
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
-        self._write(self.stage.banks.newest_version, settled.result.flats)
+        self._write(self.stage.banks.newest_version, settled.result.flats, is_drained=True)
         mean.give_back(settled.result)
         return met(settled)
 
-    def _write(self, version: int, means: Sequence[Tensor]) -> None:
+    def _write(self, version: int, means: Sequence[Tensor], *, is_drained: bool = False) -> None:
         def write(flats: Sequence[Tensor]) -> None:
             for flat, mean in zip(flats, means, strict=True):
                 flat.copy_(mean)
 
-        self.stage.banks.average(version, write)
+        self.stage.banks.average(version, write, is_drained=is_drained)
 
 
 def met(settled: Settled) -> Met:

@@ -34,13 +34,14 @@ __all__ = ["Averaging", "WeightDonations", "join_averaging"]
 class Averaging:
     """How a pipeline averages with others like it: in groups, or by `outer` steps that come `lag` batches late.
 
-    A batch of the run has `batch_size` samples, of which each replica trains its own.
+    A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
     """
 
     agent: AveragingAgent
     batch_size: int
     outer: OuterSettings | None = None
     lag: int = 0
+    first: int = 0
 
     def programs(self, plan: AnyPlan) -> ProgramPlan:
         """What a plan runs with averages in it."""
@@ -58,7 +59,7 @@ class Averaging:
             )
         if self.outer is None:
             return GroupAverages(self.agent, stages, device)
-        return OuterAverages(self.agent, stages, device, self.outer, self.batch_size)
+        return OuterAverages(self.agent, stages, device, self.outer, self.batch_size, self.first)
 
 
 class WeightDonations:

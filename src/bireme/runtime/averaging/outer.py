@@ -7,8 +7,12 @@ the same in all replicas. The weights are cut into fragments, each with rounds o
     buffer = momentum * buffer + mean drift
     start  = start - rate * (mean drift + momentum * buffer)                             Nesterov's momentum
 
-A replica's weights move with the start, and keep what it has trained since it offered its drift; one that was
-not in the round keeps all its drift, which is in the next one.
+A replica's weights move with the start, and keep what it has trained since it offered its drift. One that was
+not in a round keeps its drift for the next one.
+
+Rounds are due by batches of the run, so all replicas have the same ones. One that trains so few batches that it
+passes several rounds of a fragment at once has nothing to add to all but the first. Whoever waits for a round
+has offered all that were due before it, so nobody waits in a circle.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +29,7 @@ from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["OuterAverages", "OuterSettings", "due_fragments"]
+__all__ = ["OuterAverages", "OuterSettings", "num_due"]
 
 MOMENTUM, START = "outer", "outer-start"
 """The sections of snapshots."""
@@ -41,25 +45,22 @@ class OuterSettings:
     fragments: int = 1
 
 
-def due_fragments(settings: OuterSettings, before: int, after: int) -> list[int]:
-    """The fragments that have a round between a batch of the run and a later one, which is in.
+def num_due(settings: OuterSettings, fragment: int, batches: int) -> int:
+    """How many rounds of a fragment are due in so many batches of the run, but for a constant.
 
-    The rounds of a fragment follow those of the one before by the same number of batches.
+    Those of each fragment follow those of the one before by the same number of batches.
     """
-    every, num = settings.every, settings.fragments
-    offsets = [one * every // num for one in range(num)]
-    return [
-        one for one, offset in enumerate(offsets) if (after + 1 - offset) // every > (before + 1 - offset) // every
-    ]
+    return (batches - fragment * settings.every // settings.fragments) // settings.every
 
 
 @dataclass(slots=True, eq=False)
 class _Fragment:
-    """A part of each flat. `offered` is the drift that was offered last, after so many batches and samples;
-    `counted` are the samples in drifts that were in rounds.
+    """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, after the
+    `batch`, of so many samples; `counted` are the samples in drifts that were in rounds.
     """
 
     places: tuple[slice, ...]
+    due: int = 0
     offered: list[Tensor] = field(default_factory=list)
     batch: int | None = None
     samples: int = 0
@@ -71,7 +72,7 @@ class _Fragment:
 
 
 class OuterAverages(Averages):
-    """The averages of one rank; a batch of the run has `batch_size` samples."""
+    """The averages of one rank; a batch of the run has `batch_size` samples, and `first` is its first."""
 
     def __init__(
         self,
@@ -80,9 +81,10 @@ class OuterAverages(Averages):
         device: torch.device,
         settings: OuterSettings,
         batch_size: int,
+        first: int,
     ) -> None:
         super().__init__(agent, stages, device)
-        self._settings, self._batch_size = settings, batch_size
+        self._settings, self._batch_size, self._first = settings, batch_size, first
         host = torch.device("cpu")
         arenas = self.stage.banks.newest_arenas
         self._start = [Arena(one.slots, one.flat.dtype, host) for one in arenas]
@@ -94,8 +96,6 @@ class OuterAverages(Averages):
             for one in range(num)
         ]
         self._samples = 0
-        self._place: int | None = None
-        """The batch of the run that was trained last."""
         self.load({})
         whole = [torch.empty_like(one.flat, device="meta") for one in self._start]
         agent.bind([*(one.of(whole) for one in self._fragments), whole])
@@ -104,19 +104,19 @@ class OuterAverages(Averages):
         """Offer the drift of fragments whose rounds are due."""
         deal = self.agent.deal_of(step.batch)
         self._samples += deal.num_samples
-        place = deal.samples[0].begin // self._batch_size
-        before = place - 1 if self._place is None else self._place
-        self._place = max(place, before)
-        for number in due_fragments(self._settings, before, self._place):
-            self._use_up(number)  # so that the drift is since the last round that there is
-            self._offer(number, step.batch)
+        batches = deal.samples[0].begin // self._batch_size + 1
+        self._use_up()  # so that drifts are since the last rounds that there are
+        for number, fragment in enumerate(self._fragments):
+            due = num_due(self._settings, number, batches) - num_due(self._settings, number, self._first)
+            fragment.due = max(fragment.due, due)
+            if fragment.batch is None and self.agent.lines[number].at.committed < fragment.due:
+                self._offer(number, step.batch)
 
     def end(self, step: Instruction) -> None:
-        """Wait for the rounds of what was offered after that batch."""
-        for number, fragment in enumerate(self._fragments):
-            if fragment.batch == step.batch:
-                self.agent.wait_settled([self.agent.lines[number]])
-                self._use_up(number)
+        """Wait for rounds that what was offered after that batch has a part in."""
+        while any(one.batch == step.batch for one in self._fragments):
+            self.agent.wait_settled(self.agent.lines[:-1])
+            self._use_up()
 
     def meet(self, num_trained: int, votes: float) -> Met:
         """One outer step of all fragments from all drifts; all weights are what it makes.
@@ -134,18 +134,17 @@ class OuterAverages(Averages):
         self.agent.offer(mean, Offer(make, samples, num_trained))
         while not mean.settled:
             for line in lines:
-                self.agent.offer(line, Offer(lambda line=line: line.nothing(0)))  # type: ignore[misc]
+                self._offer_nothing(line)
             self.agent.wait_settled(self.agent.lines)
-            for number in range(len(lines)):
-                self._use_up(number)
-        for number in range(len(lines)):
-            self._use_up(number)
+            self._use_up()
+        self._use_up()
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
         for number, fragment in enumerate(self._fragments):
             self._step(number, fragment.of(settled.result.flats), settled)
             fragment.counted = self._samples
-        self.stage.banks.average(self.stage.banks.newest_version, self._become_start)
+        banks = self.stage.banks
+        banks.average(banks.newest_version, self._become_start, is_drained=True)
         mean.give_back(settled.result)
         return met(settled)
 
@@ -170,24 +169,39 @@ class OuterAverages(Averages):
                         view.copy_(found)
 
     def _offer(self, number: int, batch: int) -> None:
-        fragment, line = self._fragments[number], self.agent.lines[number]
+        fragment = self._fragments[number]
         drifts = self._drifts(fragment.of(self._flats), fragment.of([one.flat for one in self._start]))
         fragment.offered, fragment.batch, fragment.samples = drifts, batch, self._samples
-        samples = self._samples - fragment.counted
+        self._tell_offer(number)
+
+    def _tell_offer(self, number: int) -> None:
+        fragment = self._fragments[number]
+        assert fragment.batch is not None, "it was offered after a batch"
+        drifts, samples = fragment.offered, fragment.samples - fragment.counted
 
         def make() -> Contribution:
             return Contribution(drifts, b"", float(samples), float(samples))
 
-        self.agent.offer(line, Offer(make, samples, batch + 1))
+        self.agent.offer(self.agent.lines[number], Offer(make, samples, fragment.batch + 1))
 
     def _drifts(self, weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
         return [start - own.to("cpu") for own, start in zip(weights, starts, strict=True)]
 
-    def _use_up(self, number: int) -> None:
-        """Follow all rounds of a fragment that count."""
-        line, fragment = self.agent.lines[number], self._fragments[number]
-        while (settled := self.agent.take(line)) is not None:
-            self._follow(line, fragment, settled)
+    def _use_up(self) -> None:
+        """Follow all rounds that count."""
+        for line, fragment in zip(self.agent.lines, self._fragments, strict=False):
+            while (settled := self.agent.take(line)) is not None:
+                self._follow(line, fragment, settled)
+                if line.at.committed >= fragment.due:
+                    fragment.offered, fragment.batch = [], None
+                elif fragment.batch is not None:
+                    self._tell_offer(line.number)
+                else:
+                    self._offer_nothing(line)
+
+    def _offer_nothing(self, line: Line) -> None:
+        """Have a part in the next round of a line without anything to add."""
+        self.agent.offer(line, Offer(lambda: line.nothing(0)))
 
     def _follow(self, line: Line, fragment: _Fragment, settled: Settled) -> None:
         befores = [start.clone() for start in fragment.of([one.flat for one in self._start])]
@@ -198,12 +212,12 @@ class OuterAverages(Averages):
                 fragment.of([one.flat for one in self._start]), befores, strict=True
             )
         ]
-        if settled.is_own and fragment.batch is not None:
+        line.give_back(settled.result)
+        if fragment.batch is not None and settled.is_own:
             for change, drift in zip(changes, fragment.offered, strict=True):
                 change.add_(drift)
             fragment.counted = fragment.samples
-        fragment.offered, fragment.batch = [], None
-        line.give_back(settled.result)
+            fragment.offered, fragment.batch = [], None
 
         def write(flats: Sequence[Tensor]) -> None:
             for flat, change in zip(fragment.of(flats), changes, strict=True):

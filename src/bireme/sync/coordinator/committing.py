@@ -46,6 +46,7 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
         if membership.confirms(one.own_life)
         and membership.is_heard(one.own_life, line.broken_s)
         and is_ready(line, membership.reports(one.own_life))
+        and (_is_of_means(state, line) or _is_in_window(state, membership.reports(one.own_life)))
     }
     if state.settings.mode is SyncMode.OUTER and not _is_of_means(state, line) and not any(ready.values()):
         ready = {}  # those who drain have nothing to add, but hold what others do
@@ -63,6 +64,14 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
 def _is_of_means(state: State, line: Line) -> bool:
     """Whether the rounds of a line are the means over all replicas, which go on without nobody."""
     return state.settings.mode is not SyncMode.QUORUM and line.number == len(state.lines) - 1
+
+
+def _is_in_window(state: State, reports: Iterable[Report]) -> bool:
+    """Whether all ranks of a replica are past the last mean: what they offered before is not meant any more."""
+    if state.settings.mode is SyncMode.QUORUM:
+        return True
+    number = state.lines[-1].committed
+    return all(one.window is None or one.window.number == number for one in reports)
 
 
 def _quorum(state: State) -> int:
