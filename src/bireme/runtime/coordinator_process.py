@@ -75,9 +75,14 @@ class CoordinatorProcess:
         """The process that serves now."""
         return self._process
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process is not None and self._process.status is not None
+
     def keep(self) -> bool:
         """Start it again if it was killed; whether it was. Raises where it has failed by itself."""
-        if self._process is None or self._process.status is None:
+        if not self.has_ended:
             return False
         if self._talk is not None:
             with suppress(EOFError, OSError):

@@ -377,11 +377,11 @@ class Pipeline:
         assert self._averages is not None, "a pipeline alone has nobody to join"
         self.num_trained = join_averaging(self._averages.agent, self.num_trained, until, self.restore)
 
-    def meet(self, votes: float = 0.0) -> Met:
-        """Make one mean of the weights of all replicas, when this one has drained. Gives the sum of votes."""
+    def meet(self, *numbers: float) -> Met:
+        """Make one mean of the weights of all replicas, when this one has drained, and add up numbers."""
         self._check_drained()
         assert self._averages is not None, "a pipeline alone has nobody to meet"
-        return self._averages.meet(self.num_trained, votes)
+        return self._averages.meet(self.num_trained, numbers)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
@@ -449,8 +449,8 @@ class Pipeline:
 
     @property
     def sum_bytes(self) -> SentBytes:
-        """What this rank has sent so far for sums of gradients."""
-        return self._reducer.sent
+        """What this rank has sent so far for sums of gradients, or for averages of weights."""
+        return self._reducer.sent if self._averages is None else self._averages.sent
 
     @property
     def tiers(self) -> tuple[TierMoves, ...]:

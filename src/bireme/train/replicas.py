@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 from bireme.runtime.quorum.launch import launch_replicas
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
@@ -28,8 +28,9 @@ def run_replicas(
     step = 0 if checkpoint is None else checkpoint.manifest.step
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
     limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
+    mode = SyncMode(run.sync.mode)
     settings = Settings(
-        SyncMode.QUORUM,
+        mode,
         plan.width,
         plan.source.num_ranks,
         run.training.batch_size,
@@ -40,6 +41,8 @@ def run_replicas(
         fresh=fresh,
         waiting=waiting,
         num_samples=prepared.data.order(run.data.seed).num_samples,
+        num_lines=run.sync.outer_fragments,
+        groups=GroupSettings(run.sync.connect_every),
     )
     resumed = None if checkpoint is None else checkpoint.manifest
     launched = launch_replicas(
@@ -55,7 +58,7 @@ def run_replicas(
     )
     told = launched.ledger
     figures = SyncFigures(
-        SyncMode.QUORUM, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone
+        mode, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone
     )
     outcomes = max(launched.results, key=_newest)
     return [replace(one, sync=figures) for one in outcomes]

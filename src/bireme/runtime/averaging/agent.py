@@ -26,6 +26,7 @@ from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
     Deal,
+    End,
     Grant,
     GroupAt,
     GroupMember,
@@ -79,6 +80,8 @@ class AveragingAgent:
         self._window = Window(0, 0)
         self._healed: int | None = None
         self._deals: dict[int, Deal] = {}
+        self.ended_at = 0
+        """The place at which the last window ended."""
         self._snapshots: dict[int, tuple[Snapshot, tuple[int, ...]]] = {}
         self._error: BaseException | None = None
         self._is_closed = self._is_meeting = False
@@ -139,21 +142,26 @@ class AveragingAgent:
         if is_new:
             self._say()
 
-        def has_ended(word: Word) -> bool:
-            return any(
-                (one.replica, one.window) == (self.own.replica, self._window.number) and batch >= one.batch
-                for one in word.ends
-            )
+        def end_in(word: Word) -> End | None:
+            own = self.own.replica, self._window.number
+            ends = (one for one in word.ends if (one.replica, one.window) == own and batch >= one.batch)
+            return next(ends, None)
 
-        word = self.wait_for(lambda word: has_ended(word) or deal_in(word, self.own, batch) is not None)
-        deal = None if has_ended(word) else deal_in(word, self.own, batch)
-        if deal is not None:
-            self._deals[batch] = deal
+        word = self.wait_for(
+            lambda word: end_in(word) is not None or deal_in(word, self.own, batch) is not None
+        )
+        end = end_in(word)
+        if end is not None:
+            self.ended_at = end.until
+            return None
+        deal = deal_in(word, self.own, batch)
+        assert deal is not None, "it was waited for"
+        self._deals[batch] = deal
         return deal
 
     def deal_of(self, batch: int) -> Deal:
         """What was dealt for a batch that is under way; of those long before nothing is known any more."""
-        for old in [one for one in self._deals if one < batch - len(self._deals) // 2 - 64]:
+        for old in [one for one in list(self._deals) if one < batch - len(self._deals) // 2 - 64]:
             del self._deals[old]
         return self._deals[batch]
 

@@ -17,6 +17,7 @@ from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.lines import Offer, Settled
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
+from bireme.sync.exchange import SentBytes
 from bireme.sync.quorum.ring import Contribution
 
 __all__ = ["Averages", "GroupAverages", "Met", "copied", "met"]
@@ -24,10 +25,10 @@ __all__ = ["Averages", "GroupAverages", "Met", "copied", "met"]
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A mean over all replicas: who had a part in it, and the sum of what they gave along."""
+    """A mean over all replicas: who had a part in it, and the sums of what they gave along."""
 
     parts: tuple[int, ...]
-    votes: float
+    numbers: tuple[float, ...]
 
 
 class Averages(ABC):
@@ -42,6 +43,8 @@ class Averages(ABC):
         self.agent = agent
         self.stage = next(iter(stages.values()))
         self._device = device
+        self.sent = SentBytes()
+        """What this rank has sent to others."""
 
     @abstractmethod
     def start(self, step: Instruction) -> None:
@@ -52,7 +55,7 @@ class Averages(ABC):
         """AVERAGE_END: wait for what the weights become, and write it."""
 
     @abstractmethod
-    def meet(self, num_trained: int, votes: float) -> Met:
+    def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """Make one mean of all replicas' weights, once a window has drained."""
 
     def sections(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -67,6 +70,10 @@ class Averages(ABC):
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Go on from weights that were loaded, with what was saved beside them."""
         del saved
+
+    def _note(self, num_members: int, flats: Sequence[Tensor]) -> None:
+        num_bytes = sum(flat.nbytes for flat in flats)
+        self.sent.note(num_members, raw=num_bytes, sent=num_bytes)
 
     @property
     def _flats(self) -> list[Tensor]:
@@ -98,22 +105,24 @@ class GroupAverages(Averages):
         assert step.version is not None
         job = self.agent.group(step.batch)
         if job.result is not None:
+            self._note(job.size, job.result.flats)
             self._write(step.version, job.result.flats)
             self.agent.give_back(job)
 
-    def meet(self, num_trained: int, votes: float) -> Met:
+    def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """All weights become their mean."""
         flats, ready = self._flats, self._event()
         mean = self.agent.lines[-1]
 
         def make() -> Contribution:
-            return Contribution(copied(flats, ready), b"", 1.0, 1.0, (), (votes,))
+            return Contribution(copied(flats, ready), b"", 1.0, 1.0, (), numbers)
 
         self.agent.drain()
         self.agent.offer(mean, Offer(make, trained=num_trained))
         self.agent.wait_settled([mean])
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
+        self._note(len(settled.parts), settled.result.flats)
         self._write(self.stage.banks.newest_version, settled.result.flats, is_drained=True)
         mean.give_back(settled.result)
         return met(settled)
@@ -129,7 +138,7 @@ class GroupAverages(Averages):
 def met(settled: Settled) -> Met:
     """What a mean over all replicas says."""
     assert settled.result.summed is not None, "what counts was summed"
-    return Met(settled.parts, settled.result.summed.numbers[0])
+    return Met(settled.parts, settled.result.summed.numbers)
 
 
 def copied(flats: Sequence[Tensor], ready: torch.Event | None) -> Sequence[Tensor]:

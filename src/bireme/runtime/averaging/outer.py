@@ -118,7 +118,7 @@ class OuterAverages(Averages):
             self.agent.wait_settled(self.agent.lines[:-1])
             self._use_up()
 
-    def meet(self, num_trained: int, votes: float) -> Met:
+    def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """One outer step of all fragments from all drifts; all weights are what it makes.
 
         Until all replicas have drained, this one has a part in the rounds of others, with nothing to add.
@@ -128,7 +128,7 @@ class OuterAverages(Averages):
         drifts = self._drifts(self._flats, [one.flat for one in self._start])
 
         def make() -> Contribution:
-            return Contribution(drifts, b"", float(samples), float(samples), (), (votes,))
+            return Contribution(drifts, b"", float(samples), float(samples), (), numbers)
 
         self.agent.drain()
         self.agent.offer(mean, Offer(make, samples, num_trained))
@@ -140,6 +140,7 @@ class OuterAverages(Averages):
         self._use_up()
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
+        self._note(len(settled.parts), settled.result.flats)
         for number, fragment in enumerate(self._fragments):
             self._step(number, fragment.of(settled.result.flats), settled)
             fragment.counted = self._samples
@@ -204,6 +205,7 @@ class OuterAverages(Averages):
         self.agent.offer(line, Offer(lambda: line.nothing(0)))
 
     def _follow(self, line: Line, fragment: _Fragment, settled: Settled) -> None:
+        self._note(len(settled.parts), settled.result.flats)
         befores = [start.clone() for start in fragment.of([one.flat for one in self._start])]
         self._step(line.number, settled.result.flats, settled)
         changes = [

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
+from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.failures import Failure, FailureKind
+from bireme.runtime.averaging.ledger_tail import AveragingTail
 from bireme.runtime.launch import Crew, pickled, preload_own
 from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.rank_process import LOCALHOST, Order
 from bireme.sync.coordinator.messages import Life
-from bireme.sync.coordinator.settings import Settings
+from bireme.sync.coordinator.settings import Settings, SyncMode
 
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend
@@ -82,7 +84,8 @@ def launch_replicas(
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
     token = secrets.token_hex(TOKEN_BYTES)
     coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
-    tail = LedgerTail(ledger, settings.batch_size)
+    is_quorum = settings.mode is SyncMode.QUORUM
+    tail = LedgerTail(ledger, settings.batch_size) if is_quorum else AveragingTail(ledger)
     num_ranks = settings.num_replicas * settings.num_stages
     began_s = time.monotonic()
 
@@ -106,7 +109,7 @@ def launch_replicas(
         coordinator.start()
         for one in replicas:
             one.begin()
-        return _Supervision(replicas, coordinator, tail, tell).results()
+        return _Supervision(replicas, coordinator, tail, tell, may_lose_coordinator=is_quorum).results()
     finally:
         for one in replicas:
             one.give_up()
@@ -195,12 +198,20 @@ class _Supervision:
         coordinator: CoordinatorProcess,
         tail: LedgerTail,
         tell: Callable[[str], None],
+        *,
+        may_lose_coordinator: bool,
     ) -> None:
+        self._may_lose_coordinator = may_lose_coordinator
         self._replicas, self._coordinator, self._tail, self._tell = replicas, coordinator, tail, tell
 
     def results(self) -> Launched:
         """What the replicas have come to, once one is done and the others that train have ended."""
         while True:
+            if not self._may_lose_coordinator and self._coordinator.has_ended:
+                raise BiremeError(
+                    "The coordinator's process has ended, and what it knew of batches under way is lost with "
+                    "it. Resume the run from its last checkpoint."
+                )
             if self._coordinator.keep():
                 self._tell("The coordinator had ended; it was started again, and the run goes on.")
             self._note_members()

@@ -1,6 +1,7 @@
 """The ledger as who started a run reads it while it grows: who trains now, and how much counts."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 __all__ = ["LedgerTail"]
@@ -17,7 +18,7 @@ class LedgerTail:
         self._samples: dict[int, int] = {}
         """The samples of each batch that counts."""
 
-    def read(self) -> tuple[int, ...]:
+    def read(self) -> Collection[int]:
         """The members of the last round that was added since this was last asked; nobody if none was."""
         members: tuple[int, ...] = ()
         for line in self._lines():

@@ -28,7 +28,8 @@ def with_beginning(state: State, now_s: float, lines: Lines) -> State:
     begun = membership.begun(members)
     begun = replace(begun, voters=(frozenset(lives),), is_strict=False)
     pool = state.pool
-    lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open))
+    mode = "" if settings.mode is SyncMode.QUORUM else str(settings.mode)
+    lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open, mode))
     return replace(state, membership=begun)
 
 

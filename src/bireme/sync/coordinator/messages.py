@@ -262,11 +262,14 @@ class Deal:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """In that window a replica has no batch from `batch` on."""
+    """In that window a replica has no batch from `batch` on; the window ends at the place `until`, which is
+    the end of a batch of the run.
+    """
 
     replica: int
     window: int
     batch: int
+    until: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ def _with_deals_of(state: State, replica: int) -> State:
     if batch >= wants or any((one.replica, one.window) == (replica, window.number) for one in state.ends):
         return state
     dealing = state.dealing.among(state.membership.replicas, batch)
-    pool, ends = state.pool, state.ends
+    pool, ends, until = state.pool, state.ends, _until(state, window)
     while batch < wants:
-        left = 0 if _is_to_end(state, window) else pool.num_left(window.until)
-        count = _count(state, replica, dealing.counts(batch)[replica], left)
+        count = _count(state, replica, dealing.counts(batch)[replica], pool.num_left(until))
         if not count:
-            ends = (*(one for one in ends if one.replica != replica), End(replica, window.number, batch))
+            end = End(replica, window.number, batch, until)
+            ends = (*(one for one in ends if one.replica != replica), end)
             break
         pool = pool.with_deal(batch, {replica: count})
         batch += 1
@@ -50,9 +50,12 @@ def _window(reports: list[Report]) -> Window:
     return max(found, key=lambda one: one.number, default=NO_END)
 
 
-def _is_to_end(state: State, window: Window) -> bool:
-    """Whether somebody has asked for the window to end."""
-    return any(one.report.means > window.number for one in state.membership.heard.values())
+def _until(state: State, window: Window) -> int:
+    """The place at which a window ends: after this batch of the run if somebody has asked for its end."""
+    if not any(one.report.means > window.number for one in state.membership.heard.values()):
+        return window.until
+    batch_size = state.settings.batch_size
+    return min(window.until, -(-state.pool.fresh // batch_size) * batch_size)
 
 
 def _count(state: State, replica: int, share: int, left: int) -> int:

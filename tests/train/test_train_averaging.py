@@ -1,0 +1,61 @@
+"""`sync.mode = "groups"` and `"outer"` with real processes, from the run file to the document."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import bireme
+from tests.support.training import losses, settings, steps_of_checkpoints, write_run
+
+WIDTH = 2
+STEPS, BATCH = 12, 8
+UNTIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=false"
+
+
+def write_averaging(folder: Path, mode: str, schedule: str, depth: int, **more: object) -> Path:
+    """A run file of two replicas."""
+    path = write_run(folder, schedule, depth, model=UNTIED)
+    plan = folder / f"plan-{schedule}-{depth}.json"
+    document = json.loads(plan.read_text())
+    document["plan"]["width"] = WIDTH
+    plan.write_text(json.dumps(document))
+    text = path.read_text().replace(f"workers = {depth}", f"workers = {depth * WIDTH}")
+    keys = "".join(f"{name} = {value}\n" for name, value in more.items())
+    path.write_text(f'{text}\n[sync]\nmode = "{mode}"\n{keys}')
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "schedule", "depth", "more"),
+    [
+        ("groups", "2bw-fresh", 2, {"connect_every": 2}),
+        ("outer", "1f1b", 1, {"outer_every": 2, "outer_fragments": 2}),
+    ],
+)
+def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_checkpoint(
+    mode: str, schedule: str, depth: int, more: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = write_averaging(tmp_path, mode, schedule, depth, **more), tmp_path / "runs" / "run"
+    first = bireme(capsys, "train", str(path), "--json")
+    assert first.status == 0, first.err
+    document = json.loads(first.out)
+
+    assert (document["steps"], document["reason"], document["checkpoint"]) == (STEPS, "finished", STEPS)
+    assert steps_of_checkpoints(run)[-1] == STEPS
+    sync = document["sync"]
+    assert (sync["mode"], sync["samples_committed"], sync["samples_redone"]) == (mode, STEPS * BATCH, 0)
+    assert sync["sent_bytes"] > 0
+    assert document["membership"] == [{"step": 0, "members": [0, 1]}]
+    found = losses(run)
+    assert found[max(found)] < found[min(found)]
+
+    again = bireme(capsys, "resume", str(run), "--set", f"training.steps={STEPS + 4}", "--json")
+    assert again.status == 0, again.err
+    assert json.loads(again.out)["steps"] == STEPS + 4
+    checked = bireme(capsys, "ledger", str(run), "--json")
+    ledger = json.loads(checked.out)
+    assert (checked.status, ledger["ok"]) == (0, True)
+    assert ledger["samples_committed"] == (STEPS + 4) * BATCH
+    assert ledger["samples_open"] == 0
