@@ -18,7 +18,7 @@ from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coordinator.messages import RankId, Samples
+from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, Samples
 from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.mortal_replicas import Hub, Killed
@@ -37,13 +37,16 @@ class Told:
     dealt: dict[int, tuple[Samples, ...]] = field(default_factory=dict)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
+    groups: dict[int, tuple[GroupMember, ...]] = field(default_factory=dict)
     error: BaseException | None = None
     first: int = 0
 
 
 class AveragingReplicas:
-    """Replicas of a pipeline, each with a plan of width 1, that train windows of the batches up to `marks`."""
+    """Replicas of a pipeline, each with a plan of width 1, that train windows of the batches up to `marks`.
+
+    With `in_step` no replica asks for a batch before all others have asked for the one before.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class AveragingReplicas:
         lag: int = 0,
         connect_every: int = 1,
         grace_s: float = 30.0,
+        in_step: bool = False,
         on_instruction: Callable[[RankId, Instruction], None] = lambda _rank, _step: None,
         pace: Callable[[RankId, int], None] = lambda _rank, _batch: None,
     ) -> None:
@@ -81,6 +85,7 @@ class AveragingReplicas:
         )
         self.told: dict[RankId, Told] = {}
         self._on_instruction, self._pace = on_instruction, pace
+        self._barriers = [threading.Barrier(num_replicas) for _ in range(self.depth)] if in_step else []
         self._agents: dict[RankId, AveragingAgent] = {}
         self._fabrics: list[ThreadFabric] = []
         self._killed: set[int] = set()
@@ -140,17 +145,18 @@ class AveragingReplicas:
             self.model,
             self.setting,
             self._fabrics[rank.replica].of(rank.stage),
-            lambda step: self._on_instruction(rank, step),
+            lambda step: self._note(rank, agent, step),
             averaging=Averaging(agent, self.batch_size, self.outer, self.lag),
         )
         marks = [mark * self.batch_size for mark in self.marks]
         try:
             pipeline.join_averaging(marks[0])
             told.first = pipeline.num_trained
-            for mark, after in pairwise([*marks, None]):
+            for _mark, after in pairwise([*marks, None]):
                 for result in pipeline.train(self._batches(rank, agent, pipeline)):
                     told.losses[result.batch] = result.loss
                     self._pace(rank, result.batch)
+                self._note_group(rank, agent)
                 pipeline.meet()
                 told.ends.append(pipeline.num_trained)
                 told.weights.append(pipeline.state_dict())
@@ -162,9 +168,24 @@ class AveragingReplicas:
                 pipeline.close()
         agent.close(is_leaving=True)
 
+    def _note(self, rank: RankId, agent: AveragingAgent, step: Instruction) -> None:
+        self._on_instruction(rank, step)
+        self._note_group(rank, agent)
+
+    def _note_group(self, rank: RankId, agent: AveragingAgent) -> None:
+        group = agent.word.group
+        for member in () if group is None else group.members:
+            if member.replica == rank.replica and group is not None and group.is_settled:
+                self.told[rank].groups[member.batch] = group.members
+
+    def _dealt(self, rank: RankId, agent: AveragingAgent, number: int) -> Deal | None:
+        if self._barriers:
+            self._barriers[rank.stage].wait(60.0)
+        return agent.deals.dealt(number)
+
     def _batches(self, rank: RankId, agent: AveragingAgent, pipeline: Pipeline) -> Iterator[Batch]:
         number = pipeline.num_trained
-        while (deal := agent.dealt(number)) is not None:
+        while (deal := self._dealt(rank, agent, number)) is not None:
             self.told[rank].dealt[number] = deal.samples
             yield self.rows(deal.samples)
             number += 1

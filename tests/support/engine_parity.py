@@ -258,9 +258,11 @@ def oracle(
     buffers: dict[str, Tensor] | None = None,
     *,
     sizes: Sequence[Sequence[int]] | None = None,
+    after_step: Callable[[int, Mapping[str, Tensor]], None] = lambda _batch, _weights: None,
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
-    samples of all micro-batches, batch by batch, where the plan does not say them.
+    samples of all micro-batches, batch by batch, where the plan does not say them. `after_step` may change the
+    weights after each step.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []
@@ -291,6 +293,7 @@ def oracle(
         compute_dtype=setting.bank_dtype,
         around=around,
         coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec),
+        after_step=after_step,
     )
 
 

@@ -96,7 +96,7 @@ class AveragingReplica:
         pipeline.join_averaging(0)
         if self.has_come_late:
             # The others are within a window, which ends where the next one of this step does.
-            last = max(self._agent.window.until // self._batch_size - 1, 0)
+            last = max(self._agent.deals.window.until // self._batch_size - 1, 0)
             self.step = min(self._known_step(), last)
             self._place = self.step * self._batch_size
 
@@ -109,7 +109,7 @@ class AveragingReplica:
         reason = Reason.of(result.votes) if result.votes else Reason.NONE
         self._reason = max(self._reason, reason)
         if self._reason is not Reason.NONE:
-            self._agent.ask_end()
+            self._agent.deals.ask_end()
 
     def votes(self, stops: Stops) -> Callable[[], float]:
         """What this rank gives along with a batch: time and saving are for who leads to ask for."""
@@ -126,7 +126,7 @@ class AveragingReplica:
 
     def num_samples(self, result: Result) -> int:
         """How many samples all replicas were given since this one's batch before."""
-        place = self._agent.deal_of(result.batch).samples[0].begin
+        place = self._agent.deals.of(result.batch).samples[0].begin
         found, self._place = max(place - self._place, 0), max(place, self._place)
         return found
 
@@ -148,7 +148,7 @@ class AveragingReplica:
         self._reason, self._dealt = Reason.NONE, 0
         lives = {one.replica: one.life for one in self._agent.word.members}
         self._leader = min(met.parts, key=lambda one: (lives.get(one, math.inf), one))
-        end = self._agent.ended_at
+        end = self._agent.deals.ended_at
         self.step = end // self._batch_size
         num_samples, self._place = max(end - self._place, 0), end
         return Meeting(self.step, Reason.of(votes), tuple(map(round, shares)), num_samples)
@@ -170,7 +170,7 @@ class AveragingReplica:
         return self._agent.wait_for(is_known).fresh // self._batch_size
 
     def _deal(self, batch: int) -> Sequence[range] | None:
-        deal = self._agent.dealt(batch)
+        deal = self._agent.deals.dealt(batch)
         if deal is None:
             return None
         self._dealt += deal.num_samples
@@ -178,4 +178,4 @@ class AveragingReplica:
 
     def _batch_of_run(self, batch: int) -> int:
         """The batch of the run that the samples of this replica's batch would be of."""
-        return self._agent.deal_of(batch).samples[0].begin // self._batch_size
+        return self._agent.deals.of(batch).samples[0].begin // self._batch_size

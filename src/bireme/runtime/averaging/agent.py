@@ -2,12 +2,13 @@
 
 It says where the rank is, does what the coordinator grants, and gives the rank each mean and each sum that
 counts. What the coordinator says is always all that holds, so it looks at the last word only, and does the
-next step that it allows. The rank says what it brings (`arrive`, `offer`) and takes what came (`group`, `take`).
+next step that it allows. The rank says what it brings (`arrive`, `offer`) and takes what came (`group`,
+`take`).
 """
 
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,18 +16,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bireme.runtime.averaging.deals import Deals
 from bireme.runtime.averaging.lines import Coordinator, GroupJob, Line, Offer, Settled
-from bireme.runtime.quorum.job import DroppedError, deal_in, is_in, member_in
-from bireme.runtime.quorum.parcels import receive_into, receive_words, send_named, send_parcel
+from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
+from bireme.runtime.quorum.job import DroppedError, is_in, member_in
+from bireme.runtime.quorum.parcels import send_named, send_parcel
 from bireme.runtime.quorum.results import Buffers, Result
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
 from bireme.sync.coordinator.messages import (
-    TERM,
     Commit,
-    Deal,
-    End,
     Grant,
     GroupAt,
     GroupMember,
@@ -36,22 +36,16 @@ from bireme.sync.coordinator.messages import (
     Window,
     Word,
 )
-from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
-from bireme.sync.quorum.ring import Contribution, Summed, sum_over
+from bireme.sync.quorum.line import LineBroken
+from bireme.sync.quorum.ring import Contribution
 
 __all__ = ["AveragingAgent"]
 
 HEAL_SHARE = 0.25
 """The share of a link's time that a snapshot for another replica may take."""
 LOOK_S = 0.5
-PLACES = 40
-"""Bits of a number within a line or a window, in stamps and requests."""
 
 Found = TypeVar("Found")
-
-
-class _SupersededError(Exception):
-    """The attempt is not wanted any more."""
 
 
 class AveragingAgent:
@@ -76,17 +70,14 @@ class AveragingAgent:
         self._job: GroupJob | None = None
         self._group: GroupAt | None = None
         self._wait_s = first_wait_s()
-        self._wants = self._asked_to_end = 0
-        self._window = Window(0, 0)
         self._healed: int | None = None
-        self._deals: dict[int, Deal] = {}
-        self.ended_at = 0
-        """The place at which the last window ended."""
+        self.deals = Deals(own, self.wait_for, self._say)
         self._snapshots: dict[int, tuple[Snapshot, tuple[int, ...]]] = {}
         self._error: BaseException | None = None
-        self._is_closed = self._is_meeting = False
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
+        self._sums = PeerSums(own, self._board, lambda: coordinator.word, self._check_usable, timeout_s)
         coordinator.on_word(self._poke)
 
     # The rank's thread.
@@ -99,9 +90,11 @@ class AveragingAgent:
                 new.begin(old.at.committed)
 
     def begin(self, window: Window, *, used: Sequence[int] = (), healed: int | None = None) -> None:
-        """Report to the coordinator from now on, from a window; this rank has used so many rounds of each line."""
+        """Report to the coordinator from now on, from a window; this rank has used so many rounds of each
+        line.
+        """
         with self._changed:
-            self._window, self._healed = window, healed
+            self.deals.window, self._healed = window, healed
             for line, committed in zip(self.lines, used, strict=False):
                 line.begin(committed)
         self._say()
@@ -112,58 +105,12 @@ class AveragingAgent:
     def enter(self, until: int) -> None:
         """The next batches are of the window after the last mean; it has the places below `until`."""
         with self._changed:
-            self._window = Window(self.lines[-1].at.committed, until)
+            self.deals.enter(self.lines[-1].at.committed, until)
             if self._group is not None:
                 self._group = replace(self._group, is_drained=False)
             for line in self.lines[:-1]:
                 line.offer, line.at = None, replace(line.at, ready=None)
         self._say()
-
-    @property
-    def window(self) -> Window:
-        """The window that this rank is in."""
-        return self._window
-
-    def ask_end(self) -> None:
-        """Ask for the present window to end."""
-        with self._changed:
-            is_new = self._asked_to_end <= self._window.number
-            self._asked_to_end = self._window.number + 1
-        if is_new:
-            self._say()
-
-    def dealt(self, batch: int) -> Deal | None:
-        """The samples of a batch that this replica trains; None if its window has none. Waits until that is
-        known.
-        """
-        with self._changed:
-            is_new = batch >= self._wants
-            self._wants = max(self._wants, batch + 1)
-        if is_new:
-            self._say()
-
-        def end_in(word: Word) -> End | None:
-            own = self.own.replica, self._window.number
-            ends = (one for one in word.ends if (one.replica, one.window) == own and batch >= one.batch)
-            return next(ends, None)
-
-        word = self.wait_for(
-            lambda word: end_in(word) is not None or deal_in(word, self.own, batch) is not None
-        )
-        end = end_in(word)
-        if end is not None:
-            self.ended_at = end.until
-            return None
-        deal = deal_in(word, self.own, batch)
-        assert deal is not None, "it was waited for"
-        self._deals[batch] = deal
-        return deal
-
-    def deal_of(self, batch: int) -> Deal:
-        """What was dealt for a batch that is under way; of those long before nothing is known any more."""
-        for old in [one for one in list(self._deals) if one < batch - len(self._deals) // 2 - 64]:
-            del self._deals[old]
-        return self._deals[batch]
 
     def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
         """Wait until that is so of the last word, which it gives."""
@@ -233,7 +180,7 @@ class AveragingAgent:
         self._say()
 
     def due(self, batch: int) -> int | None:
-        """The name of a snapshot that another replica waits for, if one is due before the update of a batch."""
+        """The name of a snapshot that another replica waits for, if it is due before the update of a batch."""
         asked = {heal.batch for heal in self.word.heals if heal.donor == self.own.replica}
         with self._changed:
             self._snapshots = {name: one for name, one in self._snapshots.items() if name in asked}
@@ -336,23 +283,19 @@ class AveragingAgent:
             line.contribution = line.nothing(0) if offer is None else offer.make()
         result = line.room()
 
-        def is_wanted(word: Word) -> bool:
-            return grant in word.grants
-
         try:
-            result.summed = self._sum(
+            result.summed = self._sums.add_up(
                 line.contribution,
-                result,
+                result.flats,
                 [part.replica for part in grant.parts],
                 (sum(word.committed) + 1) << PLACES,
                 grant.attempt,
                 word,
-                is_wanted,
+                lambda word: grant in word.grants,
             )
-        except (_SupersededError, LineBroken) as error:
+        except (SupersededError, LineBroken) as error:
             line.give_back(result)
             if isinstance(error, LineBroken):
-                self._board.drop(error.member)
                 line.failed = grant
                 self._change(line, summed=None, lost=(error.member,), attempt=grant.attempt)
             return
@@ -368,8 +311,12 @@ class AveragingAgent:
             result = None
         is_own = result is not None and line.was_offered
         if result is None:
-            result = self._pulled(line, commit, word)
+            source = next((one.source for one in commit.sources if one.target == self.own.replica), None)
+            if source is None or source in line.at.lost:
+                return False
+            result = self._sums.pulled(line, commit, source, word)
             if result is None:
+                self._change(line, lost=(source,))
                 return False
         result.num_users = 2
         parts = tuple(part.replica for part in commit.parts)
@@ -380,26 +327,6 @@ class AveragingAgent:
             line.settled.append(Settled(result, is_own, parts))
             self._changed.notify_all()
         return True
-
-    def _pulled(self, line: Line, commit: Commit, word: Word) -> Result | None:
-        """A committed sum that another replica has; None if it cannot be had from there."""
-        source = next((one.source for one in commit.sources if one.target == self.own.replica), None)
-        if source is None or source in line.at.lost:
-            return None
-        result = line.room()
-        try:
-            address = member_in(word, source).addresses[self.own.stage]
-            name = line.number << PLACES | commit.round
-            with self._board.ask(source, address, SUM, name) as made:
-                words = receive_words(made)
-                receive_into(made, result.flats)
-        except (LineBroken, OSError):
-            line.give_back(result)
-            self._change(line, lost=(source,))
-            return None
-        result.attempt = commit.attempt
-        result.summed = Summed(b"", words["weight"], (), tuple(words["numbers"]))
-        return result
 
     def _step_group(self, word: Word) -> bool:
         job, at = self._job, self._group or GroupAt()
@@ -439,20 +366,19 @@ class AveragingAgent:
             return word.group is not None and (word.group.number, word.group.attempt) == key
 
         try:
-            self._sum(
+            self._sums.add_up(
                 job.contribution,
-                job.result,
+                job.result.flats,
                 [one.replica for one in group.members],
                 (self.lines[-1].at.committed << PLACES) + group.number + 1,
                 group.attempt,
                 word,
                 is_wanted,
             )
-        except (_SupersededError, LineBroken) as error:
+        except (SupersededError, LineBroken) as error:
             self._means.give_back(job.result)
             job.result = None
             if isinstance(error, LineBroken):
-                self._board.drop(error.member)
                 job.failed = key
                 self._tell_group(
                     GroupAt(job.batch, self._wait_s, attempt=group.attempt, is_broken=True)
@@ -460,41 +386,6 @@ class AveragingAgent:
             return
         job.attempt = key
         self._tell_group(GroupAt(job.batch, self._wait_s, summed=group.number, attempt=group.attempt))
-
-    def _sum(
-        self,
-        own: Contribution,
-        result: Result,
-        members: Sequence[int],
-        place: int,
-        attempt: int,
-        word: Word,
-        is_wanted: Callable[[Word], bool],
-    ) -> Summed:
-        """The sum over some members, as long as it is wanted."""
-
-        def check() -> None:
-            now = self._coordinator.word
-            self._check_usable(now)
-            if not is_wanted(now):
-                raise _SupersededError
-
-        lines: Mapping[int, PeerLine] = {
-            replica: self._board.line(replica, member.life, member.addresses[self.own.stage], check)
-            for replica in members
-            if replica != self.own.replica
-            for member in [member_in(word, replica)]
-        }
-        return sum_over(
-            own,
-            result.flats,
-            me=self.own.replica,
-            members=members,
-            line_to=lines.__getitem__,
-            stamp=Stamp(word.epoch // TERM, place, attempt),
-            timeout_s=self._timeout_s,
-            check=check,
-        )
 
     def _let_go(self, line: Line) -> None:
         if line.made is not None:
@@ -516,12 +407,12 @@ class AveragingAgent:
         with self._saying:  # so that what is said last is the last
             with self._changed:
                 fields = {
-                    "wants": self._wants,
+                    "wants": self.deals.wants,
                     "rounds": tuple(line.at for line in self.lines),
                     "group": self._group,
                     "healed": self._healed,
-                    "window": self._window,
-                    "means": self._asked_to_end,
+                    "window": self.deals.window,
+                    "means": self.deals.asked_to_end,
                 }
             self._coordinator.say(address=self._board.address, **fields)
 
@@ -540,7 +431,7 @@ class AveragingAgent:
             if found is not None:
                 snapshot, used = found
                 said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale, "used": used}
-                until = {"window": self._window.number, "until": self._window.until}
+                until = {"window": self.deals.window.number, "until": self.deals.window.until}
                 send_named(made, {**said, **until}, snapshot.tensors, share=HEAL_SHARE)
 
     def _found(self, find: Callable[[], Found | None]) -> Found | None:

@@ -102,7 +102,7 @@ class OuterAverages(Averages):
 
     def start(self, step: Instruction) -> None:
         """Offer the drift of fragments whose rounds are due."""
-        deal = self.agent.deal_of(step.batch)
+        deal = self.agent.deals.of(step.batch)
         self._samples += deal.num_samples
         batches = deal.samples[0].begin // self._batch_size + 1
         self._use_up()  # so that drifts are since the last rounds that there are

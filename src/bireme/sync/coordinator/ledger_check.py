@@ -20,10 +20,13 @@ __all__ = ["CheckedLedger", "MembersFrom", "check_ledger"]
 
 @dataclass(frozen=True, slots=True)
 class MembersFrom:
-    """From a batch on these replicas had a part in the rounds."""
+    """From a batch on these replicas had a part in the rounds; in that membership epoch, if each line is of one
+    replica's batch.
+    """
 
     batch: int
     members: tuple[int, ...]
+    epoch: int | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class CheckedLedger:
     damaged: tuple[int, ...] = ()
     """The numbers of lines that nobody can read."""
     members: list[MembersFrom] = field(default_factory=list)
+    is_of_single_replicas: bool = False
     committed: tuple[Samples, ...] = ()
 
     @property
@@ -117,6 +121,7 @@ def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
     kind, fresh, open_ = record["kind"], int(record["fresh"]), _read(record["open"])
     if kind == "start":
         found.per_epoch = int(record["num_samples"])
+        found.is_of_single_replicas = "mode" in record
         found.committed = _without((Samples(0, fresh),) if fresh else (), open_)
     elif kind == "round":
         samples = [one for own in record["samples"] for one in _read(own)]
@@ -125,12 +130,21 @@ def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
             found.committed = _union(found.committed, (one,))
         found.rounds += 1
         found.samples += sum(one.count for one in samples)
-        members = tuple(record["members"])
-        if not found.members or found.members[-1].members != members:
-            found.members.append(MembersFrom(int(record["batch"]), members))
+        _note_members(found, int(record["batch"]), tuple(record["members"]), int(record.get("epoch", 0)))
     else:
         raise ValueError(kind)
     found.fresh, found.open = fresh, open_
+
+
+def _note_members(found: CheckedLedger, batch: int, members: tuple[int, ...], epoch: int) -> None:
+    last = found.members[-1] if found.members else None
+    if not found.is_of_single_replicas:
+        if last is None or last.members != members:
+            found.members.append(MembersFrom(batch, members))
+    elif last is None or last.epoch != epoch:
+        found.members.append(MembersFrom(batch, members, epoch))
+    else:
+        found.members[-1] = MembersFrom(last.batch, tuple(sorted({*last.members, *members})), epoch)
 
 
 def _read(pairs: Sequence[Sequence[int]]) -> tuple[Samples, ...]:

@@ -1,0 +1,118 @@
+"""Replicas that average weights: to the last bit what plain loops make of the same averages."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from bireme.errors import BiremeError
+from bireme.runtime.averaging.outer import OuterSettings, num_due
+from bireme.sync.coordinator.messages import RankId
+from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
+from tests.support.averaging_threads import AveragingReplicas
+from tests.support.engine_parity import Setting, plan_for
+from tests.support.oracles import Update
+from tests.support.regression import WIDTH, regression, regression_plan
+from tests.support.small_models import Batch, gpt, real_batches
+
+BATCH = 16
+MARKS = (4, 7)
+
+
+def data_for(num_batches: int) -> Batch:
+    return real_batches(BATCH * num_batches, 1, WIDTH)[0]
+
+
+def setting_of(schedule: str) -> Setting:
+    return Setting(regression_plan(schedule, 2, updates_early=False), clip_norm=0.5)
+
+
+def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Update]]) -> None:
+    """Losses of all batches, and the weights after each window, which are the same in all replicas."""
+    for rank, told in run.told.items():
+        updates = expected[rank.replica]
+        assert [told.losses[one.batch] for one in updates] == pytest.approx(
+            [one.loss for one in updates], rel=1e-12
+        )
+        first = run.told[RankId(0, 0, rank.stage)]
+        for window, (weights, end) in enumerate(zip(told.weights, told.ends, strict=True)):
+            for name, tensor in weights.items():
+                what = f"{name} of {rank} after batch {end}"
+                assert torch.equal(tensor, updates[end - 1].weights[name]), what
+                assert torch.equal(tensor, first.weights[window][name]), what
+    places = [one for line in run.hub.rounds for own in line.samples for one in own]
+    counted = [place for one in places for place in range(one.begin, one.end)]
+    assert sorted(counted) == list(range(run.marks[-1] * BATCH))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
+def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_bit(schedule: str) -> None:
+    run = AveragingReplicas(regression(), setting_of(schedule), 2, data_for(MARKS[-1]), MARKS, BATCH)
+    run.run()
+
+    assert any(len(group) == 2 for told in run.told.values() for group in told.groups.values())
+    assert_as_expected(run, expected_of_groups(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
+def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(schedule: str) -> None:
+    settings = OuterSettings(2)
+    run = AveragingReplicas(
+        regression(),
+        setting_of(schedule),
+        2,
+        data_for(MARKS[-1]),
+        MARKS,
+        BATCH,
+        outer=settings,
+        lag=1,
+        in_step=True,
+    )
+    run.run()
+
+    assert_as_expected(run, expected_of_outer_steps(run, settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [None, OuterSettings(3, fragments=2)])
+def test_a_slow_replica_trains_fewer_batches_and_every_sample_counts_once(outer: OuterSettings | None) -> None:
+    run = AveragingReplicas(
+        regression(),
+        setting_of("2bw"),
+        3,
+        data_for(12),
+        (12,),
+        BATCH + 2,
+        outer=outer,
+        lag=0 if outer is None else 1,
+        connect_every=3,
+        grace_s=0.01,
+        pace=lambda rank, _batch: time.sleep(0.05 * (rank.replica == 2)),
+    )
+    run.data = real_batches(12 * (BATCH + 2), 1, WIDTH)[0]
+    run.run()
+
+    ends = [run.told[RankId(replica, 0, 0)].ends[0] for replica in range(3)]
+    assert ends[2] < min(ends[:2])
+    places = [one for line in run.hub.rounds for own in line.samples for one in own]
+    assert sorted(place for one in places for place in range(one.begin, one.end)) == list(range(12 * (BATCH + 2)))
+    for stage in range(2):
+        found = [run.told[RankId(replica, 0, stage)].weights[0] for replica in range(3)]
+        assert all(torch.equal(one[name], found[0][name]) for one in found for name in one)
+
+
+def test_rounds_of_fragments_follow_each_other() -> None:
+    settings = OuterSettings(4, fragments=2)
+    due = {f: [p for p in range(1, 13) if num_due(settings, f, p) > num_due(settings, f, p - 1)] for f in (0, 1)}
+    assert due == {0: [4, 8, 12], 1: [2, 6, 10]}
+
+
+def test_what_ranks_share_is_not_averaged() -> None:
+    setting = Setting(plan_for("1f1b", 2, updates_early=False))
+    run = AveragingReplicas(gpt("layers=3,tied=true"), setting, 2, data_for(1), (1,), BATCH)
+
+    with pytest.raises(BiremeError, match="shared by stages"):
+        run.run()
