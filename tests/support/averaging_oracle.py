@@ -1,4 +1,4 @@
-"""Replicas that average weights, by plain loops: one process's oracle for each, with the same averages between.
+"""Replicas that average weights, by plain loops: an oracle for each, with the same averages between.
 
 What is taken from the replicas is who had which samples and which groups there were, not what they computed.
 """
@@ -6,6 +6,7 @@ What is taken from the replicas is who had which samples and which groups there 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,15 +48,13 @@ def _mean(brought: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
     return [torch.stack(own).sum(0) for own in zip(*parts, strict=True)]
 
 
-def _expected(
-    run: AveragingReplicas, after_step: Callable[[int, int, Weights], None]
-) -> list[list[Update]]:
+def _expected(run: AveragingReplicas, after_step: Callable[[int, int, Weights], None]) -> list[list[Update]]:
     """What each replica learns, with `after_step(replica, batch, weights)` between."""
 
     def learn(replica: int) -> list[Update]:
         told = run.told[RankId(replica, 0, 0)]
         ends = (0, *told.ends)
-        windows = tuple(end - begin for begin, end in zip(ends, ends[1:], strict=False))
+        windows = tuple(end - begin for begin, end in pairwise(ends))
         data = [run.rows(told.dealt[batch]) for batch in range(told.ends[-1])]
         return oracle(
             run.model,
@@ -71,7 +70,8 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
     """With each stage averaged in the groups that there were, and all weights at the end of each window."""
     meetings = _Meetings()
     stages = [
-        set(run.model.stage(run.setting.plan, stage).parameters) for stage in range(run.setting.plan.num_stages)
+        set(run.model.stage(run.setting.plan, stage).parameters)
+        for stage in range(run.setting.plan.num_stages)
     ]
 
     def after_step(replica: int, batch: int, weights: Weights) -> None:
@@ -130,8 +130,9 @@ def expected_of_outer_steps(run: AveragingReplicas, settings: OuterSettings) -> 
         told = run.told[RankId(replica, 0, 0)]
         if batch + 1 in told.ends:
             end(replica, batch, weights)
-            drifts = {name: starts[replica][name] - weights[name] for name in weights}
-            step(("window", batch), replica, drifts)
+            if (batch + 1) % settings.every:  # else nothing was trained since the last round
+                drifts = {name: starts[replica][name] - weights[name] for name in weights}
+                step(("window", batch), replica, drifts)
             for name, tensor in weights.items():
                 tensor.copy_(starts[replica][name])
 

@@ -261,8 +261,8 @@ def oracle(
     after_step: Callable[[int, Mapping[str, Tensor]], None] = lambda _batch, _weights: None,
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
-    samples of all micro-batches, batch by batch, where the plan does not say them. `after_step` may change the
-    weights after each step.
+    samples of all micro-batches, batch by batch, where the plan does not say them. `after_step` may change
+    the weights after each step.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import bireme
-from tests.support.training import losses, settings, steps_of_checkpoints, write_run
+from tests.support.training import losses, steps_of_checkpoints, write_run
 
 WIDTH = 2
 STEPS, BATCH = 12, 8
@@ -35,7 +35,12 @@ def write_averaging(folder: Path, mode: str, schedule: str, depth: int, **more: 
     ],
 )
 def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_checkpoint(
-    mode: str, schedule: str, depth: int, more: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mode: str,
+    schedule: str,
+    depth: int,
+    more: dict[str, object],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path, run = write_averaging(tmp_path, mode, schedule, depth, **more), tmp_path / "runs" / "run"
     first = bireme(capsys, "train", str(path), "--json")

@@ -1,8 +1,8 @@
 """One rank of a replica that averages weights with others, as the loop of a run sees it.
 
 Each replica trains batches of its own, so what counts for the run is not their number but the places of their
-samples in the run's order: they say at which step the run is, and which learning rate holds. The run goes from
-one meeting of all replicas to the next: at a meeting all have the same weights, and the same step.
+samples in the run's order: they say at which step the run is, and which learning rate holds. The run goes
+from one meeting of all replicas to the next: at a meeting all have the same weights, and the same step.
 """
 
 import math
@@ -28,14 +28,14 @@ __all__ = ["AveragingReplica", "Meeting"]
 MOST_BATCHES = 1 << 40
 """Of a window; it ends where no more are dealt."""
 PREFETCH = 1
-"""Batches that are read ahead of the pipeline at most: what a slow replica has been dealt, the others wait for
-at the end of a window."""
+"""Batches that are read ahead of the pipeline at most: what a slow replica has been dealt, the others wait
+for at the end of a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all replicas agree on: the step, why the run ends if it does, and the samples of each replica since
-    the meeting before. `num_samples` of them were trained since this rank's last batch.
+    """What all replicas agree on: the step, why the run ends if it does, and the samples of each replica
+    since the meeting before. `num_samples` of them were trained since this rank's last batch.
     """
 
     step: int
@@ -45,8 +45,8 @@ class Meeting:
 
 
 class AveragingReplica:
-    """What this rank knows of the replicas of its run, of which there are `num_replicas` at most; the run goes
-    on from a step.
+    """What this rank knows of the replicas of its run, of which there are `num_replicas` at most; the run
+    goes on from the step `first`.
     """
 
     agreement = None
@@ -130,8 +130,10 @@ class AveragingReplica:
         found, self._place = max(place - self._place, 0), max(place, self._place)
         return found
 
-    def batches(self, until: int, first: int, *words: Any, prefetch: int, **more: Any) -> Iterator[PartlyRead]:
-        """What this rank reads in the window that ends after the step `until`, from its own batch `first` on."""
+    def batches(
+        self, until: int, first: int, *words: Any, prefetch: int, **more: Any
+    ) -> Iterator[PartlyRead]:
+        """What this rank reads in the window that ends after the step `until`, from its batch `first` on."""
         self._agent.enter(until * self._batch_size)
         loader = DealtBatches(
             *words, first, MOST_BATCHES, prefetch=min(prefetch, PREFETCH), deal=self._deal, **more

@@ -344,8 +344,8 @@ class Loop:
                 self._ends = step + self.pipeline.read_ahead
 
     def _is_to_log(self, step: int) -> bool:
-        """Whether a line of the log is due. Where replicas train batches of their own, a slow one passes several
-        steps of the run at once, and a fast one is at the same step twice.
+        """Whether a line of the log is due. Where replicas train batches of their own, a slow one passes
+        several steps of the run at once, and a fast one is at the same step twice.
         """
         every, before, self._noted = self.run.log.every_steps, self._noted, max(step, self._noted)
         return step > before and (step // every > before // every or step == self.run.training.steps)

@@ -21,8 +21,8 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         )
     if isinstance(samples, StreamSamples):
         raise BiremeError(
-            f'sync.mode is "{mode}", in which samples may be trained in another order than they come, but the '
-            "data are a stream. Download them, or leave out streaming=true."
+            f'sync.mode is "{mode}", in which samples may be trained in another order than they come, but '
+            "the data are a stream. Download them, or leave out streaming=true."
         )
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
     if run.sync.averages and most > 1:
@@ -36,6 +36,6 @@ def refuse_quorum_elsewhere(run: RunFile) -> None:
     """Refuse replicas that may die where something else has started the processes."""
     if run.sync.mode != "all":
         raise BiremeError(
-            f'sync.mode is "{run.sync.mode}", but torchrun has started the processes, and would end all of them when '
-            'one dies. Call bireme train itself, or use sync.mode = "all".'
+            f'sync.mode is "{run.sync.mode}", but torchrun has started the processes, and would end all of '
+            'them when one dies. Call bireme train itself, or use sync.mode = "all".'
         )

@@ -57,9 +57,7 @@ def run_replicas(
         device=prepared.machines.device,
     )
     told = launched.ledger
-    figures = SyncFigures(
-        mode, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone
-    )
+    figures = SyncFigures(mode, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone)
     outcomes = max(launched.results, key=_newest)
     return [replace(one, sync=figures) for one in outcomes]
 

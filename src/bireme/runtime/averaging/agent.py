@@ -21,7 +21,7 @@ from bireme.runtime.averaging.lines import Coordinator, GroupJob, Line, Offer, S
 from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
 from bireme.runtime.quorum.job import DroppedError, is_in, member_in
 from bireme.runtime.quorum.parcels import send_named, send_parcel
-from bireme.runtime.quorum.results import Buffers, Result
+from bireme.runtime.quorum.results import Buffers
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
@@ -180,7 +180,7 @@ class AveragingAgent:
         self._say()
 
     def due(self, batch: int) -> int | None:
-        """The name of a snapshot that another replica waits for, if it is due before the update of a batch."""
+        """The name of a snapshot that another replica waits for, if one is due before a batch's update."""
         asked = {heal.batch for heal in self.word.heals if heal.donor == self.own.replica}
         with self._changed:
             self._snapshots = {name: one for name, one in self._snapshots.items() if name in asked}
@@ -380,9 +380,7 @@ class AveragingAgent:
             job.result = None
             if isinstance(error, LineBroken):
                 job.failed = key
-                self._tell_group(
-                    GroupAt(job.batch, self._wait_s, attempt=group.attempt, is_broken=True)
-                )
+                self._tell_group(GroupAt(job.batch, self._wait_s, attempt=group.attempt, is_broken=True))
             return
         job.attempt = key
         self._tell_group(GroupAt(job.batch, self._wait_s, summed=group.number, attempt=group.attempt))

@@ -32,7 +32,7 @@ __all__ = ["Averaging", "WeightDonations", "join_averaging"]
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """How a pipeline averages with others like it: in groups, or by `outer` steps that come `lag` batches late.
+    """How a pipeline averages with others: in groups, or by `outer` steps that come `lag` batches late.
 
     A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
     """
@@ -63,7 +63,7 @@ class Averaging:
 
 
 class WeightDonations:
-    """Takes snapshots for other replicas, of the rank's stage right before the update that they go on with."""
+    """Takes snapshots for other replicas, of the rank's stage right before an update."""
 
     def __init__(self, averages: Averages, clip_scale: Callable[[], float]) -> None:
         self._averages, self._clip_scale = averages, clip_scale
@@ -79,9 +79,7 @@ class WeightDonations:
         agent.provide(name, Snapshot(batch, self._clip_scale(), tensors))
 
 
-def join_averaging(
-    agent: AveragingAgent, held: int, until: int, restore: Callable[[Snapshot], None]
-) -> int:
+def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callable[[Snapshot], None]) -> int:
     """Come to where this replica has a part; gives the first batch that it has.
 
     It has the state after `held` batches. If others have gone on it gets a snapshot from one of them, which

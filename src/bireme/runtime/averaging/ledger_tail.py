@@ -41,5 +41,5 @@ class AveragingTail(LedgerTail):
 
     @property
     def num_redone(self) -> int:
-        """How many samples were dealt to replicas that died before they counted, so that they are dealt again."""
+        """How many samples came back from replicas that died before they counted."""
         return self._num_returned

@@ -1,7 +1,7 @@
 """Averages by outer steps (DiLoCo): the drift of weights since the last round, averaged over replicas.
 
-A rank keeps on the host what its weights were after the last round (`start`) and the outer momentum, which are
-the same in all replicas. The weights are cut into fragments, each with rounds of its own:
+A rank keeps on the host what its weights were after the last round (`start`) and the outer momentum, which
+are the same in all replicas. The weights are cut into fragments, each with rounds of its own:
 
     drift  = start - weights                              of each replica, weighted by samples in the mean
     buffer = momentum * buffer + mean drift
@@ -10,9 +10,9 @@ the same in all replicas. The weights are cut into fragments, each with rounds o
 A replica's weights move with the start, and keep what it has trained since it offered its drift. One that was
 not in a round keeps its drift for the next one.
 
-Rounds are due by batches of the run, so all replicas have the same ones. One that trains so few batches that it
-passes several rounds of a fragment at once has nothing to add to all but the first. Whoever waits for a round
-has offered all that were due before it, so nobody waits in a circle.
+Rounds are due by batches of the run, so all replicas have the same ones. One that trains so few batches that
+it passes several rounds of a fragment at once has nothing to add to all but the first. Whoever waits for a
+round has offered all that were due before it, so nobody waits in a circle.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -55,8 +55,8 @@ def num_due(settings: OuterSettings, fragment: int, batches: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Fragment:
-    """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, after the
-    `batch`, of so many samples; `counted` are the samples in drifts that were in rounds.
+    """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, after
+    the `batch`, of so many samples; `counted` are the samples in drifts that were in rounds.
     """
 
     places: tuple[slice, ...]
@@ -210,9 +210,7 @@ class OuterAverages(Averages):
         self._step(line.number, settled.result.flats, settled)
         changes = [
             start.sub(before)
-            for start, before in zip(
-                fragment.of([one.flat for one in self._start]), befores, strict=True
-            )
+            for start, before in zip(fragment.of([one.flat for one in self._start]), befores, strict=True)
         ]
         line.give_back(settled.result)
         if fragment.batch is not None and settled.is_own:

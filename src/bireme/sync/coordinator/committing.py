@@ -67,7 +67,7 @@ def _is_of_means(state: State, line: Line) -> bool:
 
 
 def _is_in_window(state: State, reports: Iterable[Report]) -> bool:
-    """Whether all ranks of a replica are past the last mean: what they offered before is not meant any more."""
+    """Whether all ranks of a replica are past the last mean: what they offered before it is void."""
     if state.settings.mode is SyncMode.QUORUM:
         return True
     number = state.lines[-1].committed

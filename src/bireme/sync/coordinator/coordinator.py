@@ -35,7 +35,9 @@ MOST_COMMITS = 32
 def begun(settings: Settings, *, term: int = 0) -> State:
     """Nobody has come yet."""
     # The last line of those that average weights has the means over all replicas.
-    num_lines = {SyncMode.GROUPS: 1, SyncMode.OUTER: settings.num_lines + 1}.get(settings.mode, settings.num_lines)
+    num_lines = {SyncMode.GROUPS: 1, SyncMode.OUTER: settings.num_lines + 1}.get(
+        settings.mode, settings.num_lines
+    )
     first = settings.first if settings.mode is SyncMode.QUORUM else 0
     return State(
         settings,

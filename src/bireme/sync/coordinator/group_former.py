@@ -127,8 +127,8 @@ class Former:
         )
 
     def drained(self, replica: int, members: Collection[int]) -> "Former":
-        """After a replica has come to the end of its batches. Where all of the members have, the mean over all
-        comes next: everyone is connected, as by a forced group.
+        """After a replica has come to the end of its batches. Where all of the members have, the mean over
+        all comes next: everyone is connected, as by a forced group.
         """
         present = self.present - {replica}
         if not self.present.isdisjoint(members) and present.isdisjoint(members):

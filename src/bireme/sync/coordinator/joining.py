@@ -119,7 +119,11 @@ def with_entries(state: State) -> State:
         reports = [] if life is None else membership.reports(life)
         is_healed = bool(reports) and all(one.healed == heal.batch for one in reports)
         found = heal
-        if is_healed and heal.first is None and (not is_quorum or all(_is_close(state, one) for one in reports)):
+        if (
+            is_healed
+            and heal.first is None
+            and (not is_quorum or all(_is_close(state, one) for one in reports))
+        ):
             found = replace(heal, first=state.dealt if is_quorum else heal.batch)
         if found.first is None or (is_quorum and not _has_all(state, found.first, reports)):
             heals.append(found)

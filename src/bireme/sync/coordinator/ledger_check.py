@@ -20,8 +20,8 @@ __all__ = ["CheckedLedger", "MembersFrom", "check_ledger"]
 
 @dataclass(frozen=True, slots=True)
 class MembersFrom:
-    """From a batch on these replicas had a part in the rounds; in that membership epoch, if each line is of one
-    replica's batch.
+    """From a batch on these replicas had a part in the rounds; in that membership epoch, if each line is of
+    one replica's batch.
     """
 
     batch: int

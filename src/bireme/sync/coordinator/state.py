@@ -54,7 +54,7 @@ class State:
     ends: tuple[End, ...] = ()
     groups: GroupState | None = None
     group_words: dict[tuple[int, int], GroupWord] = field(default_factory=dict)
-    paces: Paces = Paces()
+    paces: Paces = field(default_factory=Paces)
     first_heard_s: float | None = None
     after: tuple[int, int] = (0, 0)
     """The word from which it took up."""

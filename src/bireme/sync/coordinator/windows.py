@@ -18,7 +18,7 @@ NO_END = Window(0, 1 << 62)
 
 
 def with_own_deals(state: State) -> State:
-    """With the samples of all batches that a member wants, and with the ends of windows that have none left."""
+    """With the samples of all batches that a member wants, and the ends of windows that have none left."""
     for member in state.membership.members:
         state = _with_deals_of(state, member.replica)
     return state

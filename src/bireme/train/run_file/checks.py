@@ -103,8 +103,8 @@ def _check_quorum(tables: Tables) -> None:
         if value != usual:
             what = "weights" if sync.averages else "gradients"
             raise BiremeError(
-                f'{key} is {value!r}, but sync.mode is "{sync.mode}", in which samples are dealt out by speed '
-                f'and {what} are sent as they are. Leave {key} out, or use sync.mode = "all".'
+                f'{key} is {value!r}, but sync.mode is "{sync.mode}", in which samples are dealt out by '
+                f'speed and {what} are sent as they are. Leave {key} out, or use sync.mode = "all".'
             )
 
 

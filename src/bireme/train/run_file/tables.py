@@ -175,16 +175,16 @@ class Sync(Table):
     mode: Literal["all", "quorum", "groups", "outer"] = Field(
         default="all",
         description="How replicas agree: all of them in every batch, or those that live (quorum): a replica "
-        "whose rank dies is started again, and the others go on. In groups each trains batches of its own and "
-        "averages its weights with those that are ready; with outer, all average their drift now and then",
+        "whose rank dies is started again, and the others go on. In groups each trains batches of its own "
+        "and averages its weights with those that are ready; with outer all average their drift at times",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
         default=10.0, description="Except with all, seconds after which a silent replica is taken for dead"
     )
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="With quorum and outer, seconds that a round waits for the others once more than half are "
-        "ready",
+        description="With quorum and outer, seconds that a round waits for the others once more than half "
+        "are ready",
     )
     connect_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
         default=10, description="With groups, batches of each replica within which groups connect all of them"
@@ -204,6 +204,7 @@ class Sync(Table):
     outer_overlap: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="With outer, batches that a replica trains while an average is made"
     )
+
     @property
     def averages(self) -> bool:
         """Whether replicas average weights."""
