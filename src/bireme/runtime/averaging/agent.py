@@ -17,20 +17,16 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.averaging.deals import Deals
-from bireme.runtime.averaging.lines import Coordinator, GroupJob, Line, Offer, Settled
+from bireme.runtime.averaging.groups import GroupJob, Groups
+from bireme.runtime.averaging.lines import Coordinator, Line, Offer, Settled
 from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
 from bireme.runtime.quorum.job import DroppedError, is_in, member_in
 from bireme.runtime.quorum.parcels import send_named, send_parcel
-from bireme.runtime.quorum.results import Buffers
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
 from bireme.sync.coordinator.messages import (
     Commit,
     Grant,
-    GroupAt,
-    GroupMember,
-    GroupWord,
     Heal,
     RankId,
     Window,
@@ -65,11 +61,7 @@ class AveragingAgent:
         """The last one has the means over all replicas."""
         self._coordinator, self._timeout_s, self._on_error = coordinator, timeout_s, on_error
         self._device = device
-        self._means = Buffers(device)
         self._changed, self._saying = threading.Condition(), threading.Lock()
-        self._job: GroupJob | None = None
-        self._group: GroupAt | None = None
-        self._wait_s = first_wait_s()
         self._healed: int | None = None
         self.deals = Deals(own, self.wait_for, self._say)
         self._snapshots: dict[int, tuple[Snapshot, tuple[int, ...]]] = {}
@@ -78,6 +70,7 @@ class AveragingAgent:
         self._thread: threading.Thread | None = None
         self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
         self._sums = PeerSums(own, self._board, lambda: coordinator.word, self._check_usable, timeout_s)
+        self._groups = Groups(own, self._sums, device, self._changed, self._say)
         coordinator.on_word(self._poke)
 
     # The rank's thread.
@@ -106,8 +99,7 @@ class AveragingAgent:
         """The next batches are of the window after the last mean; it has the places below `until`."""
         with self._changed:
             self.deals.enter(self.lines[-1].at.committed, until)
-            if self._group is not None:
-                self._group = replace(self._group, is_drained=False)
+            self._groups.is_drained = False
             for line in self.lines[:-1]:
                 line.offer, line.at = None, replace(line.at, ready=None)
         self._say()
@@ -130,13 +122,11 @@ class AveragingAgent:
 
     def arrive(self, batch: int, make: Callable[[], Contribution]) -> None:
         """Have the weights after a batch averaged with a group; returns at once."""
-        with self._changed:
-            self._job = GroupJob(batch, make)
-            self._changed.notify_all()
+        self._groups.arrive(batch, make)
 
     def group(self, batch: int) -> GroupJob:
         """The group after a batch, once its mean counts."""
-        job = self._job
+        job = self._groups.job
         assert job is not None, "it has arrived"
         assert job.batch == batch, "groups are taken in the order of arrivals"
         self._wait(job.is_done.is_set)
@@ -144,8 +134,7 @@ class AveragingAgent:
 
     def give_back(self, job: GroupJob) -> None:
         """The mean of a group is used."""
-        if job.result is not None:
-            self._means.give_back(job.result)
+        self._groups.give_back(job)
 
     def offer(self, line: Line, offer: Offer) -> None:
         """Contribute to the next round of a line; returns at once."""
@@ -175,8 +164,7 @@ class AveragingAgent:
     def drain(self) -> None:
         """This rank has no batch left in its window."""
         with self._changed:
-            if self._group is not None:
-                self._group = replace(self._group, is_drained=True)
+            self._groups.is_drained = True
         self._say()
 
     def due(self, batch: int) -> int | None:
@@ -247,9 +235,10 @@ class AveragingAgent:
 
     def _wait_for_news(self, seen: Word) -> None:
         with self._changed:
-            job = self._job
+            job = self._groups.job
             self._changed.wait_for(
-                lambda: self._is_closed or self._coordinator.word is not seen or self._job is not job, LOOK_S
+                lambda: self._is_closed or self._coordinator.word is not seen or self._groups.job is not job,
+                LOOK_S,
             )
 
     def _forget(self, word: Word) -> None:
@@ -273,7 +262,7 @@ class AveragingAgent:
             if line.at.summed != grant.round or line.at.attempt != grant.attempt:
                 self._attempt(line, grant, word)
                 return True
-        return self._step_group(word)
+        return self._groups.step(word, self.lines[-1].at.committed if self.lines else 0)
 
     def _attempt(self, line: Line, grant: Grant, word: Word) -> None:
         self._let_go(line)
@@ -328,63 +317,6 @@ class AveragingAgent:
             self._changed.notify_all()
         return True
 
-    def _step_group(self, word: Word) -> bool:
-        job, at = self._job, self._group or GroupAt()
-        if job is None or job.is_done.is_set():
-            return False
-        if at.arrived != job.batch:
-            self._tell_group(GroupAt(job.batch, self._wait_s))
-            return True
-        group = word.group
-        if group is None or GroupMember(self.own.replica, job.batch) not in group.members:
-            return False
-        key = group.number, group.attempt
-        if group.is_settled and (len(group.members) == 1 or job.attempt == key):
-            self._wait_s = next_wait_s(self._wait_s, len(group.members))
-            job.size = len(group.members)
-            if job.size == 1 and job.result is not None:  # the others have died
-                self._means.give_back(job.result)
-                job.result = None
-            with self._changed:
-                job.is_done.set()
-                self._changed.notify_all()
-            return True
-        if key in (job.attempt, job.failed) or len(group.members) == 1:
-            return False
-        self._attempt_group(job, group, word)
-        return True
-
-    def _attempt_group(self, job: GroupJob, group: GroupWord, word: Word) -> None:
-        key = group.number, group.attempt
-        if job.contribution is None:
-            job.contribution = job.make()
-        if job.result is not None:
-            self._means.give_back(job.result)
-        job.result = self._means.take(job.contribution.flats)
-
-        def is_wanted(word: Word) -> bool:
-            return word.group is not None and (word.group.number, word.group.attempt) == key
-
-        try:
-            self._sums.add_up(
-                job.contribution,
-                job.result.flats,
-                [one.replica for one in group.members],
-                (self.lines[-1].at.committed << PLACES) + group.number + 1,
-                group.attempt,
-                word,
-                is_wanted,
-            )
-        except (SupersededError, LineBroken) as error:
-            self._means.give_back(job.result)
-            job.result = None
-            if isinstance(error, LineBroken):
-                job.failed = key
-                self._tell_group(GroupAt(job.batch, self._wait_s, attempt=group.attempt, is_broken=True))
-            return
-        job.attempt = key
-        self._tell_group(GroupAt(job.batch, self._wait_s, summed=group.number, attempt=group.attempt))
-
     def _let_go(self, line: Line) -> None:
         if line.made is not None:
             line.give_back(line.made)
@@ -396,18 +328,13 @@ class AveragingAgent:
             line.at = replace(line.at, **changes)
         self._say()
 
-    def _tell_group(self, at: GroupAt) -> None:
-        with self._changed:
-            self._group = at
-        self._say()
-
     def _say(self) -> None:
         with self._saying:  # so that what is said last is the last
             with self._changed:
                 fields = {
                     "wants": self.deals.wants,
                     "rounds": tuple(line.at for line in self.lines),
-                    "group": self._group,
+                    "group": self._groups.at,
                     "healed": self._healed,
                     "window": self.deals.window,
                     "means": self.deals.asked_to_end,

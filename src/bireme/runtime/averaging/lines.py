@@ -1,9 +1,8 @@
-"""What an averaging agent has under way: rounds of its lines, and the group that its rank waits for."""
+"""The rounds that an averaging agent has under way, line by line."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,7 @@ from bireme.runtime.quorum.results import Buffers, Result
 from bireme.sync.coordinator.messages import Grant, RoundAt, Word
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["Coordinator", "GroupJob", "Line", "Offer", "Settled"]
+__all__ = ["Coordinator", "Line", "Offer", "Settled"]
 
 
 class Coordinator(Protocol):
@@ -51,21 +50,6 @@ class Settled:
     result: Result
     is_own: bool
     parts: tuple[int, ...]
-
-
-@dataclass(slots=True, eq=False)
-class GroupJob:
-    """The group that a rank waits for after a batch. `result` is the mean; None where it was alone."""
-
-    batch: int
-    make: Callable[[], Contribution]
-    contribution: Contribution | None = None
-    result: Result | None = None
-    attempt: tuple[int, int] = (-1, -1)
-    """Number and attempt of the group that the result is of."""
-    failed: tuple[int, int] = (-1, -1)
-    size: int = 0
-    is_done: threading.Event = field(default_factory=threading.Event)
 
 
 class Line:
