@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings, num_due
 from bireme.runtime.layout import Layout
 from bireme.sync.coordinator.messages import RankId
+from bireme.sync.coordinator.paces import Paces
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
 from tests.support.averaging_threads import AveragingReplicas
-from tests.support.engine_parity import Setting
+from tests.support.engine_parity import Setting, oracle
 from tests.support.oracles import Update
 from tests.support.regression import WIDTH, regression, regression_plan
 from tests.support.small_models import Batch, real_batches
@@ -52,7 +55,14 @@ def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Updat
     assert sorted(counted) == list(range(run.marks[-1] * BATCH))
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group is of all replicas that do not drain."""
+    monkeypatch.setattr(Paces, "waits_s", lambda *_: (60.0, 60.0))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
 def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_bit(schedule: str) -> None:
     run = AveragingReplicas(
@@ -60,8 +70,24 @@ def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_b
     )
     run.run()
 
-    assert any(len(group) == 2 for told in run.told.values() for group in told.groups.values())
+    assert {len(group) for told in run.told.values() for group in told.groups.values()} == {2}
     assert_as_expected(run, expected_of_groups(run))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+def test_with_sgd_the_average_of_all_in_every_batch_is_a_step_with_the_summed_gradients() -> None:
+    setting = replace(setting_of("1f1b"), optimizer="sgd")
+    run = AveragingReplicas(regression(), setting, 2, data_for(4), (4,), BATCH, in_step=True)
+    run.run()
+
+    told = [run.told[RankId(replica, 0, 0)] for replica in range(2)]
+    together = [run.rows([one for own in told for one in own.dealt[batch]]) for batch in range(4)]
+    assert isinstance(setting.plan, Plan)
+    expected = oracle(run.model, replace(setting, plan=replace(setting.plan, width=2)), together)[-1]
+    for rank, own in run.told.items():
+        for name, tensor in own.weights[-1].items():
+            torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-11, atol=1e-12, msg=str(rank))
 
 
 @pytest.mark.slow

@@ -103,9 +103,9 @@ class GroupWorld:
         self._train(one)
 
     def drain(self) -> None:
-        """Have all replicas drain after the batch that they are at."""
+        """Have all replicas drain after the batch that follows the one that they are at."""
         for one in self.replicas.values():
-            one.drains_after = one.batch
+            one.drains_after = one.batch + 1
 
     def _tick(self) -> None:
         deadline_s = next_deadline_s(self.state)
