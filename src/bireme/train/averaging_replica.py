@@ -17,7 +17,7 @@ from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.world import World
-from bireme.sync.coordinator.messages import RankId, Word
+from bireme.sync.coordinator.messages import RankId, Window, Word
 from bireme.train.data.rank_batches import PartlyRead
 from bireme.train.replica import DealtBatches
 from bireme.train.run_file import RunFile
@@ -89,7 +89,10 @@ class AveragingReplica:
 
     def begin(self, step: int) -> int:
         """The step that this replica's pipeline is to be made for."""
-        return step if not self.has_come_late else self._known_step()
+        if not self.has_come_late:
+            return step
+        self._agent.begin(Window(0, 0))
+        return self._known_step()
 
     def join(self, pipeline: Pipeline) -> None:
         """Come to the first batch of this replica, with the state of the others."""
