@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
-from bireme.runtime.averaging.ledger_tail import AveragingTail
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.failures import Failure, FailureKind
 from bireme.runtime.launch import Crew, pickled, preload_own
 from bireme.runtime.peer_sockets import own_address
+from bireme.runtime.quorum.averaging_tail import AveragingTail
 from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.rank_process import LOCALHOST, Order
 from bireme.sync.coordinator.messages import Life
