@@ -3,7 +3,7 @@
 Each replica is one here, not its stages. Its batch takes as long as the forecast says, without the sum over
 replicas where that is not hidden; it is longer or shorter at chance, as far as measurements of the profile
 lie apart. The exchange goes over the slowest link between replicas. Steps for one are those of a pilot
-(`agreement_penalties`), and the engine has not run these modes.
+(`agreement_penalties`).
 """
 
 from collections.abc import Iterator, Sequence
