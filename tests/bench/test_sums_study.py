@@ -71,7 +71,8 @@ def simulation_of(kind: type[Simulation]) -> Simulation:
 
 
 def test_two_runs_at_a_time_are_of_two_cells_and_none_is_made_twice() -> None:
-    known, under_way = Known(), list[Setting]()
+    known = Known()
+    under_way: list[Setting] = []
     for _ in range(4):
         setting = waiting(known, sum_sweeps, under_way)
         assert setting is not None
