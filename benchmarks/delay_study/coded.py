@@ -50,9 +50,9 @@ def codecs_named(word: str) -> BorderCodecs:
     return BorderCodecs(forward, backward or forward)
 
 
-def mean_bits(word: str, ending: float, width: int) -> float:
+def mean_bits(word: str, width: int, *, ending: float = 0.0, ending_word: str = "int8") -> float:
     """Bits a value in rows of that width, scales and masks counted, in the mean of both ways and over a run
-    whose last part has int8.
+    whose last part has another codec.
     """
     shape = (BLOCK, width)
 
@@ -61,4 +61,4 @@ def mean_bits(word: str, ending: float, width: int) -> float:
         back = encoded_bytes(codecs.choice(forward=False), shape, VALUE_BYTES, is_back=True)
         return 8 * (there + back) / (2 * prod(shape))
 
-    return (1 - ending) * of(codecs_named(word)) + ending * of(codecs_named("int8"))
+    return (1 - ending) * of(codecs_named(word)) + ending * of(codecs_named(ending_word))

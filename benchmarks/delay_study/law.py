@@ -1,15 +1,16 @@
 """What a plan counts a delay as: measured penalties as one number, or as a line in what is not seen."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from benchmarks.delay_study.study import Cell
-from benchmarks.delay_study.table import Row
+from benchmarks.delay_study.table import Excess, Row
 from bireme.plan.penalties import Steps, unseen_share
 from bireme.schedule.rule import Rule
 
-__all__ = ["LAWS", "law"]
+__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "law"]
 
 LAWS = {
     (Rule.DELAYED, False): "2bw",
@@ -18,6 +19,9 @@ LAWS = {
     (Rule.FRESH, True): "fresh+warm-up",
 }
 """The study's name of what the engine does, by its rule and whether a run starts without delay."""
+
+LONG_ENDING = 0.1
+"""The last part of a run with codecs that plans know is no larger a share of it."""
 
 
 def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
@@ -41,3 +45,38 @@ def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
     if seen < 1:
         slope, seen = float(np.sum(seeds * unseen * (steps - 1)) / np.sum(seeds * unseen**2)), 1.0
     return Steps(float(seen), max(float(slope), 0.0))
+
+
+def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool) -> Excess | None:
+    """What a codec adds to the loss of the larger model under 2bw-fresh with its start, with AdamW: by the
+    runs with the most seeds, and of these the best.
+    """
+    alone = Cell("fresh+warm-up", size="larger")
+    excesses = {row.cell: row.excess for row in rows if row.excess is not None}
+    found = [
+        excess
+        for cell, excess in excesses.items()
+        if cell == replace(alone, codec=word, ending=cell.ending, ending_codec=cell.ending_codec)
+        and (cell.ending > 0) == has_ending
+        and cell.ending <= LONG_ENDING
+    ]
+    if not found or alone not in excesses:
+        return None
+    best = min(found, key=lambda one: (-one.num_seeds, one.median))
+    none = excesses[alone].median
+    return Excess(best.median - none, best.least - none, best.greatest - none, best.num_seeds)
+
+
+def agreement_law(word: str, rows: Sequence[Row]) -> float | None:
+    """Steps for one of four replicas that agree in that way, with AdamW and no delay; None where they are not
+    known, or are more than the shortest run that was compared.
+    """
+    return next(
+        (
+            row.penalty
+            for row in rows
+            if row.cell.agreement == word
+            and (row.cell.rule, row.cell.optimizer, row.cell.replicas) == ("synchronous", "adamw", 4)
+        ),
+        None,
+    )

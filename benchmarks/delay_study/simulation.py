@@ -1,8 +1,8 @@
 """Training by an update rule in one process, exactly as a pipeline would, but for the order of sums.
 
-The micro-batches of a batch run together as far as nobody can tell: only the last d − 1 must be apart, for
-the sums that the stages have when they begin the next batch. All weights are parts of one long tensor, in
-the order of the stages, so that a version is one copy and a stage a slice.
+The micro-batches of a batch run together as far as nobody can tell. What stages have summed when they begin
+the next batch is kept apart on the way (`divided`). All weights are parts of one long tensor, in the order of
+the stages, so that a version is one copy and a stage a slice.
 """
 
 import math
@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from benchmarks.delay_study.divided import Divided
 from benchmarks.delay_study.rules import Rest, RunsOn, UpdateRule
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT
@@ -117,6 +118,10 @@ class Simulation:
         for name, parameter in model.named_parameters():
             parameter.data = self.used.parts[name]
             parameter.grad_dtype = self.newest.whole.dtype
+        self.divided: Divided | None = None
+        # In short banks each micro-batch's gradient is rounded by itself.
+        if rule.depends_on_stages and not rule.switches and bank_dtype.itemsize >= 4:
+            self.divided = Divided(model, self.seen.parts, self._num_seen)
 
     def train(self, input_ids: Tensor) -> float:
         """Run a batch and make the update that it gives; its loss, which is not finite if it diverged."""
@@ -166,6 +171,9 @@ class Simulation:
             parameter.grad = self.gradient.parts[name]
         microbatches = input_ids.chunk(self.pipelining.num_microbatches)
         loss = 0.0
+        if self.divided is not None:
+            is_tried = not self._is_current(self.batch + 1)
+            self.divided.begin(len(input_ids) if is_tried else None)
         for begin, end in pairwise(self._groups()):
             if self.rule.switches and begin == self.pipelining.num_early:
                 with torch.no_grad():
@@ -179,15 +187,23 @@ class Simulation:
                 if end == self.pipelining.num_microbatches - self.pipelining.unseen(stage):
                     part = self.layout.stages[stage]
                     self.seen.whole[part] = self.gradient.whole[part]
+        if self.divided is not None:
+            self.divided.end()
         return loss
+
+    def _num_seen(self, name: str, num_samples: int) -> int:
+        """Of how many of the first samples of a batch a parameter's stage has gradients at the next one."""
+        layers, stages = self.model.config.layers, self.pipelining.num_stages
+        unseen = self.pipelining.unseen(stage_of_parameter(name, layers, stages))
+        return num_samples * (self.pipelining.num_microbatches - unseen) // self.pipelining.num_microbatches
 
     def _groups(self) -> Sequence[int]:
         """Where groups of micro-batches begin and end that may run together."""
         count, num_stages = self.pipelining.num_microbatches, self.pipelining.num_stages
-        if self.used.whole.itemsize < 4:  # each micro-batch's gradient is rounded by itself
+        if self.used.whole.itemsize < 4:
             return range(count + 1)
         bounds = {0, count}
-        if self.rule.depends_on_stages:
+        if self.rule.depends_on_stages and self.divided is None:
             bounds |= {count - self.pipelining.unseen(stage) for stage in range(num_stages)}
         if self.rule.switches:
             bounds.add(self.pipelining.num_early)

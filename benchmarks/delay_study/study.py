@@ -22,8 +22,10 @@ from benchmarks.delay_study.meetings import agreed_named
 from benchmarks.delay_study.replicas import Replicas
 from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
+from benchmarks.delay_study.summed import Summed
 from benchmarks.delay_study.task import SIZES, Text, text
 from bireme.codec.border import AS_IT_IS
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 
@@ -67,11 +69,20 @@ class Cell:
     codec: str = "none"
     """Of all borders, in the words of `links.codec`; another one for gradients after a slash."""
     ending: float = 0.0
-    """The share of the steps, at the end, with int8 instead."""
+    """The share of the steps, at the end, with another codec."""
     replicas: int = 1
     """Each trains an equal part of every batch."""
     agreement: str = "all"
     """How replicas agree, in the words of `meetings`; all of them sum gradients as one process does."""
+    ending_codec: str = "int8"
+    """The codec of the last part, if there is one."""
+    sums: str = "none"
+    """What the replicas' sums of gradients go through, in the words of `sync.codec`."""
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether its runs are looked at on the way: those of delayed updates are drawn."""
+        return self.codec == self.sums == "none" and self.agreement == "all"
 
     def reference(self) -> "Cell":
         """The synchronous runs that these are compared with."""
@@ -89,8 +100,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of a run: the loss on held-out text at the end, and along the way every few steps; and the
-    loss at the end through the codecs that the run ended with, if it had any.
+    """What came of a run: the loss on held-out text at the end, and along the way every few steps where that
+    is drawn; and the loss at the end through the codecs that the run ended with, if it had any.
     """
 
     setting: Setting
@@ -194,14 +205,13 @@ def run(setting: Setting) -> Run:
     trained = _trained(setting, model, source)
     cuts = CodedCuts(model, cell.num_stages)
     curve: list[float] = []
-    codecs, last = codecs_named(cell.codec), codecs_named("int8" if cell.ending else cell.codec)
+    codecs, last = codecs_named(cell.codec), codecs_named(cell.ending_codec if cell.ending else cell.codec)
     for number in range(cell.steps):
         cuts.codecs = codecs if number < round((1 - cell.ending) * cell.steps) else last
         loss = trained.train(number)
         if not loss < DIVERGED:
             return _kept(setting, DIVERGED, curve, begin)
-        if (number + 1) % CURVE_EVERY == 0:
-            cuts.codecs = AS_IT_IS
+        if (number + 1) % CURVE_EVERY == 0 and cell.has_curve:
             curve.append(trained.evaluated(source.along_the_way()))
     cuts.codecs = AS_IT_IS
     loss = min(trained.evaluated(source.at_the_end()), DIVERGED)
@@ -252,7 +262,7 @@ def _trained(setting: Setting, model: GPT, source: Text) -> "_Alone | Replicas":
 
 def _simulation(setting: Setting, model: GPT) -> Simulation:
     cell = setting.cell
-    return Simulation(
+    made = (Simulation if cell.sums == "none" else Summed)(
         model,
         rule_named(cell.rule),
         Pipelining(
@@ -266,6 +276,9 @@ def _simulation(setting: Setting, model: GPT) -> Simulation:
         clip_norm=CLIP_NORM,
         lr_factor=lambda batch: _factor(batch, cell.steps),
     )
+    if isinstance(made, Summed):
+        made.share_among(cell.replicas, parse_sum_codec(cell.sums))
+    return made
 
 
 def _factory(optimizer: str, rate: float) -> OptimizerFactory:

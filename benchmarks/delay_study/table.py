@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.delay_study.study import Cell, Known, rate_of
 
-__all__ = ["Excess", "Row", "penalty", "rows"]
+__all__ = ["Excess", "Row", "penalty", "rows", "told"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,15 @@ class Excess:
         return Excess(median(found), min(found), max(found), len(found))
 
 
+def told(excess: Excess | None) -> str:
+    """As a table of a document has it."""
+    if excess is None:
+        return ""
+    if excess.num_seeds == 1:
+        return f"{100 * excess.median:+.1f} %"
+    return f"{100 * excess.median:+.1f} % ({100 * excess.least:+.1f} to {100 * excess.greatest:+.1f})"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What is known of a cell. `is_at_edge` says that the best rate has no worse one on one side yet."""
@@ -41,6 +50,21 @@ class Row:
     penalty: float | None
     through: float | None = None
     """The excess through the codecs of the borders, in the median over the seeds."""
+
+    @property
+    def num_seeds(self) -> int:
+        """How many seeds the excess is of."""
+        return 0 if self.excess is None else self.excess.num_seeds
+
+    @property
+    def told_rate(self) -> str:
+        """The rate, and a mark where it is at the edge of those tried."""
+        return f"{self.rate:.2g}{' (?)' if self.is_at_edge else ''}"
+
+    @property
+    def told_penalty(self) -> str:
+        """The steps for one, where they are known."""
+        return "" if self.penalty is None else f"{self.penalty:.2f}"
 
 
 def rows(known: Known) -> list[Row]:

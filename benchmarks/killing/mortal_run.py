@@ -78,6 +78,9 @@ lease_s = {lease_s}
 grace_s = {grace_s}
 compare_every = 50
 
+[balance]
+mode = "off"
+
 [checkpoint]
 every_steps = {save_every}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.delay_study.meetings import Agreed, agreed_named, meetings
-from benchmarks.delay_study.replica_cells import replica_cells, replica_lines
+from benchmarks.delay_study.replica_cells import replica_lines, replica_sweeps
 from benchmarks.delay_study.replicas import OuterStep, Replicas, mean_of
 from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
@@ -179,5 +179,4 @@ def test_a_cell_with_replicas_runs_and_comes_into_the_table() -> None:
     assert Run.from_line(found.to_line()) == found
     known = Known({setting: found})
     assert "| groups, P = 5 | 8 | synchronous | adamw | 2 | 2 |" in list(replica_lines(rows(known)))[-1]
-    cells = [one for one, _ in replica_cells()]
-    assert len(set(cells)) == len(cells) == 2 * 2 * 2 * (4 + 3 + 1)
+    assert len({sweep.cell for sweep in replica_sweeps()}) == 2 * 2 * 2 * (4 + 3 + 1)

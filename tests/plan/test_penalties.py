@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.delay_study.law import LAWS, law
+from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, law
 from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
+from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
+from bireme.plan.codec_penalties import EXCESSES
 from bireme.plan.penalties import (
     DEFAULT_DELAY_WARMUP,
     ENOUGH_STEPS,
@@ -25,6 +27,8 @@ from bireme.profile.optimizers import OPTIMIZERS
 from bireme.schedule.rule import Rule
 
 RESULTS = Path(__file__).parents[2] / "docs" / "convergence.jsonl"
+NOISE = 0.002
+"""What the losses of two runs of equal settings lie apart at least, as parts of them."""
 DEPTHS = st.integers(1, 16)
 
 
@@ -53,6 +57,22 @@ def test_the_steps_are_what_the_study_says(key: tuple[Rule, bool], optimizer: st
     assert found is not None
     measured = MEASURED[key][optimizer]
     assert (round(found.seen, 2), round(found.unseen, 2)) == (measured.seen, measured.unseen)
+
+
+@pytest.mark.parametrize("word", [word for word, one in EXCESSES.items() if one.is_studied])
+def test_the_losses_of_codecs_are_what_the_study_says_and_no_less(word: str) -> None:
+    counted = EXCESSES[word]
+    found = codec_law(word, studied(), has_ending=word.startswith("keep"))
+    assert found is not None
+    assert round(found.median, 3) <= counted.ended <= found.median + NOISE
+    assert found.num_seeds == counted.num_seeds
+
+
+@pytest.mark.parametrize("counted", STUDIED)
+def test_the_steps_of_replicas_that_average_weights_are_what_the_study_says(counted: AgreementSteps) -> None:
+    found = agreement_law(f"{counted.mode}:{counted.every}", studied())
+    assert counted.is_at_least == (found is None)
+    assert found is None or round(found, 2) == counted.steps
 
 
 @cache

@@ -32,6 +32,7 @@ from bireme.profile.profile_file import save_profile
 from bireme.schedule.budgets import Budgets, Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
+from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.residency import Sizes
 from bireme.schedule.stream import LONG
@@ -180,6 +181,28 @@ def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_
     assert fast.forecast.batch_s == whole.forecast.batch_s
     times = [one.forecast.cost_s_per_sample for one in tight.candidates]
     assert times == sorted(times)
+
+
+def test_frozen_weights_page_and_are_never_copied_out(tmp_path: Path) -> None:
+    part = {"parameter_bytes": MB, "gradient_bytes": MB, "optimizer_bytes": 2 * MB, "buffer_bytes": 12 * MB}
+    units = tuple(replace(unit, **part) for unit in PROFILE.units)  # type: ignore[arg-type]
+    asked = replace(request(TierLimits(40 * MB)), depth=1, recompute=Recompute.NEVER)
+    with pytest.raises(BiremeError, match="must be at least"):
+        find_plan(replace(PROFILE, units=units), cluster(), asked)
+    units = tuple(replace(unit, frozen_bytes=12 * MB) for unit in units)
+    answer = find_plan(replace(PROFILE, units=units), cluster(), asked)
+    assert isinstance(answer, Answer)
+    write_plan(tmp_path / "plan.json", answer)
+    plan = load_plan(tmp_path / "plan.json").plan
+    assert plan == answer.best.plan
+    for num_batches in (4, 12):
+        program = plan.program(num_batches)
+        assert check(program).ok, check(program).problems
+        moved = [
+            step for step in program.tracks[0] if step.page is not None and step.page.item is Item.FROZEN
+        ]
+        assert any(step.kind is Kind.FETCH for step in moved)
+        assert not any(step.kind is Kind.EVICT and step.page and step.page.is_copied for step in moved)
 
 
 def test_an_explanation_says_what_each_way_to_save_memory_would_take_alone() -> None:

@@ -44,6 +44,7 @@ class Carrying(nn.Module):
         return {"loss": functional.mse_loss(self.last(made * begin) * chosen, wanted)}
 
 
+@pytest.mark.slow
 def test_what_passes_a_stage_as_it_is_lies_apart_from_what_the_stage_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def one_rank(schedule: str, *, master: bool = False) -> Plan:
     return paged(plan, sizes, 0.1, host=0.0, disk=True)
 
 
+@pytest.mark.slow
 def test_all_that_is_copied_is_counted_when_a_window_ends(tmp_path: Path) -> None:
     settings = PagingSettings(tmp_path, StrictMover)
     setting = Setting(one_rank("2bw-fresh"), paging=settings)
@@ -85,6 +87,7 @@ def test_all_that_is_copied_is_counted_when_a_window_ends(tmp_path: Path) -> Non
     pipeline.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are looked up in /proc")
 def test_a_pipeline_that_is_forgotten_gives_its_disk_back(tmp_path: Path) -> None:
     def num_open() -> int:

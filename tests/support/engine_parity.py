@@ -200,7 +200,7 @@ def train_on_threads(
     **fabric: Any,
 ) -> list[Trained]:
     """What each rank saw, all of them threads of this process."""
-    joined = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0, **fabric)
+    joined = ThreadFabric(setting.plan.num_ranks, **fabric)
 
     def work(rank: int) -> Trained:
         pipeline = pipeline_of(model, setting, joined.of(rank), on_instruction)

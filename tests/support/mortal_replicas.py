@@ -306,7 +306,7 @@ class Replicas:
 
     def _begin(self, life: Life) -> None:
         self.lives[life.replica] = life.life
-        fabric = self._fabrics[life] = ThreadFabric(self.depth, timeout_s=60.0)
+        fabric = self._fabrics[life] = ThreadFabric(self.depth)
         self._agents[life] = []
         ranks = [RankId(life.replica, life.life, stage) for stage in range(self.depth)]
         threads = [

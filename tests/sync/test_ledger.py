@@ -61,7 +61,7 @@ def test_the_verb_says_which_samples_are_missing_or_doubled(
 
 def test_what_a_later_coordinator_begins_from_undoes_what_is_written_after_it(tmp_path: Path) -> None:
     lines = rounds((0, 1), (0, 1))
-    again = [
+    again: list[Began | Committed] = [
         Began(LATER, 1, 10, 8, (Samples(4, 8),)),
         Committed(LATER, 1, 0, (0,), ((Samples(4, 8),),), 8, ()),
     ]
@@ -83,7 +83,10 @@ def test_what_a_coordinator_writes_that_slept_while_another_one_took_up_does_not
     tmp_path: Path,
 ) -> None:
     lines = rounds((0, 1), (0, 1))
-    again = [Began(LATER, 1, 10, 4, ()), Committed(LATER, 1, 0, (1,), ((Samples(4, 8),),), 8, ())]
+    again: list[Began | Committed] = [
+        Began(LATER, 1, 10, 4, ()),
+        Committed(LATER, 1, 0, (1,), ((Samples(4, 8),),), 8, ()),
+    ]
     found = check_ledger(written(tmp_path, [*lines[:2], *again, lines[2]]))
     assert (found.is_whole, found.rounds) == (True, 2)
 

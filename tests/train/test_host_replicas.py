@@ -14,7 +14,7 @@ from bireme.train.hosts import check_launchers, processes_of, replicas_of_hosts,
 from bireme.train.machine_devices import Member
 from bireme.train.run_file import RunFile
 
-CPU = Device("cpu", "cpu", 1e9)
+CPU = Device("cpu", "cpu", 10**9)
 CARDS = (Card("eth0", (0, 1), Link(1e9)),)
 TWO = Cluster(tuple(Server(name, (CPU, CPU), cards=CARDS) for name in "ab"))
 PLAN = Plan((1,), 2, "1f1b", width=2)

@@ -127,8 +127,10 @@ class Interpreter:
 
     def _forward_when_whole(self, step: Instruction) -> None:
         """The same on weights that other replicas make a part of."""
+        shared = self._stages[step.stage].banks.shared
         assert step.version is not None
-        self._stages[step.stage].banks.arrive(step.version)
+        if shared is not None:
+            shared.arrive(step.version)
         self._forward(step)
 
     def _backward(self, step: Instruction) -> None:

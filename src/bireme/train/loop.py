@@ -105,6 +105,8 @@ class Loop:
         self._sent: list[LinkBytes] = []
         """By pipelines that are closed."""
         self._newest: int | None = None
+        self._has_led = True
+        """Whether no other replica led to the end of the run, as far as is known here."""
         self._asked: int | None = None
         """The step of the last checkpoint that was asked for."""
         self._warnings: list[str] = []
@@ -377,10 +379,10 @@ class Loop:
         if member is None or not isinstance(writer, LeaderWriter) or self._asked is None or member.leads:
             return
         member.succeed()
-        for _ in range(MOST_TRIES):
+        for place in range(MOST_TRIES):
             # All ranks of a replica do alike, whatever each of them sees.
             if self.pipeline.gather([float(writer.has(self._asked))])[0][0]:
-                self._newest = self._asked
+                self._newest, self._has_led = self._asked, place > 0
                 return
             self._save()
             writer.wait()
@@ -437,5 +439,5 @@ class Loop:
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
             placement=None if self._home is None else self._home.placement,
-            leads=self._member is None or self._member.leads,
+            leads=self._member is None or (self._member.leads and self._has_led),
         )

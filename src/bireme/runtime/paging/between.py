@@ -130,11 +130,13 @@ def _make_room(store: ChunkStore) -> None:
 
 def _stow(store: ChunkStore, chunk: Chunk) -> bool:
     """Take a chunk off the device, if a tier below has it or any has room."""
-    where = store.chunks[chunk].where
-    below = range(1, len(store.pools))
-    tier = next((one for one in below if one in where), None)
-    if tier is None:
-        tier = next((one for one in below if store.has_room(one)), None)
+    held = store.chunks[chunk]
+    if len(held.where) > 1:
+        store.wait(held.last)
+        held.arrival = None
+        store.drop(chunk, held, (0,))
+        return True
+    tier = next((one for one in range(1, len(store.pools)) if store.has_room(one)), None)
     if tier is None:
         return False
     store.carry(chunk, tier)

@@ -3,7 +3,7 @@
 Everything here is called by the rank's own thread. What the mover does of it is in the jobs that it is given.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,7 +53,7 @@ class ChunkStore:
         self._under_way: deque[Job] = deque()
         self.moved_bytes: dict[Wire, int] = {}
         """The bytes that jobs have copied, by the tier that they came into and whether from below."""
-        self.copied_s: Counter[Wire] = Counter()
+        self.copied_s: dict[Wire, float] = {}
         """For how long jobs have copied, by the same."""
         self.waited_s = 0.0
         """For how long the rank has waited for jobs."""
@@ -237,7 +237,9 @@ class ChunkStore:
         took.
         """
         both = (tier + 1, False), (tier, True)
-        return sum(self.moved_bytes.get(one, 0) for one in both), sum(self.copied_s[one] for one in both)
+        return sum(self.moved_bytes.get(one, 0) for one in both), sum(
+            self.copied_s.get(one, 0.0) for one in both
+        )
 
     def close(self) -> None:
         """End the mover. What there is can still be read."""

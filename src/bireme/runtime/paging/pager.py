@@ -113,13 +113,13 @@ class Pager:
         is done; what it has copied is counted.
         """
         store = self._store
-        num_bytes, moved = store.tiers.chunk_bytes, store.moved_bytes
+        num_bytes, moved, copied_s = store.tiers.chunk_bytes, store.moved_bytes, store.copied_s
         counted = tier if is_fetch else tier + 1, is_fetch
 
         def run() -> None:
             begin_s = perf_counter()
             copy()
-            store.copied_s[counted] += perf_counter() - begin_s
+            copied_s[counted] = copied_s.get(counted, 0.0) + perf_counter() - begin_s
             moved[counted] = moved.get(counted, 0) + num_bytes
 
         is_disk = store.tiers.tiers[tier + 1].name == "disk"

@@ -96,7 +96,8 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
         for one in replicas
     }
     counts = {one.replica: one.num_samples for one in grant.parts}
-    dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt).with_late(late)
+    dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt)
+    dealing = dealing.with_late(batch, late, takes_effect=state.dealt)
     return replace(state, pool=pool, dealing=dealing)
 
 

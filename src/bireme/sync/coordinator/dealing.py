@@ -31,6 +31,8 @@ class Dealing:
     balance: Balance | None = None
     paces: dict[int, float] = field(default_factory=dict)
     late: dict[int, float] = field(default_factory=dict)
+    known_until: dict[int, int] = field(default_factory=dict)
+    """Batches below were dealt before it was known that a replica is late."""
 
     def among(self, replicas: tuple[int, ...], batch: int) -> "Dealing":
         """For a batch that these replicas share."""
@@ -71,15 +73,19 @@ class Dealing:
         )
         return replace(self, balance=balance, paces=paces, late=late)
 
-    def with_late(self, replicas: Collection[int]) -> "Dealing":
-        """After a round that had to go on without these: each is taken to be twice as slow as was known.
+    def with_late(self, batch: int, replicas: Collection[int], *, takes_effect: int) -> "Dealing":
+        """After a round that had to go on without these: each is taken to be twice as slow as was known, from
+        the batch `takes_effect` on.
 
         Speeds are known from rounds, and it was in none: with the share it has it would be left out for ever.
+        That it is late in those rounds too that were dealt before is no news.
         """
-        if not replicas:
+        found = [one for one in replicas if batch >= self.known_until.get(one, 0)]
+        if not found:
             return self
-        slower = {one: 2 * self.late.get(one, 1.0) for one in replicas}
-        return replace(self, late=self.late | slower, replicas=())
+        slower = {one: 2 * self.late.get(one, 1.0) for one in found}
+        until = dict.fromkeys(found, takes_effect)
+        return replace(self, late=self.late | slower, known_until=self.known_until | until, replicas=())
 
     def _recovered(self, replicas: Collection[int]) -> "Dealing":
         """After a round that nobody measured: who came in time is given more again, little by little."""

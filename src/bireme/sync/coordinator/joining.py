@@ -137,7 +137,12 @@ def with_heals(state: State, now_s: float) -> State:
         if life.replica in donors or any(one.replica == life.replica for one in kept):
             continue
         avoided = next((one.donor for one in state.heals if one.replica == life.replica), None)
-        free = sorted(donors, key=lambda one: (one == avoided, sum(h.donor == one for h in kept), one))
+        # Who is late itself has the sums too late for anybody to catch up by them.
+        late = {one.replica for one in membership.members if not _has_caught_up(state, one.own_life)}
+        free = sorted(
+            donors,
+            key=lambda one: (one == avoided, one in late, sum(h.donor == one for h in kept), one),
+        )
         addresses = tuple(one.address for one in membership.reports(life))
         batch = max((line.committed for line in state.lines), default=0) + 1
         kept.append(Heal(life.replica, free[0], batch, addresses))
@@ -157,7 +162,7 @@ def with_entries(state: State) -> State:
         reports = [] if life is None else membership.reports(life)
         is_healed = bool(reports) and all(one.healed == heal.batch for one in reports)
         found = heal
-        if is_healed and heal.first is None and all(_is_close(state, one) for one in reports):
+        if is_healed and heal.first is None and _has_caught_up(state, reports[0].rank.own_life):
             found = replace(heal, first=state.dealt if is_quorum else heal.batch)
         if found.first is None or (is_quorum and not _has_all(state, found.first, reports)):
             heals.append(found)
@@ -201,6 +206,11 @@ def _has_all(state: State, first: int, reports: list[Report]) -> bool:
     return (
         committed >= first and bool(reports) and all(one.rounds[0].committed >= committed for one in reports)
     )
+
+
+def _has_caught_up(state: State, life: Life) -> bool:
+    """Whether all ranks of a replica have all committed rounds, but for one of each line."""
+    return all(_is_close(state, one) for one in state.membership.reports(life))
 
 
 def _is_close(state: State, report: Report) -> bool:

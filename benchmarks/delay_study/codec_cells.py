@@ -1,0 +1,126 @@
+"""The part of the study with codecs on borders: its cells, and what they come to as a table and a picture."""
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.delay_study.bits_picture import Point, against_bits
+from benchmarks.delay_study.coded import mean_bits
+from benchmarks.delay_study.study import Cell
+from benchmarks.delay_study.sweeps import Sweep
+from benchmarks.delay_study.table import Row, told
+from benchmarks.delay_study.task import SIZES
+from bireme.report.shapes import Picture
+
+__all__ = ["MOST_EXCESS", "bits_of", "codec_lines", "codec_picture", "codec_sweeps", "is_judged"]
+
+MOST_EXCESS = {6.5: 0.005, 3.0: 0.01, 2.0: 0.02}
+"""By the bits a value that a run may take: the loss above that of the synchronous run without codecs."""
+
+CODED = (
+    ("int6", 0.0, "int8"),
+    ("keep:0.125:8", 0.35, "int5"),
+    ("keep:0.125:8", 0.09, "int5"),
+    ("keep:0.125:8", 0.0, "int8"),
+    ("int8/int4", 0.0, "int8"),
+    ("keep:0.125:8", 0.05, "int8"),
+    ("keep:0.25:8", 0.06, "int8"),
+    ("keep:0.5:4", 0.06, "int8"),
+    ("keep:0.25:4", 0.2, "int8"),
+)
+"""Codecs, the last share of a run with another one, and which: 6.5, 3 or 2 bits a value over the run."""
+
+NUM_REPEATED = 3
+"""So many of them, one for each number of bits, get three seeds and a search."""
+
+TITLE = "Loss over that of the synchronous run without codecs; larger model, AdamW, 2bw-fresh with its start"
+SERIES = ("without the codec", "through the codec")
+SEEN_EXCESS = 0.001
+"""The losses without and through a codec that lie nearer to each other are one point."""
+
+
+def codec_sweeps() -> Iterator[Sweep]:
+    """The larger model under 2bw-fresh with its start first.
+
+    All codecs come at the best rate of no codec before any of them is searched.
+    """
+    larger = [_cell("fresh+warm-up", *coded, size="larger") for coded in CODED]
+    for cell in larger[:NUM_REPEATED]:
+        yield Sweep(cell, 1, 3, is_searched=False)
+    for cell in larger:
+        yield Sweep(cell, 1, is_searched=False)
+    for coded in CODED[1:4]:
+        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, is_searched=False)
+    small = (*CODED[: NUM_REPEATED + 1], ("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"))
+    for coded in small:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded), 2, is_searched=False)
+    for coded in CODED[:NUM_REPEATED]:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
+    for cell in larger[:NUM_REPEATED]:
+        yield Sweep(cell, 1, 3)
+    for coded in small:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded), 2, 3)
+    for coded in CODED[:NUM_REPEATED]:
+        yield Sweep(_cell("fresh+warm-up", *coded, optimizer="muon"), 4, 3)
+
+
+def _cell(
+    rule: str, word: str, ending: float, ending_word: str, *, optimizer: str = "adamw", size: str = "small"
+) -> Cell:
+    return Cell(rule, optimizer, size=size, codec=word, ending=ending, ending_codec=ending_word)
+
+
+def codec_lines(found: Sequence[Row]) -> Iterator[str]:
+    """Bits a value, and the loss without the codec and through it."""
+    names = "codec, last part, bits (mean of both ways), rule, optimiser, model, rate, loss, excess"
+    heads = [*names.split(", "), "through the codec", "seeds", "penalty"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for row in found:
+        cell = row.cell
+        if cell.codec != "none":
+            through = "" if row.through is None else f"{100 * row.through:+.1f} %"
+            yield (
+                f"| {cell.codec} | {_told_ending(cell)} | {bits_of(cell):.2f} | {cell.rule} "
+                f"| {cell.optimizer} | {cell.size} | {row.told_rate} | {row.loss:.3f} | {told(row.excess)} "
+                f"| {through} | {row.num_seeds} | {row.told_penalty} |"
+            )
+
+
+def bits_of(cell: Cell) -> float:
+    """Bits a value over the run, in the mean of both ways."""
+    width = SIZES[cell.size].config.width
+    return mean_bits(cell.codec, width, ending=cell.ending, ending_word=cell.ending_codec)
+
+
+def is_judged(cell: Cell) -> bool:
+    """Whether it is of the runs that the limits are for: the larger model with AdamW under 2bw-fresh with its
+    start.
+    """
+    return (cell.size, cell.rule, cell.optimizer) == ("larger", "fresh+warm-up", "adamw")
+
+
+def codec_picture(found: Sequence[Row]) -> Picture | None:
+    """Loss against bits of the runs that the limits are for, if there are any."""
+    points = [*_points(found)]
+    return against_bits(TITLE, SERIES, points) if points else None
+
+
+def _points(found: Sequence[Row]) -> Iterator[Point]:
+    """Without the codec at the end, and through the codec that a run ended with."""
+    for row in found:
+        cell, excess = row.cell, row.excess
+        if not is_judged(cell) or excess is None:
+            continue
+        if cell.codec == "none" and cell.num_microbatches == 8:
+            yield Point("none, 32 bits", 0, 10.0, excess.median, excess.least, excess.greatest)
+        elif cell.codec != "none":
+            name = f"{cell.codec}, then {cell.ending_codec}" if cell.ending else cell.codec
+            yield Point(name, 0, bits_of(cell), excess.median, excess.least, excess.greatest)
+            if row.through is not None and abs(row.through - excess.median) > SEEN_EXCESS:
+                yield Point(name, 1, bits_of(cell), row.through, row.through, row.through)
+
+
+def _told_ending(cell: Cell) -> str:
+    return f"{100 * cell.ending:.0f} % {cell.ending_codec}" if cell.ending else ""

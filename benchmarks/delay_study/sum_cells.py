@@ -1,0 +1,61 @@
+"""The part of the study where sums of gradients go through a codec: its cells, and their table."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+
+from benchmarks.delay_study.study import Cell
+from benchmarks.delay_study.sweeps import Sweep
+from benchmarks.delay_study.table import Row, told
+from benchmarks.delay_study.task import SIZES
+from bireme.codec.sum_words import parse_sum_codec, sum_cost
+from bireme.model.gpt import GPT
+
+__all__ = ["sum_lines", "sum_sweeps", "times_fewer"]
+
+CODECS = ("int8", "int4", "int2", "lowrank:4", "threshold:0.01:50", "int3", "lowrank:8", "threshold:0.1:50")
+FIRST_RUNG = {"adamw": 2, "muon": 4}
+NUM_REPEATED = 5
+"""So many of the codecs get three seeds."""
+
+
+def sum_sweeps() -> Iterator[Sweep]:
+    """Every codec at the best rate of none; then a search for those that lose most, and Muon."""
+    for replicas in (2, 4):
+        for codec in CODECS[:NUM_REPEATED]:
+            yield Sweep(_cell(codec, replicas), FIRST_RUNG["adamw"], is_searched=False)
+    for replicas in (2, 4):
+        for codec in CODECS[:NUM_REPEATED]:
+            yield Sweep(_cell(codec, replicas), FIRST_RUNG["adamw"], 3, is_searched=False)
+    for optimizer in FIRST_RUNG:
+        for codec in CODECS:
+            for replicas in (2, 4):
+                yield Sweep(_cell(codec, replicas, optimizer), FIRST_RUNG[optimizer], 3)
+
+
+def sum_lines(found: Sequence[Row]) -> Iterator[str]:
+    """What a codec saves in bytes, and costs in loss and in steps."""
+    heads = ("codec of sums", "times fewer bytes", "replicas", "optimiser", "rate", "loss")
+    yield f"| {' | '.join((*heads, 'excess', 'seeds', 'penalty'))} |"
+    yield "|---" * (len(heads) + 3) + "|"
+    for row in found:
+        cell = row.cell
+        if cell.sums != "none":
+            yield (
+                f"| {cell.sums} | {times_fewer(cell.sums, cell.size):.1f} | {cell.replicas} "
+                f"| {cell.optimizer} | {row.told_rate} | {row.loss:.3f} | {told(row.excess)} "
+                f"| {row.num_seeds} | {row.told_penalty} |"
+            )
+
+
+@cache
+def times_fewer(word: str, size: str) -> float:
+    """How many times fewer bytes a replica's message has than its gradients in float32."""
+    with torch.device("meta"):
+        shapes = [tuple(one.shape) for one in GPT(SIZES[size].config).parameters()]
+    return 1.0 / sum_cost(parse_sum_codec(word), shapes).message_share
+
+
+def _cell(codec: str, replicas: int, optimizer: str = "adamw") -> Cell:
+    return Cell("synchronous", optimizer, replicas=replicas, sums=codec)
