@@ -284,7 +284,7 @@ class Loop:
             )
             return
         if self._read is None:
-            make = RankBatches if self._member is None else self._member.batches
+            make = self._member.batches if isinstance(self._member, Replica) else RankBatches
             loader = make(
                 samples,
                 order,
