@@ -62,7 +62,7 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
 
 
 def _is_of_means(state: State, line: Line) -> bool:
-    """Whether the rounds of a line are the means over all replicas, which go on without nobody."""
+    """Whether the rounds of a line are the means over all replicas, which need every member."""
     return state.settings.mode is not SyncMode.QUORUM and line.number == len(state.lines) - 1
 
 
