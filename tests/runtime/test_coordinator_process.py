@@ -73,14 +73,16 @@ def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_go
             assert coordinator.process is not None
             os.kill(coordinator.process.pid, signal.SIGKILL)
             coordinator.process.join()
-            assert coordinator.keep() == "has ended"
+            assert coordinator.trouble() == "has ended"
+            coordinator.start_again()
         if number == STOPPED_AT:
             assert coordinator.process is not None
             os.kill(coordinator.process.pid, signal.SIGSTOP)
             end_s = time.monotonic() + patience_s()
-            while (why := coordinator.keep()) is None and time.monotonic() < end_s:
+            while (why := coordinator.trouble()) is None and time.monotonic() < end_s:
                 time.sleep(0.05)
             assert why == "has not answered for a lease"
+            coordinator.start_again()
 
     def run(replica: int) -> None:
         sizes[replica] = trained(clients[replica], kill if replica == 0 else lambda number: None)

@@ -7,7 +7,7 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from bireme.codec.gradient_words import GradientForm
 from bireme.codec.principal import Product
+from bireme.memory.arena import Arena
 from bireme.model.linear_maps import LinearMap
 from bireme.runtime.bank_errors import BankInUse, DeadVersion
 from bireme.runtime.bank_memory import BankMemory
@@ -237,6 +238,36 @@ class WeightBanks:
             self._trials.make(
                 self._apart, self._banks[bank], given, lr_factor=lr_factor, factor=gradient_scale * scale
             )
+        self._close(version)
+
+    @property
+    def newest_arenas(self) -> list[Arena]:
+        """Where W lies, in the precision in which it is stepped."""
+        bank = self._newest_version % len(self._banks)
+        return [store.banks[bank] if store.apart is None else store.apart for store in self._stores]
+
+    @torch.no_grad()
+    def average(
+        self, version: int, write: Callable[[Sequence[Tensor]], None], *, is_drained: bool = False
+    ) -> None:
+        """Have W(version), the newest, changed in place: `write` is given the flats of its arenas.
+
+        No micro-batch may run on it yet. Under the FRESH rule it touches no bank, unless the window
+        `is_drained`: then the next batch runs on W.
+        """
+        if version != self._newest_version:
+            raise RuntimeError(
+                f"Stage {self._stage} is to average version {version}, but its newest is "
+                f"{self._newest_version}."
+            )
+        flats = [arena.flat for arena in self.newest_arenas]
+        if self._is_fresh and not (is_drained and version in self._lives):
+            write(flats)
+            return
+        bank = self._open(version)
+        write(flats)
+        for store in self._stores:
+            store.round_into(bank)
         self._close(version)
 
     @torch.no_grad()
