@@ -45,7 +45,7 @@ class Told:
 class AveragingReplicas:
     """Replicas of a pipeline, each with a plan of width 1, that train windows of the batches up to `marks`.
 
-    With `in_step` no replica asks for a batch before all others have asked for the one before.
+    With `in_step` no replica asks for a batch before all others have got the one before.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class AveragingReplicas:
         )
         self.told: dict[RankId, Told] = {}
         self._on_instruction, self._pace = on_instruction, pace
-        self._barriers = [threading.Barrier(num_replicas) for _ in range(self.depth)] if in_step else []
+        self._is_in_step, self._got = in_step, dict.fromkeys(range(num_replicas), -1)
+        self._changed = threading.Condition()
         self._agents: dict[RankId, AveragingAgent] = {}
         self._fabrics: list[ThreadFabric] = []
         self._killed: set[int] = set()
@@ -179,9 +180,14 @@ class AveragingReplicas:
                 self.told[rank].groups[member.batch] = group.members
 
     def _dealt(self, rank: RankId, agent: AveragingAgent, number: int) -> Deal | None:
-        if self._barriers:
-            self._barriers[rank.stage].wait(60.0)
-        return agent.deals.dealt(number)
+        if self._is_in_step:
+            with self._changed:
+                assert self._changed.wait_for(lambda: min(self._got.values()) >= number - 1, patience_s())
+        deal = agent.deals.dealt(number)
+        with self._changed:
+            self._got[rank.replica] = max(self._got[rank.replica], number - (deal is None))
+            self._changed.notify_all()
+        return deal
 
     def _batches(self, rank: RankId, agent: AveragingAgent, pipeline: Pipeline) -> Iterator[Batch]:
         number = pipeline.num_trained
