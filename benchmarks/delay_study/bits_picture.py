@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 60, 40, 80, 50
 SIZE = 13
 MARK = 8.0
+LETTER = 6.4
+"""How wide a letter of a name is, at most in the mean."""
 MOST_MARKS = 8
 MOST_BITS = 10.0
 
@@ -71,10 +73,31 @@ def against_bits(title: str, series: Sequence[str], points: Sequence[Point]) -> 
         x, y, hue = view.x(one.bits), view.y(one.excess), HUES[one.series]
         shapes.append(Line(x, view.y(one.greatest), x, view.y(one.least), hue, 2.0))
         shapes.append(Rect(x - MARK / 2, y - MARK / 2, MARK, MARK, hue, title=one.name))
-        is_last = one.bits >= MOST_BITS
-        side, anchor = (-MARK, Anchor.END) if is_last else (MARK, Anchor.START)
-        shapes.append(Text(x + side, y - MARK, one.name, SIZE - 2, INK, anchor))
-    return Picture(WIDTH, HEIGHT, title, tuple(shapes))
+    return Picture(WIDTH, HEIGHT, title, (*shapes, *_names(view, points)))
+
+
+def _names(view: _View, points: Sequence[Point]) -> Iterator[Shape]:
+    """Each beside its point, right or left of it, and as much lower as no other is in its way."""
+    taken: list[tuple[float, float, float]] = []
+    for one in sorted(points, key=lambda point: -point.excess):
+        x, long = view.x(one.bits), LETTER * len(one.name)
+        y = view.y(one.excess) - MARK
+        places = (
+            (begin, y + lower) for lower in range(0, HEIGHT, 4) for begin in (x + MARK, x - MARK - long)
+        )
+        begin, y = next(
+            (begin, y)
+            for begin, y in places
+            if LEFT <= begin <= WIDTH - long
+            and all(
+                begin + long < other or other_end < begin or abs(y - other_y) >= SIZE
+                for other, other_end, other_y in taken
+            )
+        )
+        taken.append((begin, begin + long, y))
+        is_right = begin > x
+        anchor = Anchor.START if is_right else Anchor.END
+        yield Text(begin if is_right else begin + long, y, one.name, SIZE - 2, INK, anchor)
 
 
 def _best(points: Sequence[Point]) -> list[Point]:

@@ -31,7 +31,7 @@ CODED = (
 NUM_REPEATED = 3
 """So many of them, one for each number of bits, get three seeds and a search."""
 
-TITLE = "Loss over that of the synchronous run without codecs; larger model, AdamW, 2bw-fresh with its start"
+TITLE = "Loss over that of the synchronous run; larger model, AdamW, 2bw-fresh with its start"
 SERIES = ("without the codec", "through the codec")
 SEEN_EXCESS = 0.001
 """The losses without and through a codec that lie nearer to each other are one point."""
@@ -47,15 +47,19 @@ def codec_sweeps() -> Iterator[Sweep]:
         yield Sweep(cell, 1, 3, is_searched=False)
     for cell in larger:
         yield Sweep(cell, 1, is_searched=False)
-    for coded in CODED[1:4]:
-        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, is_searched=False)
     small = (*CODED[: NUM_REPEATED + 1], ("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"))
+    for coded in CODED[1:NUM_REPEATED]:
+        for rule in ("fresh+warm-up", "synchronous"):
+            yield Sweep(_cell(rule, *coded), 2, is_searched=False)
+            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
     for coded in small:
         for rule in ("fresh+warm-up", "synchronous"):
             yield Sweep(_cell(rule, *coded), 2, is_searched=False)
     for coded in CODED[:NUM_REPEATED]:
         for rule in ("fresh+warm-up", "synchronous"):
             yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
+    for coded in CODED[1:4]:
+        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, is_searched=False)
     for cell in larger[:NUM_REPEATED]:
         yield Sweep(cell, 1, 3)
     for coded in small:
@@ -116,7 +120,7 @@ def _points(found: Sequence[Row]) -> Iterator[Point]:
         if cell.codec == "none" and cell.num_microbatches == 8:
             yield Point("none, 32 bits", 0, 10.0, excess.median, excess.least, excess.greatest)
         elif cell.codec != "none":
-            name = f"{cell.codec}, then {cell.ending_codec}" if cell.ending else cell.codec
+            name = f"{cell.codec}, last {_told_ending(cell)}" if cell.ending else cell.codec
             yield Point(name, 0, bits_of(cell), excess.median, excess.least, excess.greatest)
             if row.through is not None and abs(row.through - excess.median) > SEEN_EXCESS:
                 yield Point(name, 1, bits_of(cell), row.through, row.through, row.through)

@@ -17,22 +17,26 @@ RULES = ("fresh+warm-up", "synchronous")
 GROUPS = ("groups:5", "groups:1", "groups:10", "groups:2")
 OUTER = ("outer:50", "outer:10", "outer:200")
 STRAGGLER = "groups:10:10"
-FIRST = ("groups:5", "groups:1", "groups:10", "outer:50", "groups:2", "outer:10", "outer:200")
+COUNTED = ("groups:5", "groups:1", "groups:10")
+"""Those, and outer steps every 50 batches, are what plans count steps of."""
 
 
 def replica_sweeps() -> Iterator[Sweep]:
-    """AdamW and four replicas first: groups at the best rate of summed gradients, outer steps at their own.
-    Then one seed of all others, and at last a search of every cell.
+    """What plans count first, then one seed of all with AdamW and four replicas, then some of all others, at
+    the best rate of summed gradients; at last a search of every cell, with three seeds.
     """
-    for agreement in FIRST:
-        for rule in RULES:
-            is_outer = agreement in OUTER
-            yield _sweep(rule, "adamw", 4, agreement, 1 if is_outer else 3, is_searched=is_outer)
-    for optimizer, replicas, rule in product(FIRST_RUNG, SHAPES, RULES):
-        for agreement in GROUPS:
+    for agreement in COUNTED:
+        yield _sweep("synchronous", "adamw", 4, agreement, 3, is_searched=False)
+    yield _sweep("synchronous", "adamw", 4, OUTER[0], 1)
+    for rule in RULES:
+        for agreement in (*GROUPS, *OUTER):
+            yield _sweep(rule, "adamw", 4, agreement, 1, is_searched=False)
+    shapes = [*product(FIRST_RUNG, SHAPES, RULES)]
+    for agreement in (GROUPS[0], OUTER[0], GROUPS[2]):
+        for optimizer, replicas, rule in shapes:
             yield _sweep(rule, optimizer, replicas, agreement, 1, is_searched=False)
     for num_seeds in (1, 3):
-        for optimizer, replicas, rule in product(FIRST_RUNG, SHAPES, RULES):
+        for optimizer, replicas, rule in shapes:
             for agreement in (*OUTER, STRAGGLER, *GROUPS):
                 yield _sweep(rule, optimizer, replicas, agreement, num_seeds)
 
@@ -41,7 +45,9 @@ def _sweep(
     rule: str, optimizer: str, replicas: int, agreement: str, num_seeds: int, *, is_searched: bool = True
 ) -> Sweep:
     cell = Cell(rule, optimizer, *SHAPES[replicas], replicas=replicas, agreement=agreement)
-    return Sweep(cell, FIRST_RUNG[optimizer], num_seeds, is_searched=is_searched)
+    # Outer steps are best at a lower rate.
+    first_rung = FIRST_RUNG[optimizer] - (agreement in OUTER)
+    return Sweep(cell, first_rung, num_seeds, is_searched=is_searched)
 
 
 def replica_lines(found: Sequence[Row]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import torch
 from benchmarks.delay_study.results import waiting
 from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
-from benchmarks.delay_study.study import Known, Run
+from benchmarks.delay_study.study import Known, Run, Setting
 from benchmarks.delay_study.sum_cells import sum_lines, sum_sweeps, times_fewer
 from benchmarks.delay_study.summed import CodedSum, Summed
 from benchmarks.delay_study.table import rows
@@ -71,7 +71,8 @@ def simulation_of(kind: type[Simulation]) -> Simulation:
 
 
 def test_two_runs_at_a_time_are_of_two_cells_and_none_is_made_twice() -> None:
-    known, under_way = Known(), []
+    known = Known()
+    under_way: list[Setting] = []
     for _ in range(4):
         setting = waiting(known, sum_sweeps, under_way)
         assert setting is not None

@@ -45,6 +45,8 @@ def test_pieces_of_a_range_are_aligned_and_what_is_beyond_its_chunks_is_counted(
     pieces = [own.carve(count, torch.float32, torch.device("cpu")) for count in (3, 5, SLOT // 4)]
     assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
     assert own.beyond_bytes == 128
+    apart = own.carve(2 * SLOT, torch.uint8, torch.device("cpu"))
+    assert own.beyond_bytes == 128 + apart.nbytes
     own.clear()
     assert own.beyond_bytes == 0
 

@@ -13,7 +13,7 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import Bridge, Card, Link, Switch
 from bireme.cluster.server import Server, device_names
 from bireme.errors import BiremeError
-from bireme.plan.agreement_penalties import PILOT
+from bireme.plan.agreement_penalties import STUDIED
 from bireme.plan.agreements import agreements
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help, explain
@@ -82,7 +82,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
         answer = find_plan(profile, two(bytes_per_s), request)
         assert isinstance(answer, Answer)
         found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s))
-        assert [(one.mode, one.every) for one in found] == [("all", 1), *((p.mode, p.every) for p in PILOT)]
+        assert [(one.mode, one.every) for one in found] == [("all", 1), *((p.mode, p.every) for p in STUDIED)]
         assert found[0].samples_per_s == answer.best.forecast.samples_per_s
         assert found[0].gain == 1.0
         return [one.samples_per_s / found[0].samples_per_s for one in found]

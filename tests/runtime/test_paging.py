@@ -109,6 +109,7 @@ def test_a_paged_run_is_the_resident_run_to_the_last_bit(name: str, tmp_path: Pa
     assert_moved_as_predicted(case, plan, set(pipelines), len(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_ranks_that_sweep_compute_what_one_process_computes(schedule: str) -> None:
     model, data = gpt("layers=3,tied=false", "float64"), batches(8)
@@ -171,6 +172,7 @@ def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
 # --- faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [("preadv", errno.EIO, "read: Input/output"), ("pwritev", errno.ENOSPC, "written: No space left")],
@@ -199,6 +201,7 @@ def test_a_disk_that_fails_ends_training_with_a_sentence_and_a_checkpoint_goes_o
         one.close()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_slow_and_stalls_changes_no_number_and_is_named_with_its_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_window_that_begins_with_more_than_fits_is_refused(tmp_path: Path) -> 
         arrange(store, {chunk(0): 0, chunk(1): 0})
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_the_weights_of_a_stage_once_for_each_batch_within_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

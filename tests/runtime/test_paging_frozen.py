@@ -20,6 +20,8 @@ from tests.support.paged import assert_same, paged, sizes_of
 from tests.support.small_models import Model, gpt, token_batches
 from tests.support.strict_mover import StrictMover
 
+pytestmark = pytest.mark.slow
+
 STASH = 40_000
 
 
@@ -38,7 +40,6 @@ def frozen_copies(program: Program) -> dict[Kind, int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "host", "windows"),
     [

@@ -103,7 +103,12 @@ SHORT = torch.bfloat16
 UNTIED = "layers=3,tied=false"
 CASES = {
     "tied over ranks": (False, "layers=3", Setting(plan_for("1f1b", width=2)), 0.0),
-    "no masters": (False, "layers=3", Setting(plan_for("2bw-fresh", width=2)), 0.0),
+    "unequal shares": (
+        False,
+        "layers=3",
+        Setting(plan_for("2bw-fresh", width=2, micro_batch_sizes=(1, 3))),
+        0.0,
+    ),
     "short": (True, UNTIED, Setting(plan_for("2bw", width=2), "sgd", bank_dtype=SHORT), 0.0),
     "short and clipped": (
         True,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from bireme.runtime.quorum.agreement import Agreement
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.coordinator import begun, step
 from bireme.sync.coordinator.ledger_line import Committed
-from bireme.sync.coordinator.messages import Life, Member, RankId, Report, RoundAt, Samples, Word
+from bireme.sync.coordinator.messages import Life, Member, RankId, Report, Samples, Word
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.sync.quorum.digest import OtherWeightsError
@@ -108,9 +109,9 @@ class _Client:
         self._act: Callable[[], None] = lambda: None
         self.is_silent = False
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+    def say(self, *, address: str, **fields: Any) -> None:
         with self._lock:
-            self._report = Report(self._rank, 0, 0, address, wants, rounds, healed=healed)
+            self._report = Report(self._rank, 0, 0, address, **fields)
         self._send()
 
     def on_word(self, act: Callable[[], None]) -> None:

@@ -2,8 +2,8 @@
 
 Each replica is one here, not its stages. Its batch takes as long as the forecast says, without the sum over
 replicas where that is not hidden; it is longer or shorter at chance, as far as measurements of the profile
-lie apart. The exchange goes over the slowest link between replicas. Steps for one are those of a pilot
-(`agreement_penalties`), and the engine has not run these modes.
+lie apart. The exchange goes over the slowest link between replicas. Steps for one are those of the study
+(`agreement_penalties`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from bireme.cluster.cluster import Cluster
-from bireme.plan.agreement_penalties import PILOT, AgreementSteps
+from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
 from bireme.plan.forecast import Candidate
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import generate
@@ -63,7 +63,7 @@ def _forecasts(
     all_rate = _rate(Everyone(), best.plan.width, own_s, deviation, exchange)
     modes: Sequence[tuple[AgreementSteps, Agreement]] = [
         (AgreementSteps("all", 1, 1.0), Everyone()),
-        *((one, _agreement(one, own_s)) for one in PILOT),
+        *((one, _agreement(one, own_s)) for one in STUDIED),
     ]
     for steps, agreement in modes:
         times = _rate(agreement, best.plan.width, own_s, deviation, exchange) / all_rate

@@ -126,6 +126,11 @@ class Plan:
         sizes = tuple(-(-size // page_bytes) * page_bytes for size in found)
         return replace(self, paging=replace(self.paging, chunk_bytes=sizes))
 
+    def averaging(self, lag: int) -> ProgramPlan:
+        """The same with averages of weights in its programs, which may come so many updates late."""
+        source = source_like(_resident(self, 1, 0, lag), partial(_averaging, self, lag))
+        return replace(self.by_program, source=source)
+
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""
         return self.source.program(num_batches, first_batch)
@@ -191,7 +196,12 @@ def _cut(plan: Plan) -> Cut:
     return () if plan.paging is None else plan.paging.cut(_resident(plan, SETTLED, 0))
 
 
-def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
+@lru_cache(maxsize=64)
+def _averaging(plan: Plan, lag: int, num_batches: int, first_batch: int) -> Program:
+    return _resident(plan, num_batches, first_batch, lag)
+
+
+def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:
     """The program without paging."""
     return generate(
         plan.schedule,
@@ -206,4 +216,5 @@ def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
         first_batch=first_batch,
         updates_early=plan.is_early,
         updates_halfway=plan.updates_halfway,
+        average_lag=average_lag,
     )

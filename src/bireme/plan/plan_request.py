@@ -103,8 +103,13 @@ class PlanRequest:
             raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, SHARDS)}")
         if self.shard != "none" and self.memory is not None:
             raise BiremeError(
-                f"Replicas share the {self.shard}, but memory may be paged too, and its parts are "
-                "not paged. Leave out one of the two."
+                f"Replicas share the {self.shard}, whose parts are not paged, but memory may be paged too. "
+                "Leave out one of the two."
+            )
+        if self.shard != "none" and self.sums != DENSE_SUMS:
+            raise BiremeError(
+                f"Replicas share the {self.shard}, of which each gets the plain sum of its part, but sums go "
+                f"through {self.sums.codec}, or gradients are not whole. Leave out one of the two."
             )
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:

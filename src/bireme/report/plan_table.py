@@ -39,7 +39,7 @@ LEGEND = (
 
 AGREEMENTS = (
     "simulated, from the links between the replicas and the spread of measured times; the steps are those of "
-    "a pilot (docs/agreement.md), and the engine trains with all and quorum only"
+    "the study (docs/agreement.md)"
 )
 
 MOST_CANDIDATES = 8

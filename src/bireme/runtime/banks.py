@@ -7,7 +7,7 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from bireme.codec.gradient_words import GradientForm
 from bireme.codec.principal import Product
+from bireme.memory.arena import Arena
 from bireme.model.linear_maps import LinearMap
 from bireme.runtime.bank_errors import BankInUse, DeadVersion
 from bireme.runtime.bank_memory import BankMemory
@@ -102,7 +103,8 @@ class WeightBanks:
         self._banks = [
             {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
         ]
-        self._stepped = [_stepped(self._stores, bank, given) for bank in range(num_banks)]
+        views = [dict(chain(*(s.stepped(bank).items() for s in self._stores))) for bank in range(num_banks)]
+        self._stepped = [{name: own[name] for name in given if name in own} for own in views]
         self._apart = {
             name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
         }
@@ -133,7 +135,7 @@ class WeightBanks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All parameters, in their order."""
+        """All parameters, whether they learn or not."""
         return tuple(self._dtypes)
 
     @property
@@ -154,11 +156,6 @@ class WeightBanks:
     def leaves(self, version: int) -> Tensors:
         """All parameters as of a version, the trainable ones as leaves that require gradients."""
         return self._leaves[self._bank_of(version)]
-
-    def arrive(self, version: int) -> None:
-        """Wait until what other replicas make of a version is there."""
-        if self.shared is not None:
-            self.shared.arrive(self._bank_of(version))
 
     def hold(self, version: int) -> None:
         """Keep a version from being overwritten: a micro-batch begins its forward on it."""
@@ -243,6 +240,36 @@ class WeightBanks:
             )
         self._close(version)
 
+    @property
+    def newest_arenas(self) -> list[Arena]:
+        """Where W lies, in the precision in which it is stepped."""
+        bank = self._newest_version % len(self._banks)
+        return [store.banks[bank] if store.apart is None else store.apart for store in self._stores]
+
+    @torch.no_grad()
+    def average(
+        self, version: int, write: Callable[[Sequence[Tensor]], None], *, is_drained: bool = False
+    ) -> None:
+        """Have W(version), the newest, changed in place: `write` is given the flats of its arenas.
+
+        No micro-batch may run on it yet. Under the FRESH rule it touches no bank, unless the window
+        `is_drained`: then the next batch runs on W.
+        """
+        if version != self._newest_version:
+            raise RuntimeError(
+                f"Stage {self._stage} is to average version {version}, but its newest is "
+                f"{self._newest_version}."
+            )
+        flats = [arena.flat for arena in self.newest_arenas]
+        if self._is_fresh and not (is_drained and version in self._lives):
+            write(flats)
+            return
+        bank = self._open(version)
+        write(flats)
+        for store in self._stores:
+            store.round_into(bank)
+        self._close(version)
+
     @torch.no_grad()
     def settle(self) -> None:
         """Make the newest weights the version that the next batch runs on, once a window has drained.
@@ -258,22 +285,16 @@ class WeightBanks:
             if self.shared is not None:
                 self.shared.gather(bank)
 
-    def newest(self, names: Collection[str] | None = None) -> Tensors:
+    def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
         """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
-        Not copies.
-
-        Replicas that share the optimiser must all call it, and get copies of what no replica has whole.
+        Not copies. Replicas that share the optimiser must all call it, and get copies of what none has whole;
+        with `alone` these are left out.
         """
-        bank = self._newest_version % len(self._banks)
-        trained = self._stepped[bank] if self.shared is None else self.shared.newest(bank)
+        bank, shared = self._newest_version % len(self._banks), self.shared
+        trained = self._stepped[bank] if shared is None else shared.newest(bank, alone=alone)
         newest = {**trained, **self._frozen}
-        return {name: self._read(newest[name]) for name in self._dtypes if names is None or name in names}
-
-    def whole(self) -> Tensors:
-        """As much of that as this rank has by itself. Not copies."""
-        if self.shared is None:
-            return self.newest()
-        return {**self.shared.whole(self._newest_version % len(self._banks)), **self._frozen}
+        wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
+        return {name: self._read(newest[name]) for name in wanted}
 
     def next_to_run_on(self) -> Tensors:
         """What the next batch runs on where that is not W: the version before it, or a trial version; else
@@ -282,14 +303,15 @@ class WeightBanks:
         version = self._newest_version if self._is_fresh else self._newest_version - 1
         if version < 0 or version not in self._lives:
             return {}
-        self.arrive(version)
+        if self.shared is not None:
+            self.shared.arrive(version)
         return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype."""
         if self.shared is not None:
             self.settle()
-            self.arrive(self._newest_version)
+            self.shared.arrive(self._newest_version)
         if not self._is_fresh or self.shared is not None:
             return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
@@ -407,9 +429,3 @@ class WeightBanks:
         bank = version % len(self._lives)
         self._lives[bank] = version
         increment_version(list(self._banks[bank].values()))
-
-
-def _stepped(stores: Sequence[ShelfWeights], bank: int, names: Iterable[str]) -> dict[str, Tensor]:
-    """What an optimiser steps where a version is made in a bank, of these parameters in this order."""
-    found = {name: view for store in stores for name, view in store.stepped(bank).items()}
-    return {name: found[name] for name in names if name in found}

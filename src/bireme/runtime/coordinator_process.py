@@ -83,8 +83,8 @@ class CoordinatorProcess:
         """The process that serves now."""
         return self._process
 
-    def keep(self) -> str | None:
-        """Start it again if it was killed or has stopped; which of these, if any. To be called often.
+    def trouble(self) -> str | None:
+        """What is wrong with its process: it was killed, or it answers no more. To be asked often.
 
         Raises where it has failed by itself.
         """
@@ -93,14 +93,13 @@ class CoordinatorProcess:
         self._hear()
         if self._process.status is not None:
             self._hear()  # its last words
-            why = "has ended"
-        elif self._is_stuck():
-            why = "has not answered for a lease"
-        else:
-            return None
+            return "has ended"
+        return "has not answered for a lease" if self._is_stuck() else None
+
+    def start_again(self) -> None:
+        """Start another process in the place of this one, which serves no more."""
         self.close()
         self.start()
-        return why
 
     def _hear(self) -> None:
         """Take its answers."""

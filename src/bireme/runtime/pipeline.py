@@ -25,6 +25,8 @@ from bireme.model.units import units_of
 from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.assembly import Assembly
+from bireme.runtime.averaging.averages import Met
+from bireme.runtime.averaging.averaging import Averaging, WeightDonations, join_averaging
 from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
@@ -81,7 +83,7 @@ class Pipeline:
     gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With `shard`
     as "optimizer" each replica steps a part of the weights, and the others get it from there. With an
     `agreement` this is one replica of several, the ranks of `world` are its own alone, and so are its
-    batches' samples.
+    batches' samples. So it is with an `averaging`, where each trains batches of its own.
     """
 
     def __init__(
@@ -112,11 +114,12 @@ class Pipeline:
         paging: PagingSettings | None = None,
         shard: str = "none",
         agreement: Agreement | None = None,
+        averaging: Averaging | None = None,
     ) -> None:
         self._device = torch.device(device)
         check_supported(self._device)
         plan = on_pages(plan, self._device)
-        asked = runnable(plan)
+        asked = runnable(plan if averaging is None else averaging.programs(plan))
         codec = parse_sum_codec(sum_codec)
         form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -225,8 +228,12 @@ class Pipeline:
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
+        self._averages = None
+        if averaging is not None:
+            averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
+            self._updates.before_update = WeightDonations(averages, lambda: self._updates.scale).before_update
         self._interpreter = Interpreter(
-            self.stages, self._courier, self._updates, tell, stopwatch, self._paging
+            self.stages, self._courier, self._updates, tell, stopwatch, self._paging, self._averages
         )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
@@ -352,6 +359,8 @@ class Pipeline:
         for stage in self.stages.values():
             tensors |= sections_of(stage, own, replica=layout.replica, pieces_of=pieces_of, alone=all_held)
             pieces_of.difference_update(stage.banks.names)
+        if self._averages is not None:
+            tensors |= self._averages.sections(own)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
@@ -367,6 +376,8 @@ class Pipeline:
         self._check_drained()
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
+        if self._averages is not None:
+            self._averages.load(saved.tensors)
         load_feedback(self._reducer.feedback, saved, self.layout)
         load_thresholds(self._courier.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
@@ -384,6 +395,18 @@ class Pipeline:
             self._updates.follow(batch, reducer.follow)
 
         self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
+
+    def join_averaging(self, until: int) -> None:
+        """Come to the first batch that this replica has, in a window of the places below `until`."""
+        self._check_drained()
+        assert self._averages is not None, "a pipeline alone has nobody to join"
+        self.num_trained = join_averaging(self._averages.agent, self.num_trained, until, self.restore)
+
+    def meet(self, *numbers: float) -> Met:
+        """Make one mean of the weights of all replicas, when this one has drained, and add up numbers."""
+        self._check_drained()
+        assert self._averages is not None, "a pipeline alone has nobody to meet"
+        return self._averages.meet(self.num_trained, numbers)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
@@ -451,7 +474,11 @@ class Pipeline:
 
     @property
     def sum_bytes(self) -> SentBytes:
-        """What this rank has sent so far for sums of gradients, and of weights that it makes for others."""
+        """What this rank has sent so far for sums of gradients, for weights that it makes for others, or for
+        averages of weights.
+        """
+        if self._averages is not None:
+            return self._averages.sent
         sent, shared = self._reducer.sent, 0 if self._sharers is None else self._sharers.sent_bytes
         return SentBytes(sent.raw + shared, sent.sent + shared)
 

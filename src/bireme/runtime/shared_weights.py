@@ -56,18 +56,8 @@ class SharedWeights:
         is_whole = tuple(value.shape) == self.shapes[name] and (value.ndim > 0 or key not in ONCE)
         return self.part_of[name].piece(name, value).clone() if is_whole else value
 
-    def whole(self, bank: int) -> Tensors:
-        """Those of the newest weights that every replica has whole, as they are stepped."""
-        self.arrive(bank)
-        return {
-            name: leaf
-            for store in self._stores
-            if store.apart is None
-            for name, leaf in store.leaves[bank].items()
-        }
-
     def own_newest(self) -> Tensors:
-        """This replica's pieces of the others."""
+        """This replica's pieces of the newest weights that nobody has whole."""
         return {name: view for one in self._stores if one.apart for name, view in one.apart.views.items()}
 
     def gather(self, bank: int) -> None:
@@ -76,10 +66,11 @@ class SharedWeights:
             (store.banks[bank].flat, _parts(store)) for store in self._stores
         )
 
-    def arrive(self, bank: int) -> None:
-        """Wait until all parts of a bank are there."""
-        while self._arriving[bank]:
-            self._arriving[bank].pop(0).wait()
+    def arrive(self, version: int) -> None:
+        """Wait until all parts of a version, or of the bank of that number, are there."""
+        under_way = self._arriving[version % len(self._arriving)]
+        while under_way:
+            under_way.pop(0).wait()
 
     def arrive_all(self) -> None:
         """Wait until nothing is on its way."""
@@ -115,13 +106,17 @@ class SharedWeights:
             factor=factor,
         )
 
-    def newest(self, bank: int) -> Tensors:
-        """The newest weights, as they are stepped; take part with the others. Those apart are copies."""
+    def newest(self, bank: int, *, alone: bool) -> Tensors:
+        """The newest weights, as they are stepped; take part with the others. Those apart are copies, and are
+        left out with `alone`, as nobody has them whole.
+        """
         self.arrive(bank)
         found: dict[str, Tensor] = {}
         for store in self._stores:
             if store.apart is None:
                 found |= store.leaves[bank]
+                continue
+            if alone:
                 continue
             whole = Arena(store.banks[bank].slots, store.apart.flat.dtype, store.apart.flat.device)
             assert store.part is not None, "the stores of shared weights have parts"

@@ -73,7 +73,7 @@ def _shared_sections(
     stage: Stage, shared: SharedWeights, wanted: set[str], pieces_of: set[str], *, replica: int, alone: bool
 ) -> dict[str, Tensor]:
     banks = stage.banks
-    newest = banks.newest() if alone else banks.whole()
+    newest = banks.newest(alone=not alone)
     found = {f"{WEIGHTS}/{name}": tensor for name, tensor in newest.items() if name in wanted}
     found |= _to_run_on(stage, wanted, replica) | _buffers(stage, wanted)
     pieces = {name: {} if alone else {f"{WEIGHTS}/{name}": one} for name, one in shared.own_newest().items()}

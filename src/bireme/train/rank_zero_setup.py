@@ -30,6 +30,7 @@ from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
 from bireme.train.rendezvous import Environment
+from bireme.train.replica_checks import refuse_averages_elsewhere
 from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_file import RunFile
@@ -68,6 +69,7 @@ def set_up_run(
 
     `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
     """
+    refuse_averages_elsewhere(asked)
     if asked.sync.mode == "quorum":
         check_launchers(nodes)
         nodes = processes_of(asked, nodes)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from bireme.errors import BiremeError
 from bireme.runtime.pipeline import Result
@@ -120,20 +120,31 @@ class Replica:
 
 
 class DealtBatches(RankBatches):
-    """Batches of the samples that are dealt to a replica; `deal` waits until they are."""
+    """Batches of the samples that are dealt to a replica; `deal` waits until they are, or gives None where
+    there are no more.
+    """
 
-    def __init__(self, *words: Any, deal: Callable[[int], Sequence[range]], **more: Any) -> None:
+    def __init__(self, *words: Any, deal: Callable[[int], Sequence[range] | None], **more: Any) -> None:
         super().__init__(*words, **more)
         self._deal = deal
 
     def _tasks(self) -> Iterator[Task]:
         assert self._end is not None, "a run has a last batch"
         for number in range(self._next, self._end):
-            places = self._deal(number)
+            if (places := self._deal(number)) is None:
+                return
             chosen = tuple(int(one) for own in places for one in self._order.numbers(own.start, len(own)))
             seed = (self._order.seed * SEED_FACTOR + (places[0].start if places else 0)) % SEED_LIMIT
             wanted = None if self._wants is None else self._wants(number, len(chosen))
             yield Task(number, chosen, seed, wanted)
+
+
+class Leads(Protocol):
+    """One of several replicas."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it writes the log and the checkpoints."""
 
 
 class LeaderLog:
@@ -141,7 +152,7 @@ class LeaderLog:
     may have died before it `has_begun`.
     """
 
-    def __init__(self, make: Callable[[], RunLog], replica: Replica, has_begun: Callable[[], bool]) -> None:
+    def __init__(self, make: Callable[[], RunLog], replica: Leads, has_begun: Callable[[], bool]) -> None:
         self._make, self._replica, self._has_begun = make, replica, has_begun
         self._log: RunLog | None = None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from bireme.devices import Backend
 from bireme.runtime.quorum.launch import launch_replicas
 from bireme.runtime.quorum.site import Site
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
@@ -51,7 +51,7 @@ def replica_settings(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoi
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
     limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
     return Settings(
-        SyncMode.QUORUM,
+        SyncMode(run.sync.mode),
         plan.width,
         plan.source.num_ranks,
         run.training.batch_size,
@@ -62,6 +62,8 @@ def replica_settings(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoi
         fresh=fresh,
         waiting=waiting,
         num_samples=prepared.data.order(run.data.seed).num_samples,
+        num_lines=run.sync.outer_fragments,
+        groups=GroupSettings(run.sync.connect_every),
     )
 
 
@@ -94,9 +96,8 @@ def launch_here(
     if not launched.results:
         return []
     told = launched.ledger
-    figures = SyncFigures(
-        SyncMode.QUORUM, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone
-    )
+    mode = SyncMode(run.sync.mode)
+    figures = SyncFigures(mode, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone)
     outcomes = max(launched.results, key=_newest)
     return [replace(one, sync=figures) for one in outcomes]
 

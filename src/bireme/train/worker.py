@@ -27,6 +27,7 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
+from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
@@ -130,7 +131,7 @@ class _Part:
     data: RunData
     home: HomeData | None = None
     order: ReplicaOrder | None = None
-    member: Replica | None = None
+    member: Replica | AveragingReplica | None = None
 
     @property
     def samples(self) -> Samples:
@@ -168,7 +169,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     if begin is None:
         begin = first_delayed_step(run, saved, manifest)
     if part.order is not None:
-        part, saved = _as_member(part, part.order, saved)
+        part, saved = _as_member(part, part.order, saved, step)
     if part.member is not None:
         step = part.member.begin(step)
     pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
@@ -184,7 +185,9 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     log = _log(part) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
-    if part.member is not None:
+    if isinstance(part.member, AveragingReplica):
+        part.member.join(pipeline)
+    elif part.member is not None:
         pipeline.join()
     loop: Loop | None = None
 
@@ -249,12 +252,26 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     return outcome
 
 
-def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Part, SavedPlan]:
+def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan, step: int) -> tuple[_Part, SavedPlan]:
     """The part of a replica that may die, and the plan of this replica alone."""
     plan, replica = saved.plan, order.life.replica
+    member = _member(part, order, plan, step)
+    alone = replace(
+        plan,
+        width=1,
+        devices=tuple((names[replica],) for names in plan.devices),
+        micro_batch_sizes=(),
+        updates_early=plan.is_early,
+    )
+    return replace(part, member=member), replace(saved, plan=alone)
+
+
+def _member(part: _Part, order: ReplicaOrder, plan: Plan, step: int) -> Replica | AveragingReplica:
+    if part.run.sync.averages:
+        return AveragingReplica(part.world, order, part.run, plan.width, step)
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
-    member = Replica(
+    return Replica(
         part.world,
         order,
         plan.width,
@@ -264,14 +281,6 @@ def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Par
         compare_every=part.run.sync.compare_every,
         rebuilt=_in_base(part, load_graph(part.folder.graph)),
     )
-    alone = replace(
-        plan,
-        width=1,
-        devices=tuple((names[replica],) for names in plan.devices),
-        micro_batch_sizes=(),
-        updates_early=plan.is_early,
-    )
-    return replace(part, member=member), replace(saved, plan=alone)
 
 
 def _log(part: _Part) -> RunLog | LeaderLog:
@@ -335,6 +344,9 @@ def _pipelines(
 
 def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
     run, world, graph = part.run, part.world, load_graph(part.folder.graph)
+    lr, averaging = rate_factor(run.training), None
+    if isinstance(part.member, AveragingReplica):
+        lr, averaging = part.member.rate(lr), part.member.averaging
     return Pipeline(
         graph,
         plan,
@@ -343,7 +355,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         optimizer=optimizer_of(run.training),
         evaluation=load_graph(part.folder.evaluation_graph),
         clip_norm=run.training.clip_norm or None,
-        lr=rate_factor(run.training),
+        lr=lr,
         seed=run.training.seed,
         device=world.device,
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
@@ -357,6 +369,7 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         shard=run.memory.shard,
         paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
         agreement=None if part.member is None else part.member.agreement,
+        averaging=averaging,
     )
 
 

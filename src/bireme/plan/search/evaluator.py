@@ -26,7 +26,7 @@ from bireme.plan.search.draft_paging import busiest_wire, paging_of, tier_foreca
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.shared_cores import cores_needed, processors_of
-from bireme.plan.search.shared_optimizer import reduce_share, shared_costs, sync_bytes
+from bireme.plan.search.shared_optimizer import reduce_share, shared_costs, shared_key, sync_bytes
 from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
@@ -316,9 +316,8 @@ class PlanEvaluator:
         problem = self._problem
         kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
-        width = draft.outline.width
-        shared_by = (width, draft.rule) if problem.request.num_sharers(width) > 1 else None
-        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share, shared_by
+        shared = shared_key(problem.request, draft)
+        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share, shared
         if key not in self._works:
             half = None
             if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
@@ -328,7 +327,7 @@ class PlanEvaluator:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
             costs = coded(costs, codecs, problem.request.value_bytes)
-            costs = shared_costs(costs, problem.request, width, draft.rule)
+            costs = shared_costs(costs, problem.request, draft)
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
@@ -378,11 +377,8 @@ class PlanEvaluator:
 
     def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        sizes, width = self._work(draft, draft.outline.sizes[0]).costs, draft.outline.width
-        stages = draft.stages(len(self._problem.profile.units))
-        return sync_bytes(
-            sizes, stages, self._problem.request, width, draft.rule, before_update=before_update
-        )
+        costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
+        return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
         costs = [self._work(draft, size).costs for size in draft.outline.sizes]

@@ -1,25 +1,31 @@
 """What it changes in a plan's costs if replicas share the optimiser: memory, steps, and bytes to sync."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.draft import Draft
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 
-__all__ = ["reduce_share", "shared_costs", "sync_bytes"]
+__all__ = ["reduce_share", "shared_costs", "shared_key", "sync_bytes"]
 
 SHORT_BYTES = 2
 """Values of so many bytes are weights with a master copy, which is counted with the optimiser."""
 
 
-def shared_costs(costs: Costs, request: PlanRequest, width: int, rule: Rule) -> Costs:
+def shared_key(request: PlanRequest, draft: Draft) -> object:
+    """What the costs of stages depend on besides, where replicas share the optimiser."""
+    width = draft.outline.width
+    return (width, draft.rule) if request.num_sharers(width) > 1 else None
+
+
+def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
     """The costs of stages of which each replica steps its part only."""
-    sharers = request.num_sharers(width)
+    sharers = request.num_sharers(draft.outline.width)
     if sharers == 1:
         return costs
     kept = costs.optimizer_bytes
-    is_apart = rule is Rule.FRESH
+    is_apart = draft.rule is Rule.FRESH
     if is_apart and request.value_bytes != SHORT_BYTES:
         # The newest weights, which trial versions are made from, are a part of what is shared.
         kept = tuple(own + weights for own, weights in zip(kept, costs.weight_bytes, strict=True))
@@ -39,26 +45,21 @@ def reduce_share(request: PlanRequest, width: int) -> float:
 
 
 def sync_bytes(
-    costs: Costs,
-    stages: Sequence[tuple[int, int]],
-    request: PlanRequest,
-    width: int,
-    rule: Rule,
-    *,
-    before_update: bool = False,
+    costs: Costs, request: PlanRequest, draft: Draft, num_units: int, *, before_update: bool = False
 ) -> tuple[float, ...]:
-    """What each replica sends on of every stage in a batch: for sums, and for what it makes for the others.
+    """What each replica sends on of every stage in a batch, for sums and for what it makes for the others.
 
-    `stages` are the stages' units. Under the FRESH rule that is for trial steps: gradients, and the weights
-    that come of them. With `before_update` it is what an UPDATE waits for. Under the DELAYED rule weights
-    travel after it, and nobody waits for them but where they are more than a link carries in a batch; under
-    the others it makes no difference to the next forward whether they go before or after.
+    With a shared optimiser that is its part of the weights, or under the FRESH rule for trial steps:
+    gradients, and the weights that come of them. With `before_update` it is what an UPDATE waits for. Under
+    the DELAYED rule weights travel after it, and nobody waits for them but where they are more than a link
+    carries in a batch; under the others it makes no difference to the next forward whether they go before or
+    after.
     """
+    width, rule = draft.outline.width, draft.rule
     if request.num_sharers(width) == 1:
-        spans = [slice(*units) for units in stages]
         return tuple(
-            request.sums.hop_bytes(one, units, width)
-            for one, units in zip(costs.gradient_bytes, spans, strict=True)
+            request.sums.hop_bytes(one, slice(*units), width)
+            for one, units in zip(costs.gradient_bytes, draft.stages(num_units), strict=True)
         )
     share = reduce_share(request, width)
     sums = tuple(share * one for one in costs.gradient_bytes)

@@ -97,9 +97,6 @@ class PagedStash(Stash):
     @torch.no_grad()
     def _room(self, num_bytes: int) -> Tensor | None:
         """So many bytes of the range, if its chunks have them."""
-        before = self._own.used_bytes
-        flat = self._own.carve(num_bytes, torch.uint8, self._own.bytes.device)
-        if self._own.used_bytes > self._own.paged_bytes or not num_bytes:
-            self._own.used_bytes = before
+        if not num_bytes or not self._own.has_room(num_bytes):
             return None
-        return flat
+        return self._own.carve(num_bytes, torch.uint8, self._own.bytes.device)

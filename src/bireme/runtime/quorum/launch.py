@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
+from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.failures import Failure, FailureKind
 from bireme.runtime.launch import Crew, pickled, preload_own
 from bireme.runtime.peer_sockets import own_address
+from bireme.runtime.quorum.averaging_tail import AveragingTail
 from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.quorum.site import BEAT_S, Observer, Site
 from bireme.runtime.rank_process import LOCALHOST, Order
 from bireme.sync.coordinator.messages import Life
-from bireme.sync.coordinator.settings import Settings
+from bireme.sync.coordinator.settings import Settings, SyncMode
 
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend
@@ -89,7 +91,8 @@ def launch_replicas(
 
     preload_own(function)
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    tail = LedgerTail(ledger)
+    is_quorum = settings.mode is SyncMode.QUORUM
+    tail = LedgerTail(ledger) if is_quorum else AveragingTail(ledger)
     here = site or _only_site(settings, ledger)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
     num_ranks = len(here.replicas) * settings.num_stages
@@ -123,7 +126,10 @@ def launch_replicas(
             observer.start()
         for one in replicas:
             one.begin()
-        return _Supervision(replicas, here, observer, tail, tell, has_begun).results()
+        supervision = _Supervision(
+            replicas, here, observer, tail, tell, has_begun, may_lose_coordinator=is_quorum
+        )
+        return supervision.results()
     finally:
         for one in replicas:
             one.give_up()
@@ -227,9 +233,11 @@ class _Supervision:
         tail: LedgerTail,
         tell: Callable[[str], None],
         has_begun: Callable[[], bool],
+        *,
+        may_lose_coordinator: bool,
     ) -> None:
         self._replicas, self._site, self._tail, self._tell = replicas, site, tail, tell
-        self._coordinator = site.coordinator
+        self._coordinator, self._may_lose_coordinator = site.coordinator, may_lose_coordinator
         self._observer, self._has_begun = observer, has_begun
 
     def results(self) -> Launched:
@@ -237,8 +245,14 @@ class _Supervision:
         nothing where none of this host trained when the run ended on the others.
         """
         while True:
-            if (why := self._coordinator.keep()) is not None:
-                self._tell(f"The coordinator {why}; it is started again, and the run goes on.")
+            if (trouble := self._coordinator.trouble()) is not None:
+                if not self._may_lose_coordinator:
+                    raise BiremeError(
+                        f"The coordinator {trouble}, and what it knew of batches under way is lost with it. "
+                        "Resume the run from its last checkpoint."
+                    )
+                self._coordinator.start_again()
+                self._tell(f"The coordinator {trouble}; it is started again, and the run goes on.")
             self._note_members()
             if self._done() or self._is_over_elsewhere:
                 self._part()

@@ -1,6 +1,7 @@
 """The ledger as who started a run reads it while it grows: who trains now, and how much counts."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from bireme.sync.coordinator.ledger_line import in_force
@@ -23,7 +24,7 @@ class LedgerTail:
         self._returned: dict[int, tuple[int, int]] = {}
         """How many had come back by then, to be dealt again, since the term began that is named first."""
 
-    def read(self) -> tuple[int, ...]:
+    def read(self) -> Collection[int]:
         """The members of the last round that was added since this was last asked; nobody if none was."""
         members: tuple[int, ...] = ()
         lines = dict(enumerate(map(json.loads, self._lines())))

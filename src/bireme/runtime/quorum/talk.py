@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bireme.runtime.coordinator_client import Address, CoordinatorClient
-from bireme.sync.coordinator.messages import RankId, RoundAt, Word
+from bireme.sync.coordinator.messages import RankId, Word
 
 __all__ = ["Talk"]
 
@@ -31,16 +32,16 @@ class Talk:
         word = self._client.word
         return replace(word, is_dropped=True) if self._client.is_dropped else word
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
-        """Report this from now on. Does not wait."""
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
         if self._client is None:
             made = CoordinatorClient(self._hosts, self._token, self._rank, address, lease_s=self._lease_s)
             made.on_word(self._act)
-            made.say(wants=wants, rounds=rounds, healed=healed, is_empty=self._is_empty)
+            made.say(is_empty=self._is_empty, **fields)
             made.start()
             self._client = made
         elif not self._is_closed:
-            self._client.say(wants=wants, rounds=rounds, healed=healed)
+            self._client.say(**fields)
 
     def on_word(self, act: Callable[[], None]) -> None:
         """Have something called whenever there is a new word, from a thread that holds no lock."""

@@ -34,7 +34,10 @@ MOST_COMMITS = 32
 
 def begun(settings: Settings, *, term: int = 0) -> State:
     """Nobody has come yet."""
-    num_lines = 0 if settings.mode is SyncMode.GROUPS else settings.num_lines
+    # The last line of those that average weights has the means over all replicas.
+    num_lines = {SyncMode.GROUPS: 1, SyncMode.OUTER: settings.num_lines + 1}.get(
+        settings.mode, settings.num_lines
+    )
     first = settings.first if settings.mode is SyncMode.QUORUM else 0
     return State(
         settings,
@@ -127,6 +130,7 @@ def word_for(state: State, rank: RankId) -> Word:
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
         commits=tuple(commits[:MOST_COMMITS]) if membership.is_installed else (),
         deals=state.pool.listed(),
+        ends=state.ends,
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
         heals=state.heals,
@@ -166,6 +170,7 @@ def _picture(state: State) -> tuple[object, ...]:
         state.lines and tuple((line.committed, line.grant) for line in state.lines),
         state.commits,
         state.pool,
+        state.ends,
         state.heals,
         state.group_words,
         state.membership.dropped,

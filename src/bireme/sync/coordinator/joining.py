@@ -39,7 +39,8 @@ def with_beginning(state: State, now_s: float, lines: Lines) -> State:
     voters = [frozenset([one]) for one in lives] if membership.is_strict else [frozenset(lives)]
     begun = replace(membership.begun(members), voters=tuple(voters))
     pool = state.pool
-    lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open))
+    mode = "" if settings.mode is SyncMode.QUORUM else str(settings.mode)
+    lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open, mode))
     return replace(state, membership=begun)
 
 
@@ -113,6 +114,7 @@ def without_lost(state: State, now_s: float) -> State:
         _in_new_epoch(state, membership, left),
         pool=pool,
         dealt_to={one: batch for one, batch in state.dealt_to.items() if one not in gone},
+        ends=tuple(one for one in state.ends if one.replica not in gone),
         trained={key: batch for key, batch in state.trained.items() if key[0] not in gone},
     )
 
@@ -145,6 +147,8 @@ def with_heals(state: State, now_s: float) -> State:
         )
         addresses = tuple(one.address for one in membership.reports(life))
         batch = max((line.committed for line in state.lines), default=0) + 1
+        if settings.mode is not SyncMode.QUORUM:  # the donor's own, which it has not begun
+            batch = state.dealt_to.get(free[0], settings.first)
         kept.append(Heal(life.replica, free[0], batch, addresses))
     heals = tuple(kept)
     return state if heals == state.heals else replace(state, heals=heals, pool=pool)
@@ -162,7 +166,8 @@ def with_entries(state: State) -> State:
         reports = [] if life is None else membership.reports(life)
         is_healed = bool(reports) and all(one.healed == heal.batch for one in reports)
         found = heal
-        if is_healed and heal.first is None and _has_caught_up(state, reports[0].rank.own_life):
+        has_caught_up = not is_quorum or (bool(reports) and _has_caught_up(state, reports[0].rank.own_life))
+        if is_healed and heal.first is None and has_caught_up:
             found = replace(heal, first=state.dealt if is_quorum else heal.batch)
         if found.first is None or (is_quorum and not _has_all(state, found.first, reports)):
             heals.append(found)
@@ -171,6 +176,8 @@ def with_entries(state: State) -> State:
     if tuple(heals) == state.heals:
         return state
     state = replace(state, heals=tuple(heals))
+    if not is_quorum:
+        state = replace(state, dealt_to=state.dealt_to | {one.replica: one.first for one in entering})
     return _in_new_epoch(state, membership, [*membership.members, *entering]) if entering else state
 
 
@@ -215,8 +222,6 @@ def _has_caught_up(state: State, life: Life) -> bool:
 
 def _is_close(state: State, report: Report) -> bool:
     """Whether a rank has all committed rounds, but for one of each line."""
-    if len(report.rounds) < len(state.lines):
-        return state.settings.mode is SyncMode.GROUPS
-    return all(
+    return len(report.rounds) == len(state.lines) and all(
         at.committed >= line.committed - 1 for at, line in zip(report.rounds, state.lines, strict=True)
     )

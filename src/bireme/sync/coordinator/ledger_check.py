@@ -25,10 +25,13 @@ __all__ = ["CheckedLedger", "MembersFrom", "check_ledger"]
 
 @dataclass(frozen=True, slots=True)
 class MembersFrom:
-    """From a batch on these replicas had a part in the rounds."""
+    """From a batch on these replicas had a part in the rounds; in that membership epoch, if each line is of
+    one replica's batch.
+    """
 
     batch: int
     members: tuple[int, ...]
+    epoch: int | None = None
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class CheckedLedger:
     damaged: tuple[int, ...] = ()
     """The numbers of lines that nobody can read."""
     members: list[MembersFrom] = field(default_factory=list)
+    is_of_single_replicas: bool = False
     committed: tuple[Samples, ...] = ()
     next_batch: int | None = None
     """After all that lines tell of, if there are any."""
@@ -125,7 +129,9 @@ def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
     open_ = _read(record["open"], fresh)
     if kind == "start":
         found.per_epoch = int(record["num_samples"])
-        found.committed = _committed_at(found, batch, _without((Samples(0, fresh),) if fresh else (), open_))
+        found.is_of_single_replicas = "mode" in record
+        told = _without((Samples(0, fresh),) if fresh else (), open_)
+        found.committed = told if found.is_of_single_replicas else _committed_at(found, batch, told)
         found.next_batch = max(batch, found.next_batch or 0)
     elif kind == "round":
         samples = [one for own in record["samples"] for one in _read(own, fresh)]
@@ -135,9 +141,7 @@ def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
         found.next_batch = max(batch + 1, found.next_batch or 0)
         found.rounds += 1
         found.samples += sum(one.count for one in samples)
-        members = tuple(record["members"])
-        if not found.members or found.members[-1].members != members:
-            found.members.append(MembersFrom(batch, members))
+        _note_members(found, batch, tuple(record["members"]), int(record.get("epoch", 0)))
     else:
         raise ValueError(kind)
     found.fresh, found.open = fresh, open_
@@ -151,6 +155,17 @@ def _committed_at(found: CheckedLedger, batch: int, told: tuple[Samples, ...]) -
     known = (Samples(0, found.fresh),) if found.fresh else ()
     alone = _without(told, known) if batch > found.next_batch else ()
     return _common(told, _union(found.committed, alone))
+
+
+def _note_members(found: CheckedLedger, batch: int, members: tuple[int, ...], epoch: int) -> None:
+    last = found.members[-1] if found.members else None
+    if not found.is_of_single_replicas:
+        if last is None or last.members != members:
+            found.members.append(MembersFrom(batch, members))
+    elif last is None or last.epoch != epoch:
+        found.members.append(MembersFrom(batch, members, epoch))
+    else:
+        found.members[-1] = MembersFrom(last.batch, tuple(sorted({*last.members, *members})), epoch)
 
 
 def _read(pairs: Sequence[Sequence[int]], fresh: int) -> tuple[Samples, ...]:

@@ -15,7 +15,7 @@ LEDGER = "ledger.jsonl"
 @dataclass(frozen=True, slots=True)
 class Began:
     """A coordinator begins, or takes up, before the batch `batch`: the places below `fresh` are committed,
-    but for those in `open`.
+    but for those in `open`. The `mode` is named where each line is of one replica's batch.
     """
 
     epoch: int
@@ -23,6 +23,7 @@ class Began:
     num_samples: int
     fresh: int
     open: tuple[Samples, ...]
+    mode: str = ""
 
     def document(self) -> dict[str, Any]:
         """As a line of the ledger."""
@@ -33,7 +34,7 @@ class Began:
             "num_samples": self.num_samples,
             "fresh": self.fresh,
             "open": _pairs(self.open),
-        }
+        } | ({"mode": self.mode} if self.mode else {})
 
 
 @dataclass(frozen=True, slots=True)

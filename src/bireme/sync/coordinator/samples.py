@@ -57,6 +57,10 @@ class Pool:
         """All deals."""
         return tuple(Deal(replica, batch, own) for (replica, batch), own in self.deals.items())
 
+    def num_left(self, until: int) -> int:
+        """How many samples can still be dealt: those that wait, and the fresh ones below a place."""
+        return sum(one.count for one in self.waiting) + max(until - self.fresh, 0)
+
     @property
     def open(self) -> tuple[Samples, ...]:
         """The places below `fresh` that are not committed."""

@@ -14,6 +14,7 @@ from bireme.train.run_file.tables import (
     Memory,
     Model,
     Planning,
+    Sync,
     Tables,
     Training,
 )
@@ -49,6 +50,7 @@ def check_together(tables: Tables) -> None:
             "gradients are paged. Leave one of the two out."
         )
     _check_quorum(tables)
+    _check_averages(tables.sync)
 
 
 def _check_model_and_data(tables: Tables) -> None:
@@ -86,11 +88,12 @@ def _check_model_and_data(tables: Tables) -> None:
 def _check_quorum(tables: Tables) -> None:
     """With replicas that may die the coordinator deals out samples, and sums go over lines of their own."""
     sync, balance, data = tables.sync, tables.balance, tables.data
-    if sync.mode != "quorum":
+    if sync.mode == "all":
         return
+    unused = ("start", "measured") if sync.averages else ("start",)
     refused = {
         "sync.codec": (sync.codec, "none"),
-        "balance.mode": (balance.mode, balance.mode if balance.mode != "start" else "measured"),
+        "balance.mode": (balance.mode, None if balance.mode in unused else balance.mode),
         "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
         "balance.replan": (balance.replan, False),
         "data.private": (data.private, None),
@@ -99,9 +102,30 @@ def _check_quorum(tables: Tables) -> None:
     }
     for key, (value, usual) in refused.items():
         if value != usual:
+            what = "weights" if sync.averages else "gradients"
             raise BiremeError(
-                f'{key} is {value!r}, but sync.mode is "quorum", in which samples are dealt out by speed and '
-                f'gradients are sent as they are. Leave {key} out, or use sync.mode = "all".'
+                f'{key} is {value!r}, but sync.mode is "{sync.mode}", in which samples are dealt out by '
+                f'speed and {what} are sent as they are. Leave {key} out, or use sync.mode = "all".'
+            )
+
+
+def _check_averages(sync: Sync) -> None:
+    """Keys of one way to average have no effect in another one."""
+    usual = Sync()
+    for name in Sync.model_fields:
+        own = {"connect_every": "groups"}.get(name, "outer" if name.startswith("outer_") else sync.mode)
+        if own != sync.mode and getattr(sync, name) != getattr(usual, name):
+            raise BiremeError(
+                f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}". Leave it out, or set '
+                f'sync.mode = "{own}".'
+            )
+    if sync.mode != "outer":
+        return
+    for name, value in (("outer_fragments", sync.outer_fragments), ("outer_overlap", sync.outer_overlap)):
+        if value > sync.outer_every:
+            raise BiremeError(
+                f"sync.{name} is {value}, but there are only {sync.outer_every} batches between two averages "
+                f"(sync.outer_every). Make it {sync.outer_every} at most."
             )
 
 
