@@ -60,7 +60,8 @@ def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_lea
     assert "killed by signal 9" in end.said
     assert "The samples are out of reach. The run goes on with replica 1; replica 0 starts again." in end.said
     members = [one["members"] for one in document["membership"]]
-    assert members[:5] == [[0, 1], [1], [0, 1], [0], [0, 1]]
+    assert members[0] == [0, 1]
+    assert [one for one in members if one in ([0], [1])][:2] == [[1], [0]]
     places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
     assert len(set(places)) == len(places) == sync["samples_committed"]
     assert sync["samples_redone"] == rounds[-1]["returned"] > 0
