@@ -1,9 +1,9 @@
-"""Replicas that need not wait and replicas that may die: how many samples each mode trains, simulated.
+"""Replicas that need not wait and replicas that may die: how many samples each mode trains.
 
     python benchmarks/agreement.py [--quick] [--json]
 
-Everything here is on the simulator's clock, with the coordinator's own rules as event handlers; nothing ran
-in the engine. A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and on 8 of 1.
+All but (e) and a part of (d) is on the simulator's clock, with the coordinator's own rules as event handlers.
+A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and on 8 of 1.
 
 (a) Equal replicas: each mode beside `all`.
 (b) One replica k times slower: each mode beside `all` and beside the ideal, the sum of all replicas' speeds.
@@ -13,7 +13,12 @@ in the engine. A batch takes a tenth of a second in (a) to (c), on 4 replicas of
     `all`, and `groups` beside the bounds of a simulation without any cost of messages.
 (d) A replica is killed every 30 seconds for ten minutes, in `quorum`, on 4 replicas of 2 stages with batches
     of a second: the samples that count, of those without kills; the time from a kill to the next batch of
-    the others; the time until all replicas train again. How long a start and a snapshot take is assumed.
+    the others; the time until all replicas train again. How long a start and a snapshot take is assumed, and
+    that the launcher of a replica sees its death at once, but for one row: there the lease has to end, as for
+    a machine that is out of reach. Then the same in the engine, for four minutes, with real processes whose
+    samples take as long as on devices so slow.
+(e) `groups` beside `all` in the engine: 4 processes with a stage each that sleeps for 60 ms where it would
+    compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas.
 """
 
 import sys
@@ -28,6 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
+from benchmarks.killing.goodput import Kills, goodput_row
+from bireme.bench.agreement import measure_agreement
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
@@ -53,12 +60,17 @@ SLOWER = (2.0, 5.0, 10.0, 20.0)
 HELD = {0.1: 1.36, 0.5: 2.4, 1.0: 3.1}
 """Seconds of the hold-ups, and how many times `all` a simulation without costs of messages reaches."""
 HELD_CHANCE = 0.1
+ENGINE_REPLICAS, ENGINE_S, ENGINE_QUICK_S = 4, 15.0, 4.0
+"""Processes in the engine, and about how long each of its rows takes."""
+ENGINE_SLOWER = (1.0, 2.0, 5.0, 10.0)
 LEAST_STEADY, LEAST_OF_IDEAL, LEAST_GOODPUT, MOST_LEASES = 0.97, 0.9, 0.9, 1.5
 KILL_EVERY_S, KILLS_UNTIL_S, KILL_BATCH_S = 30.0, 600.0, 1.0
 DEATHS = ((0.1, 4.0, 2.0), (LEASE_S, 4.0, 2.0), (0.1, 10.0, 5.0))
 """Seconds until a death is known (a launcher says so, or the lease ends), until the replica runs again, and
 until it has a snapshot of its weights: assumed.
 """
+ENGINE = Kills(replicas=4, batch_s=1.0, calm_s=45.0, every_s=KILL_EVERY_S, num=8, lease_s=LEASE_S)
+QUICK_ENGINE = Kills(replicas=2, batch_s=0.2, calm_s=4.0, every_s=8.0, num=2, lease_s=LEASE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +216,22 @@ def killed(until_s: float) -> Iterator[dict[str, Any]]:
         }
 
 
+def in_engine(seconds: float) -> Iterator[dict[str, Any]]:
+    all_per_s = 1.0
+    for row in measure_agreement(ENGINE_REPLICAS, ENGINE_SLOWER, seconds, CONNECT_EVERY):
+        all_per_s = row.samples_per_s if row.mode == "all" else all_per_s
+        yield {
+            "replicas": f"{ENGINE_REPLICAS} of 1",
+            "schedule": "1f1b",
+            "slower": row.slower,
+            "mode": row.mode,
+            "measured": "engine",
+            "samples_per_s": row.samples_per_s,
+            "times_all": row.samples_per_s / all_per_s,
+            "of_ideal": row.samples_per_s / row.ideal_per_s,
+        }
+
+
 def kill_times(until_s: float) -> Iterator[float]:
     number = 1
     while number * KILL_EVERY_S < until_s:
@@ -223,7 +251,11 @@ def next_s(found: Ran, kill: Kill, num_replicas: int, *, whole: bool) -> float:
 
 
 def verdicts(
-    a: list[dict[str, Any]], b: list[dict[str, Any]], c: list[dict[str, Any]], d: list[dict[str, Any]]
+    a: list[dict[str, Any]],
+    b: list[dict[str, Any]],
+    c: list[dict[str, Any]],
+    d: list[dict[str, Any]],
+    e: list[dict[str, Any]],
 ) -> Iterator[Verdict]:
     for row in a:
         if row["mode"] in ("quorum", "groups"):
@@ -238,23 +270,38 @@ def verdicts(
             what = f"(c) {row['replicas']}, held up for {row['held_s']} s: groups, times all"
             yield at_least(what, row["times_all"], 1.0)
     for row in d:
-        what = f"(d) known after {row['known_s']:g} s, back after {row['back_s'] + row['snapshot_s']:g} s"
-        yield at_least(f"{what}: goodput", row["goodput"], LEAST_GOODPUT)
+        if row["measured"] == "engine":
+            what = f"(d) in the engine, back after {row['median_to_full_strength_s']:.1f} s"
+        else:
+            what = f"(d) known after {row['known_s']:g} s, back after {row['back_s'] + row['snapshot_s']:g} s"
+        # That a launcher sees nothing is for machines that are lost; of those the limit does not speak.
+        if row.get("known_s", 0.0) < LEASE_S:
+            yield at_least(f"{what}: goodput", row["goodput"], LEAST_GOODPUT)
         leases = row["median_to_next_batch_s"] / LEASE_S
         yield at_most(f"{what}: leases from a kill to the next batch, median", leases, MOST_LEASES)
+    for row in e:
+        if row["mode"] == "groups" and row["slower"] == 1:
+            yield at_least("(e) engine, equal replicas: groups, of all", row["times_all"], LEAST_STEADY)
+        elif row["mode"] == "groups":
+            what = f"(e) engine, one {row['slower']:g} times slower: groups, of the ideal"
+            yield at_least(what, row["of_ideal"], LEAST_OF_IDEAL)
 
 
 def measure(asked: Namespace) -> Findings:
     until_s = QUICK_S if asked.quick else UNTIL_S
     a, b, c = list(steady(until_s)), list(one_slower(until_s)), list(held_up(until_s))
     d = list(killed(KILLS_UNTIL_S / 5 if asked.quick else KILLS_UNTIL_S))
+    killed_here = [goodput_row(QUICK_ENGINE if asked.quick else ENGINE)]
+    e = list(in_engine(ENGINE_QUICK_S if asked.quick else ENGINE_S))
     sections = [
         Section("(a) Equal replicas, simulated", a),
         Section("(b) One replica k times slower, simulated", b),
         Section("(c) Forwards and backwards held up at chance, simulated", c),
         Section("(d) A replica killed every 30 seconds, simulated", d),
+        Section("(d) The same in the engine", killed_here),
+        Section("(e) One replica k times slower, in the engine", e),
     ]
-    return Findings(sections, list(verdicts(a, b, c, d)))
+    return Findings(sections, list(verdicts(a, b, c, d + killed_here, e)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Paging over device, host and disk: how good the plans are, and what fits where.
 
-    python benchmarks/tiers.py [--quick] [--json]
+    python benchmarks/tiers.py [--quick] [--json] [--section NAME]
 
 Plans beside the best there is: on small traces every plan is tried, and the copies of ours are at most 5 %
 more than the fewest in all, and in none more than those of the least recently used. On the accesses of
@@ -14,12 +14,13 @@ sizes that it names as running; we know of no samples per second that it has pub
 Then runs on this machine. A GPT whose training state is 3 GiB trains with the state on a disk, in a process
 whose private memory is limited and of which the kernel says what was resident. Its step is beside the
 resident run's and beside what the disk takes for the bytes alone. And a smaller one trains with an emulated
-wire to the host, beside the simulator. The folder for the disk is made in the current one.
+wire to the host, beside the simulator. At last whole runs of `bireme train` page, beside what was predicted
+of them. The folder for the disk is made in the current one. `--section` measures a part alone.
 """
 
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from benchmarks.paging.machines import CASES, row_of
 from benchmarks.paging.measured import BATCHES, Case, on_disk, over_a_wire, without_paging
 from benchmarks.paging.rivals import fixed_places, least_recently_used, patrickstar
 from benchmarks.paging.traces import program_trace, small_trace
+from benchmarks.paging.trained import RUNS, row_of_run, verdicts_of_runs
 from bireme.bench.document import Verdict, at_least, at_most, exactly
-from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.eviction import decide
+from bireme.schedule.gaps import gaps_of, num_copies, settle
 
 MOST_OVER_FEWEST = 1.05
 SMALL, QUICK_SMALL = 400, 60
@@ -188,31 +191,66 @@ def moved_as_predicted(
     yield at_most(name, moved[0]["peak_bytes"] / device_bytes, 1.0)
 
 
-def verdicts(small: Section, large: Section, fits: Section) -> Iterator[Verdict]:
-    for row in small.rows:
+def whole_runs(is_quick: bool) -> tuple[Section, list[Verdict]]:
+    rows = []
+    for run in RUNS[:1] if is_quick else RUNS:
+        log(f"bireme train, {run.name}")
+        rows.append(row_of_run(run, is_quick=is_quick))
+    return Section("Whole runs of bireme train that page", rows), list(verdicts_of_runs(rows))
+
+
+def on_small_traces(is_quick: bool) -> tuple[Section, list[Verdict]]:
+    section, found = small_traces(QUICK_SMALL if is_quick else SMALL), []
+    for row in section.rows:
         where = f"small traces, {row['slots']} slots"
-        yield at_most(f"{where}: copies over the fewest", row["over_fewest"], MOST_OVER_FEWEST)
+        found.append(at_most(f"{where}: copies over the fewest", row["over_fewest"], MOST_OVER_FEWEST))
         name = f"{where}: traces with more copies than the least recently used"
-        yield exactly(name, float(row["traces_worse_than_it"]), 0.0)
-    for row in large.rows:
+        found.append(exactly(name, float(row["traces_worse_than_it"]), 0.0))
+    return section, found
+
+
+def on_programs(is_quick: bool) -> tuple[Section, list[Verdict]]:
+    section, found = programs(is_quick), []
+    for row in section.rows:
         where = f"{row['schedule']}, sweeps of {row['sweep']}, {row['slots']} slots"
         best = min(row["least_recently_used"], row["patrickstar"], row["fixed_places"])
-        yield at_most(f"{where}: copies over the best of the others", row["ours"] / best, 1.0)
-    for row in fits.rows:
-        yield at_least(f"{row['model']} on {row['machine']}: fits", float(row["fits"]), 1.0)
+        found.append(at_most(f"{where}: copies over the best of the others", row["ours"] / best, 1.0))
+    return section, found
+
+
+def on_machines(is_quick: bool) -> tuple[Section, list[Verdict]]:
+    section = machines(is_quick)
+    fits = [
+        at_least(f"{row['model']} on {row['machine']}: fits", float(row["fits"]), 1.0) for row in section.rows
+    ]
+    return section, fits
+
+
+SECTIONS: dict[str, Callable[[bool], tuple[Section, list[Verdict]]]] = {
+    "traces": on_small_traces,
+    "programs": on_programs,
+    "machines": on_machines,
+    "disk": on_a_disk,
+    "wire": lambda _is_quick: over_the_wire(),
+    "train": whole_runs,
+}
 
 
 def measure(asked: Namespace) -> Findings:
-    small = small_traces(QUICK_SMALL if asked.quick else SMALL)
-    large = programs(asked.quick)
-    fits = machines(asked.quick)
-    on_disk_section, on_disk_verdicts = on_a_disk(asked.quick)
-    wire, wire_verdicts = over_the_wire()
-    return Findings(
-        [small, large, fits, on_disk_section, wire],
-        [*verdicts(small, large, fits), *on_disk_verdicts, *wire_verdicts],
+    found = [SECTIONS[name](asked.quick) for name in asked.section or SECTIONS]
+    return Findings([one for one, _ in found], [verdict for _, own in found for verdict in own])
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--section", action="append", choices=list(SECTIONS), help="measure this part alone; repeatable"
     )
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, measure, quick="fewer traces, two programs and two models, a tenth of the state")
+    benchmark(
+        __doc__,
+        measure,
+        quick="fewer traces, two programs and two models, a tenth of the state, one run",
+        options=options,
+    )

@@ -17,13 +17,18 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.extent import IS_FEW, PART, TRY_ALL, part_of, several
+from tests.support.kept import KEPT_GRAPHS, kept_graphs
+from tests.support.workers import LARGE, Template, imported_by
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_EXAMPLES, ALL_EXAMPLES = part_of(15), 100
@@ -50,6 +55,7 @@ FAST = "not slow"
 ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 FOLDER = pytest.StashKey[str]()
+TEMPLATE = pytest.StashKey[Template]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,11 +65,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[FOLDER] = tempfile.mkdtemp(prefix="bireme-tests-")
         os.environ["BIREME_TESTS_FOLDER"] = config.stash[FOLDER]
         os.environ["BIREME_CACHE"] = str(Path(config.stash[FOLDER], "cache"))
+        os.environ[KEPT_GRAPHS] = str(_folder_of_graphs(config))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     if config.option.markexpr == FAST:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Workers are copies of one process that has imported what tests import."""
+    if sys.platform != "linux":
+        return
+    asked = [Path(word.partition("::")[0]) for word in config.args]
+    files = [file for path in asked for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    is_fast = config.option.markexpr == FAST
+    modules = imported_by(file for file in files if not (is_fast and _is_slow(file)))
+    template = config.stash[TEMPLATE] = Template(
+        Path(config.stash[FOLDER]), modules if is_fast else {*modules, *LARGE}
+    )
+    for spec in specs:
+        spec.python = template.client
+
+
+def _folder_of_graphs(config: pytest.Config) -> Path:
+    cache = getattr(config, "cache", None)  # somebody may want none
+    return Path(config.stash[FOLDER]) if cache is None else kept_graphs(cache.mkdir("graphs"))
 
 
 def pytest_collection_finish() -> None:
@@ -74,6 +102,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if TEMPLATE in config.stash:
+        config.stash[TEMPLATE].end()
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
 
@@ -82,7 +112,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """The fast core need not import files in which every test is slow."""
     if config.option.markexpr != FAST or collection_path.suffix != ".py":
         return None
-    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+    return True if _is_slow(collection_path) else None
+
+
+def _is_slow(path: Path) -> bool:
+    """Whether every test of a file is slow."""
+    return ALL_SLOW.search(path.read_text(encoding="utf-8")) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

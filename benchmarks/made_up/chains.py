@@ -86,7 +86,8 @@ def _additive_bytes(
         came[begin, begin + 1 :] = inputs[begin]
     nothing = np.zeros_like(worst)
     whole = _sums(kept)
-    return RangeBytes(_sums(state), _sums(gradient), _sums(optimizer), nothing, whole, whole, came, worst)
+    state_bytes = _sums(state), _sums(gradient), _sums(optimizer), nothing
+    return RangeBytes(*state_bytes, whole, whole, came, worst, nothing)
 
 
 def _sums(values: Bytes) -> Bytes:

@@ -4,7 +4,8 @@ Devices, hosts and wires are their makers' numbers; a device attains half of its
 of its memory's bandwidth, as profiles that are estimated assume. A model is its layers alone: 12 · width²
 parameters each, two operations for each parameter and token forward and four backward, and the forward once
 more, for every part keeps only its inputs. A parameter takes 2 bytes for weights, 2 for its gradient and 12
-for the master copy and moments of AdamW; the optimiser steps on the device.
+for the master copy and moments of AdamW; the optimiser steps on the device. Chunks are those of a plan: at
+most 256 of a rank, in pages of 2 MiB.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,12 @@ from typing import Any
 
 from bireme.cluster.device import KNOWN, Device
 from bireme.errors import BiremeError
+from bireme.plan.paging import MOST_CHUNKS
 from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS
+from bireme.schedule.budgets import Budgets, cut_memory
 from bireme.schedule.catalogue import generate
-from bireme.schedule.paging import Budgets, page
+from bireme.schedule.chunks import LARGE_PAGE_BYTES
+from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
@@ -171,7 +175,14 @@ def simulated(case: Case, schedule: str, sweep: int, *, updates_together: bool) 
     )
     costs = costs_of(case)
     budgets = Budgets(int(USABLE * machine.device.memory_bytes), machine.host_bytes, machine.disk_bytes)
-    paged: Program = page(program, costs.sizes(), budgets, updates_together=updates_together)
+    cut = cut_memory(
+        program,
+        costs.sizes(),
+        (budgets,) * machine.num_ranks,
+        most_chunks=MOST_CHUNKS,
+        page_bytes=LARGE_PAGE_BYTES,
+    )
+    paged: Program = page_cut(program, cut, updates_together=updates_together)
     links = TierLinks(machine.host_bytes_per_s, machine.disk_bytes_per_s)
     network = Links(machine.link_bytes_per_s).network(paged)
     return simulate(paged, costs, network, tier_links=links)

@@ -31,17 +31,19 @@ def small_trace(seed: int, num_chunks: int, num_steps: int) -> list[Access]:
     return accesses
 
 
-def program_trace(schedule: str, sweep: int) -> tuple[list[Access], int, int]:
+def program_trace(
+    schedule: str, sweep: int, *, parts: int = PARTS, microbatches: int = MICROBATCHES
+) -> tuple[list[Access], int, int]:
     """The accesses of one rank that runs all parts, its steps, and the chunks that it would keep."""
     program = generate(
         schedule,
-        num_stages=PARTS,
-        num_microbatches=MICROBATCHES,
+        num_stages=parts,
+        num_microbatches=microbatches,
         num_batches=BATCHES,
-        stages_per_rank=PARTS,
+        stages_per_rank=parts,
         sweep=sweep,
     )
-    chunks = {(item, part): number for item, number in CHUNKS.items() for part in range(PARTS)}
+    chunks = {(item, part): number for item, number in CHUNKS.items() for part in range(parts)}
     used = accesses_of(program, 0, RankTiers(1, (), chunks, {}, master=True))
     accesses = [access for own in used.values() for access in own]
     return accesses, len(used), _most_at_once(accesses)

@@ -220,6 +220,16 @@ class _ShapedGroup:
         """Begin to gather; nothing that counts goes this way."""
         return self._inner.gather(tensor, into)
 
+    def exchange(
+        self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
+    ) -> Pending:
+        """Begin to send every member its part; what replicas share of an optimiser is not shaped."""
+        return self._inner.exchange(given, lengths, taken, taken_lengths)
+
+    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+        """Begin to fill the tensor with that of the member `source`, which is not shaped either."""
+        return self._inner.copy_from(tensor, source)
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`; nothing that counts goes this way."""
         self._inner.broadcast(tensor, source)

@@ -15,7 +15,7 @@ EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "recommend
 
 
 def train(border: str, sums: str, steps: int) -> Any:
-    fabric, graph = ThreadFabric(4, timeout_s=60.0), EXAMPLE["recommender"]()
+    fabric, graph = ThreadFabric(4), EXAMPLE["recommender"]()
     train = EXAMPLE["train"]
     return EXAMPLE["together"](
         run_threads(4, lambda rank: train(fabric.of(rank), graph, border, sums, steps))

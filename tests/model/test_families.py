@@ -164,8 +164,11 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 def graph_of(family: Family, *, training: bool = True) -> Graph:
     """Captured once for all workers."""
-    make = partial(capture, family.build(), family.inputs(), training=training)
-    return captured_once(repr((family.config, family.settings, family.dtype, training)), make)
+    inputs = family.inputs()
+    make = partial(capture, family.build(), inputs, training=training)
+    given = {name: tensor.shape for name, tensor in inputs.items()}
+    said = (family.config, family.model, family.settings, family.dtype, given, training)
+    return captured_once(repr(said), make, is_kept=True)
 
 
 @pytest.fixture(scope="module")

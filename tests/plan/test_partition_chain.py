@@ -40,6 +40,9 @@ def check_every_range(found: Profile, micro_batch: int) -> None:
             "kept_bytes": tables.kept,
             "workspace_bytes": tables.workspace,
         }
+        frozen = {h.name: h.frozen_bytes for unit in found.units[begin:end] for h in unit.tied}
+        apart = [u.frozen_bytes - sum(h.frozen_bytes for h in u.tied) for u in found.units[begin:end]]
+        assert tables.frozen[begin, end] == sum(frozen.values()) + sum(apart)
         for name, table in counted.items():
             assert table[begin, end] == getattr(cost, name), (begin, end, name)
         assert 0 <= tables.inputs[begin, end] <= cost.kept_bytes
@@ -74,7 +77,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         own = draw(st.integers(0, 99)) + sum(kept.num_bytes for kept in shared if kept.is_saved)
         cost = UnitCost(1, 1.0, 2.0, 3.0, None, None, 0.0, own, 7, draw(st.integers(0, 99)), tuple(shared))
         tied = [
-            Held(name, 10 + size, size, 2 * size, 3)
+            Held(name, 10 + size, size, 2 * size, 3, 2)
             for name, size in draw(st.dictionaries(st.sampled_from("xyz"), st.integers(0, 40))).items()
         ]
         units.append(
@@ -89,6 +92,7 @@ def profiles(draw: st.DrawFn) -> Profile:
                 gradient_bytes=900,
                 optimizer_bytes=2000,
                 buffer_bytes=100,
+                frozen_bytes=50,
                 update_s=0.0,
                 trial_s=0.0,
                 reduce_s=0.0,

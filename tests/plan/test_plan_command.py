@@ -209,6 +209,7 @@ def test_kinds_that_cannot_be_are_named(capsys: Capture) -> None:
         assert re.search(rf"^{kind} +none", out, re.MULTILINE), kind
 
 
+@pytest.mark.slow
 def test_it_says_where_the_seconds_are_from(capsys: Capture) -> None:
     assert "are estimated, not measured" in plan(capsys).out
     out = " ".join(plan(capsys, "--cluster two-unequal-servers").out.split())

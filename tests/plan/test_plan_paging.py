@@ -16,18 +16,26 @@ from bireme.cluster.links import Bridge, Card, Link
 from bireme.cluster.server import Server
 from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
+from bireme.plan import plan as plans
 from bireme.plan.forecast import Answer
 from bireme.plan.paging import Paging
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, saved_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import find_plan, timeline_of
+from bireme.plan.search.search import find_plan, find_resident, forecast_of, timeline_of
+from bireme.plan.search.stage_memory import stage_memory
+from bireme.plan.single_ways import with_single_ways
 from bireme.plan.tier_limits import TierLimits
+from bireme.plan.window_file import read_windows, write_windows
 from bireme.profile.profile_file import save_profile
-from bireme.schedule.budgets import Budgets
+from bireme.schedule.budgets import Budgets, Cut
+from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
+from bireme.schedule.instruction import Item, Kind
+from bireme.schedule.program import Program
 from bireme.schedule.residency import Sizes
+from bireme.schedule.stream import LONG
 from tests.support.command import bireme
 
 MB = 10**6
@@ -63,11 +71,14 @@ def cluster() -> Cluster:
     return Cluster((Server("a", (device, device), cards=(card,), disk_bytes=10**10, disk_bytes_per_s=1e9),))
 
 
-def hand_plan() -> Plan:
+def hand_paging() -> Paging:
     parts = (64.0,) * 4
     sizes = Sizes(parts, parts, (128.0,) * 4, parts, (8.0,) * 4, (8.0,) * 4, (8.0,) * 4)
-    paging = Paging((Budgets(700), Budgets(700, 600, 10_000)), sizes, chunk_bytes=(64, 64))
-    return Plan((1, 2, 3), 4, "2bw", stages_per_rank=2, sweep=2, paging=paging)
+    return Paging((Budgets(700), Budgets(700, 600, 10_000)), sizes, chunk_bytes=(64, 64))
+
+
+def hand_plan() -> Plan:
+    return Plan((1, 2, 3), 4, "2bw", stages_per_rank=2, sweep=2, paging=hand_paging())
 
 
 def test_a_plan_that_pages_is_read_as_it_was_written_and_its_programs_are_right(tmp_path: Path) -> None:
@@ -84,6 +95,51 @@ def test_a_plan_that_pages_is_read_as_it_was_written_and_its_programs_are_right(
             assert tiers is not None
             assert replace(now, begin={}) == replace(tiers, begin={})
     assert len(program.tracks[1]) > len(replace(plan, paging=None).program(12).tracks[1])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh", "gpipe"])
+def test_any_window_of_a_plan_is_what_it_would_be_if_it_were_planned_alone(schedule: str) -> None:
+    plan = replace(hand_plan(), schedule=schedule, sweep=1)
+    assert plan.paging is not None
+    for num_batches, first_batch in ((3, 1), (3, 5), (13, 0), (13, 1), (16, 7)):
+        alone = generate(
+            schedule,
+            num_stages=4,
+            num_microbatches=4,
+            num_batches=num_batches,
+            stages_per_rank=2,
+            first_batch=first_batch,
+            updates_early=plan.is_early,
+        )
+        cut = plan.paging.cut(replace(plan, paging=None).program(4))
+        assert plan.program(num_batches, first_batch) == plan.paging.paged(alone, cut)
+
+
+def test_windows_that_are_read_are_those_that_were_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plan = tmp_path / "windows.json", hand_plan()
+    asked = [(4, 0), (LONG, 0), (LONG, 1), (30, 9), (3, 0)]
+    planned = [plan.program(*window) for window in asked]
+    write_windows(path, [plan])
+    copies = []
+
+    def counted(self: Paging, program: Program, cut: Cut) -> Program:
+        copies.append(program.num_batches)
+        return paged(self, program, cut)
+
+    paged = Paging.paged
+    monkeypatch.setattr(Paging, "paged", counted)
+    other = replace(plan, paging=replace(hand_paging(), ahead=2))
+    read_windows(path, [other])  # says nothing of it
+    plans._remembered.cache_clear()
+    read_windows(path, [plan])
+    try:
+        assert [plan.program(*window) for window in asked] == planned
+        assert copies == [3]
+    finally:
+        plans.KNOWN.clear()
+        plans._remembered.cache_clear()
 
 
 def test_paging_of_other_stages_or_ranks_is_refused() -> None:
@@ -125,6 +181,67 @@ def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_
     assert fast.forecast.batch_s == whole.forecast.batch_s
     times = [one.forecast.cost_s_per_sample for one in tight.candidates]
     assert times == sorted(times)
+
+
+def test_frozen_weights_page_and_are_never_copied_out(tmp_path: Path) -> None:
+    part = {"parameter_bytes": MB, "gradient_bytes": MB, "optimizer_bytes": 2 * MB, "buffer_bytes": 12 * MB}
+    units = tuple(replace(unit, **part) for unit in PROFILE.units)  # type: ignore[arg-type]
+    asked = replace(request(TierLimits(40 * MB)), depth=1, recompute=Recompute.NEVER)
+    with pytest.raises(BiremeError, match="must be at least"):
+        find_plan(replace(PROFILE, units=units), cluster(), asked)
+    units = tuple(replace(unit, frozen_bytes=12 * MB) for unit in units)
+    answer = find_plan(replace(PROFILE, units=units), cluster(), asked)
+    assert isinstance(answer, Answer)
+    write_plan(tmp_path / "plan.json", answer)
+    plan = load_plan(tmp_path / "plan.json").plan
+    assert plan == answer.best.plan
+    for num_batches in (4, 12):
+        program = plan.program(num_batches)
+        assert check(program).ok, check(program).problems
+        moved = [
+            step for step in program.tracks[0] if step.page is not None and step.page.item is Item.FROZEN
+        ]
+        assert any(step.kind is Kind.FETCH for step in moved)
+        assert not any(step.kind is Kind.EVICT and step.page and step.page.is_copied for step in moved)
+
+
+def test_an_explanation_says_what_each_way_to_save_memory_would_take_alone() -> None:
+    asked, answer = request(TierLimits(80 * MB)), found(TierLimits(80 * MB))
+    told = with_single_ways(PROFILE, cluster(), asked, answer, find_resident)
+    assert told.candidates == answer.candidates
+    ways = {way.words: way for way in told.memory_ways}
+    names = ("without paging", "only recomputation", "only more stages", "only smaller micro-batches")
+    assert tuple(ways)[:4] == names
+    assert tuple(ways)[-1] == "room for everything"
+    for words in names:
+        assert (ways[words].candidate is None) == bool(ways[words].refusal)
+    stages = stage_memory(answer.best.plan, PROFILE, cluster(), asked)
+    moved = sum(tier.predicted_bytes_moved for tier in answer.best.forecast.tiers)
+    assert sum(sum(one.copied_bytes.values()) for one in stages) == moved > 0
+    assert all((one.copies_s > 0) == bool(one.copied_bytes) for one in stages)
+    assert all(one.recomputes == (one.stage in answer.best.plan.recompute) for one in stages)
+    off = found(None)
+    assert stage_memory(off.best.plan, PROFILE, cluster(), asked) == ()
+    assert with_single_ways(PROFILE, cluster(), request(None), off, find_resident) is off
+
+
+def test_sweeps_are_found_where_weights_are_most_of_what_is_fetched() -> None:
+    """Large weights on a slow wire and small activations: g micro-batches fetch each part once."""
+    heavy = profile_of(
+        [0.01] * NUM_UNITS,
+        [0.02] * NUM_UNITS,
+        parameter_bytes=[40 * MB] * NUM_UNITS,
+        kept_bytes=[MB] * NUM_UNITS,
+        boundary_bytes=[MB] * NUM_UNITS,
+        update_s=[0.002] * NUM_UNITS,
+    )
+    asked = PlanRequest(8, schedule="1f1b", depth=1, width=1, memory=TierLimits(250 * MB))
+    answer = find_plan(heavy, cluster(), asked)
+    assert isinstance(answer, Answer)
+    best = answer.best
+    assert best.plan.sweep > 1
+    alone = replace(best.plan, sweep=1)
+    assert forecast_of(alone, heavy, cluster(), asked).batch_s > best.forecast.batch_s
 
 
 @pytest.mark.slow

@@ -211,8 +211,9 @@ def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
     # Where the engine takes as much as the model, as it does of a tiny one, bounds rule little out.
     profile = replace(profile, engine=EngineCost(instruction_s=2.0, send_s=4.0, take_s=2.0, late_s=5.0))
     cluster = Cluster((Server("here", (Device("any", "emulated", 10_000),) * 2),))
-    full = find_plan(profile, cluster, PlanRequest(batch_size=12))
-    brief = find_plan(profile, cluster, PlanRequest(batch_size=12), is_brief=True)
+    request = PlanRequest(batch_size=4)
+    full = find_plan(profile, cluster, request)
+    brief = find_plan(profile, cluster, request, is_brief=True)
     assert isinstance(full, Answer)
     assert isinstance(brief, Answer)
     assert "as the run is short" in brief.origin.how

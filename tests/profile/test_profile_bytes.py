@@ -73,7 +73,8 @@ class FrozenBegin(nn.Module):
 
 def gpt_graph(text: str = "gpt:layers=2,width=16,heads=2,vocab=23,context=8,dropout=0.1") -> Graph:
     source = load_source(text, batch=3)
-    return captured_once(f"three of {text}", partial(capture, source.model, source.example_inputs))
+    make = partial(capture, source.model, source.example_inputs)
+    return captured_once(f"three of {text}", make, is_kept=True)
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {

@@ -67,7 +67,7 @@ def run(
     setting.factory(
         [("weight", nn.Parameter(torch.zeros(1)))]
     )  # imports what threads must not import at once
-    fabric = ThreadFabric(num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(num_ranks)
 
     def work(rank: int) -> Ran:
         pipeline = pipeline_of(model, setting, fabric.of(rank), sharing=shared)
@@ -268,7 +268,7 @@ def test_without_shares_that_follow_a_batch_ends_with_the_numbers_that_it_always
 def test_every_rank_measures_its_own_stages_and_a_replica_is_as_slow_as_its_slowest() -> None:
     """What is measured trains nothing."""
     setting = Setting(regression_plan("2bw", 2, width=NUM_REPLICAS))
-    model, fabric = regression(), ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+    model, fabric = regression(), ThreadFabric(setting.plan.num_ranks)
     data = real_batches(16, 1, WIDTH)[0]
 
     def work(rank: int) -> tuple[object, bool]:

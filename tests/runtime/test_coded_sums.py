@@ -39,7 +39,8 @@ WIDTH = 20
 def layers() -> Model:
     """Three layers with matrices large enough for a codec."""
     kinds = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-    return captured(Regression(made_of([*kinds, nn.Linear(WIDTH, 1)])), real_batches(2, 1, WIDTH)[0])
+    module = Regression(made_of([*kinds, nn.Linear(WIDTH, 1)]))
+    return captured(module, real_batches(2, 1, WIDTH)[0], name="wide regression")
 
 
 def tolerance_of(codec: str) -> float:
@@ -121,7 +122,7 @@ def test_other_replicas_share_what_was_not_sent(width: int) -> None:
 
 def sent_bytes(model: Model, codec: str, make: Callable[[], Sequence[dict[str, Tensor]]]) -> tuple[int, int]:
     """What one rank of two replicas would have sent, and has."""
-    fabric = ThreadFabric(2, timeout_s=60.0)
+    fabric = ThreadFabric(2)
 
     def work(rank: int) -> tuple[int, int]:
         setting = Setting(Plan((), 4, "1f1b", width=2), sum_codec=codec)

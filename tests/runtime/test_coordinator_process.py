@@ -1,7 +1,8 @@
-"""The coordinator over real sockets, in a process that is killed in the middle of a run."""
+"""The coordinator over real sockets, in a process that is killed, and one that is stopped, in a run."""
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -11,15 +12,17 @@ import pytest
 from bireme.balance.shares import Limits
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
+from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.ledger_line import LEDGER
-from bireme.sync.coordinator.messages import RankId, RoundAt, Word
+from bireme.sync.coordinator.messages import Life, RankId, RoundAt, Word
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
 
-ROUNDS, KILLED_AT = 12, 6
+ROUNDS, KILLED_AT, STOPPED_AT = 12, 4, 8
 
 
 def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[int]:
@@ -52,7 +55,7 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
     return sizes
 
 
-def test_a_killed_coordinator_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = Settings(SyncMode.QUORUM, 2, 1, 8, Limits((1, 1), (8, 8)), lease_s=2.0)
     order = CoordinatorOrder(settings, 0, 1, "secret", tmp_path / LEDGER, "127.0.0.1", begins=True)
     coordinator = CoordinatorProcess(order)
@@ -70,7 +73,16 @@ def test_a_killed_coordinator_is_started_again_and_the_run_goes_on(tmp_path: Pat
             assert coordinator.process is not None
             os.kill(coordinator.process.pid, signal.SIGKILL)
             coordinator.process.join()
-            assert coordinator.keep()
+            assert coordinator.trouble() == "has ended"
+            coordinator.start_again()
+        if number == STOPPED_AT:
+            assert coordinator.process is not None
+            os.kill(coordinator.process.pid, signal.SIGSTOP)
+            end_s = time.monotonic() + patience_s()
+            while (why := coordinator.trouble()) is None and time.monotonic() < end_s:
+                time.sleep(0.05)
+            assert why == "has not answered for a lease"
+            coordinator.start_again()
 
     def run(replica: int) -> None:
         sizes[replica] = trained(clients[replica], kill if replica == 0 else lambda number: None)
@@ -88,6 +100,31 @@ def test_a_killed_coordinator_is_started_again_and_the_run_goes_on(tmp_path: Pat
             client.close()
         coordinator.close()
     assert [sum(both) for both in zip(sizes[0], sizes[1], strict=True)] == [8] * ROUNDS
-    assert coordinator.starts == 2
+    assert coordinator.starts == 3
     found = check_ledger(tmp_path / LEDGER)
     assert (found.rounds, found.is_whole) == (ROUNDS, True)
+
+
+def rank_that_dies_first(world: World, order: ReplicaOrder) -> list[int]:
+    """Replica 1 dies in its first life before it says anything."""
+    if order.life == Life(1, 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert not order.is_empty, "nothing counts yet"
+    rank = RankId(order.life.replica, order.life.life, world.rank)
+    client = CoordinatorClient(order.hosts, order.token, rank, "", lease_s=order.lease_s)
+    client.start()
+    sizes = trained(client, lambda number: None)
+    client.close()
+    return sizes
+
+
+def test_a_replica_that_dies_before_anything_counts_is_waited_for(tmp_path: Path) -> None:
+    told: list[str] = []
+    settings = Settings(SyncMode.QUORUM, 2, 1, 8, Limits((1, 1), (8, 8)), lease_s=patience_s())
+    launched = launch_replicas(
+        rank_that_dies_first, settings, ledger=tmp_path / LEDGER, tell=told.append, timeout_s=patience_s()
+    )
+    assert launched.results
+    assert [sentence.count("replica 1 starts again") for sentence in told[:1]] == [1]
+    found = check_ledger(tmp_path / LEDGER)
+    assert (found.rounds, [one.members for one in found.members]) == (ROUNDS, [(0, 1)])

@@ -57,11 +57,12 @@ def is_possible(row: Row) -> bool:
 def covering() -> Iterator[Row]:
     """Settings in which every two values of two factors meet; next comes the one with the most new pairs."""
     rows = [row for row in product(*FACTORS.values()) if is_possible(row)]
-    pairs = {row: pairs_of(row) for row in rows}
-    missing = set().union(*pairs.values())
+    bits: dict[tuple[int, str, int, str], int] = {}
+    pairs = {row: sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of(row)) for row in rows}
+    missing = (1 << len(bits)) - 1
     while missing:
-        best = max(rows, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[best]
+        best = max(rows, key=lambda row: (pairs[row] & missing).bit_count())
+        missing &= ~pairs[best]
         yield best
 
 

@@ -97,13 +97,13 @@ def test_going_on_from_a_snapshot_with_codecs_is_never_having_stopped(codecs: st
     model, data = gpt(UNTIED), token_batches(8, 5)
     setting = Setting(plan_for("2bw"), codecs=EACH[codecs])
     whole = train_on_threads(model, setting, data)
-    joined = ThreadFabric(3, timeout_s=60.0)
+    joined = ThreadFabric(3)
     stopped = run_threads(3, lambda rank: _train(pipeline_of(model, setting, joined.of(rank)), data, None, 3))
     parts = [one for _, one in stopped if one is not None]
     saved = Snapshot(
         parts[0].num_trained, parts[0].clip_scale, {k: v for one in parts for k, v in one.tensors.items()}
     )
-    joined = ThreadFabric(3, timeout_s=60.0)
+    joined = ThreadFabric(3)
     gone_on = run_threads(
         3, lambda rank: _train(pipeline_of(model, setting, joined.of(rank)), data[3:], saved)
     )
@@ -134,7 +134,7 @@ def test_none_sends_the_same_bytes_as_ever_and_others_send_fewer() -> None:
 
     def note(codecs: LinkCodecs, name: str) -> list[Trained]:
         setting = Setting(plan_for("1f1b"), codecs=codecs)
-        joined = ThreadFabric(3, timeout_s=60.0)
+        joined = ThreadFabric(3)
 
         def work(rank: int) -> Trained:
             pipeline = pipeline_of(model, setting, joined.of(rank))
@@ -167,7 +167,7 @@ def test_an_evaluation_goes_through_codecs_where_it_is_asked_to() -> None:
     bare = Setting(plan_for("1f1b"))
 
     def evaluated(setting: Setting, *, through_codecs: bool) -> float:
-        joined = ThreadFabric(3, timeout_s=60.0)
+        joined = ThreadFabric(3)
 
         def work(rank: int) -> float:
             pipeline = pipeline_of(model, setting, joined.of(rank))

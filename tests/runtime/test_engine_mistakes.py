@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 TEXT = "layers=3,tied=false"
 
 
-def failures(plan: Plan, data_of: Callable[[int], list[Any]], timeout_s: float = 60.0) -> list[str]:
+def failures(plan: Plan, data_of: Callable[[int], list[Any]], timeout_s: float | None = None) -> list[str]:
     """What each rank ends with, where all of them must end with an error of the user's."""
     model = gpt(TEXT)
     joined = ThreadFabric(plan.num_ranks, timeout_s=timeout_s)
@@ -316,7 +316,7 @@ def test_complex_gradients_are_refused_where_replicas_would_sum_them() -> None:
     example = {"x": torch.randn(4, 3)}
     graph = capture(Complex(), example)
     weights = {"turn": torch.ones(3, dtype=torch.complex64)}
-    fabric = ThreadFabric(2, timeout_s=20)
+    fabric = ThreadFabric(2)
 
     def work(rank: int) -> None:
         plan = Plan((), 1, "1f1b", width=2)

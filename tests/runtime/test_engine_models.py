@@ -81,7 +81,7 @@ def test_frozen_weights_stay_as_they_are(schedule: str, frozen: str) -> None:
     layers = made_of([*(Layer() for _ in range(5)), Layer(1, nn.Identity())])
     for name, parameter in Regression(layers).named_parameters():
         parameter.requires_grad_(frozen not in name)
-    model = captured(Regression(layers), rows())
+    model = captured(Regression(layers), rows(), name=f"regression without {frozen}")
     setting = Setting(Plan((1, 4), 4, schedule), clip_norm=0.5)
     data = real_batches(8, 3, WIDTH)
     found = train_on_threads(model, setting, data)
@@ -159,13 +159,18 @@ def test_halves_that_draw_still_recompute_what_they_drew() -> None:
 # --- buffers
 
 
+def normalised() -> Model:
+    """Three layers with a batch norm each, and one without."""
+    layers = [Layer(WIDTH, nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+    return captured(Regression(made_of([*layers, Layer(1, nn.Identity())])), rows(), name="normalised")
+
+
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [("gpipe", (0, 1, 2)), ("1f1b", ()), ("zb-h1", (0, 1, 2)), ("2bw", (0, 2)), ("2bw-fresh", (1,))],
 )
 def test_buffers_see_every_micro_batch_once_and_in_order(schedule: str, recompute: tuple[int, ...]) -> None:
-    normalised = [Layer(WIDTH, nn.BatchNorm1d(WIDTH)) for _ in range(3)]
-    model = captured(Regression(made_of([*normalised, Layer(1, nn.Identity())])), rows())
+    model = normalised()
     setting = Setting(Plan((1, 2), 4, schedule, recompute=recompute))
     data = real_batches(12, 4, WIDTH)
     expected = model.given([state.name for state in model.graph.buffers])
@@ -182,8 +187,7 @@ def test_buffers_see_every_micro_batch_once_and_in_order(schedule: str, recomput
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
 def test_a_skipped_batch_leaves_no_trace_in_buffers(schedule: str) -> None:
     # Running statistics took the batch's NaN and kept it for ever, and every evaluation was NaN.
-    normalised = [Layer(WIDTH, nn.BatchNorm1d(WIDTH)) for _ in range(3)]
-    model = captured(Regression(made_of([*normalised, Layer(1, nn.Identity())])), rows())
+    model = normalised()
     setting = Setting(Plan((1, 2), 4, schedule), lr_factor=lambda _batch: 1.0)
     data = real_batches(12, 5, WIDTH)
     data[2]["x"][5, 1] = math.nan
@@ -235,7 +239,7 @@ def test_recomputing_copies_the_buffers_that_a_forward_writes_and_no_others(
     """Masks and tables that a forward only reads were copied too, once for every micro-batch."""
     layers = [Layer(WIDTH, nn.BatchNorm1d(WIDTH)) for _ in range(2)]
     module = Regression(made_of([*layers, Layer(1, nn.Identity())]))
-    model = captured(Scaled(module), rows())
+    model = captured(Scaled(module), rows(), name="scaled")
     copied: list[str] = []
     untouched = segments.untouched
 
@@ -294,7 +298,7 @@ class Choosing(nn.Module):
 @cache
 def choosing() -> Model:
     torch.manual_seed(0)
-    return captured(Choosing().double(), rows())
+    return captured(Choosing().double(), rows(), name="choosing")
 
 
 @pytest.mark.few(3)

@@ -216,7 +216,7 @@ def test_room_for_messages_does_not_grow_with_the_number_of_batch_sizes() -> Non
     model, setting = regression(), Setting(regression_plan("1f1b"))
     sizes = range(4, 4 * 50, 4)
     data = [real_batches(size, 1, WIDTH)[0] for size in sizes]
-    fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(setting.plan.num_ranks)
 
     def work(rank: int) -> int:
         pipeline = pipeline_of(model, setting, fabric.of(rank))

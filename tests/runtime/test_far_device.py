@@ -138,7 +138,7 @@ def compare(model: Model, setting: Setting, data: list[dict[str, Tensor]]) -> No
 def on_threads(
     model: Model, setting: Setting, data: list[dict[str, Tensor]], device: torch.device
 ) -> list[Trained]:
-    joined = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+    joined = ThreadFabric(setting.plan.num_ranks)
 
     def work(rank: int) -> Trained:
         pipeline = pipeline_of(model, setting, joined.of(rank), device=device)

@@ -11,26 +11,28 @@ def line(kind: str, batch: int, epoch: int = 1, **more: Any) -> str:
     return json.dumps({"kind": kind, "batch": batch, "epoch": epoch, **more}) + "\n"
 
 
-def committed(batch: int, *members: int, epoch: int = 1) -> str:
+def committed(batch: int, *members: int, epoch: int = 1, returned: int = 0) -> str:
     samples = [[[8 * batch + 4 * one, 8 * batch + 4 * one + 4]] for one in members]
-    return line("round", batch, epoch, members=list(members), samples=samples)
+    return line("round", batch, epoch, members=list(members), samples=samples, returned=returned)
 
 
 def test_what_is_added_to_a_ledger_is_counted_once_and_what_is_undone_is_not(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text(committed(0, 0, 1))
-    tail = LedgerTail(path, 8)
+    tail = LedgerTail(path)
 
     with path.open("a") as file:
-        file.write(line("start", 1) + committed(1, 0, 1) + committed(2, 1, epoch=2) + '{"kind": "rou')
+        file.write(line("start", 1) + committed(1, 0, 1) + committed(2, 1, epoch=2, returned=4))
+        file.write('{"kind": "rou')
     assert tail.read() == (1,)
     assert (tail.num_rounds, tail.num_committed, tail.num_redone, tail.num_epochs) == (2, 12, 4, 2)
     assert tail.read() == ()
 
     text = path.read_text()
-    path.write_text(text[: text.rfind("{")] + line("start", 2, 1_000_001) + committed(2, 0, epoch=1_000_001))
+    again = line("start", 2, 1_000_001)
+    path.write_text(text[: text.rfind("{")] + again + committed(2, 0, epoch=1_000_001, returned=3))
     assert tail.read() == (0,)
-    assert (tail.num_rounds, tail.num_committed) == (2, 12)
+    assert (tail.num_rounds, tail.num_committed, tail.num_redone) == (2, 12, 3)
 
 
 def test_half_a_line_that_was_there_before_is_passed_over_once_the_coordinator_has_cut_it(
@@ -38,7 +40,7 @@ def test_half_a_line_that_was_there_before_is_passed_over_once_the_coordinator_h
 ) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text(committed(0, 0, 1) + '{"kind": "round", "batch": 1, "epo')
-    tail = LedgerTail(path, 8)
+    tail = LedgerTail(path)
     path.write_text(committed(0, 0, 1) + line("start", 1) + committed(1, 0, 1))
 
     assert tail.read() == (0, 1)

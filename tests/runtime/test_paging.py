@@ -2,29 +2,37 @@
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.device import Device
+from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
-from bireme.model.part import Part
 from bireme.plan.plan import Plan
+from bireme.report.units import rate_text
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.residency import resident
-from tests.support.engine_parity import Setting, Trained, pipeline_of, train_on_threads
-from tests.support.paged import CHUNK, paged, sizes_of
+from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.slow_tiers import slow_tiers
+from tests.support.engine_parity import Setting, assert_equal, oracle, pipeline_of, train_on_threads
+from tests.support.paged import CHUNK, assert_same, paged, sizes_of
 from tests.support.small_models import Batch, Model, gpt, token_batches
 from tests.support.strict_mover import StrictMover
 
-STASH = 20_000
+STASH = 40_000
 """Bytes that a micro-batch of two samples keeps on a stage of one layer, about."""
 
 
@@ -33,21 +41,6 @@ def batches(num_samples: int, count: int = 3) -> list[Batch]:
     made = token_batches(num_samples, count)
     made[1]["labels"] = torch.full_like(made[1]["labels"], -100)
     return made
-
-
-def assert_same(found: list[Trained], expected: list[Trained]) -> None:
-    """Losses, norms, verdicts, weights and optimiser states after every batch, to the last bit."""
-    for one, other in zip(found, expected, strict=True):
-        assert repr(one.losses) == repr(other.losses)
-        assert one.norms == other.norms
-        assert one.skipped == other.skipped
-        for held, wanted in zip(one.weights, other.weights, strict=True):
-            assert held.keys() == wanted.keys()
-            assert all(torch.equal(held[name], wanted[name]) for name in held)
-        for states, wanted_states in zip(one.states, other.states, strict=True):
-            assert states.keys() == wanted_states.keys()
-            for name, state in states.items():
-                assert all(torch.equal(state[key], wanted_states[name][key]) for key in state)
 
 
 @dataclass(frozen=True)
@@ -116,6 +109,14 @@ def test_a_paged_run_is_the_resident_run_to_the_last_bit(name: str, tmp_path: Pa
     assert_moved_as_predicted(case, plan, set(pipelines), len(data))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_ranks_that_sweep_compute_what_one_process_computes(schedule: str) -> None:
+    model, data = gpt("layers=3,tied=false", "float64"), batches(8)
+    setting = Setting(Plan((2, 4, 6), 4, schedule, stages_per_rank=2, sweep=2), clip_norm=0.5)
+    assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))
+
+
 def assert_moved_as_predicted(case: Case, plan: Plan, pipelines: set[Pipeline], num_batches: int) -> None:
     """Bytes are those of the programs, to the byte, and no tier was ever above its budget."""
     windows, first = [], 0
@@ -171,18 +172,64 @@ def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
 # --- faults
 
 
-def test_a_disk_that_fails_ends_training_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [("preadv", errno.EIO, "read: Input/output"), ("pwritev", errno.ENOSPC, "written: No space left")],
+)
+def test_a_disk_that_fails_ends_training_with_a_sentence_and_a_checkpoint_goes_on(
+    call: str, error: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, make = one_rank(tmp_path)
-    pipeline = make()
+    data, pipeline = token_batches(6, 3), make()
+    list(pipeline.train(data[:1]))
+    saved = pipeline.snapshot()
 
     def fail(*_given: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr("bireme.memory.disk_tier.os.preadv", fail)
-    with pytest.raises(BiremeError, match=r"cannot be read: Input/output error. Training cannot go on"):
-        list(pipeline.train(token_batches(6, 2)))
+    with monkeypatch.context() as broken:
+        broken.setattr(f"bireme.memory.disk_tier.os.{call}", fail)
+        with pytest.raises(BiremeError, match=f"cannot be {said}"):
+            list(pipeline.train(data[1:]))
+    pipeline.close()
+    assert not list(tmp_path.iterdir())
+    again, whole = make(), make()
+    again.restore(saved)
+    assert [one.loss for one in again.train(data[1:])] == [one.loss for one in whole.train(data)][1:]
+    for one in (again, whole):
+        one.close()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_slow_and_stalls_changes_no_number_and_is_named_with_its_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, make = one_rank(tmp_path)
+    data = token_batches(6, 2)
+    expected = [one.loss for one in pipeline_of(case.of, case.setting(case.plan), None).train(data)]
+    pipeline, calls = make(), count(1)
+
+    def slow(call: Callable[..., int]) -> Callable[..., int]:
+        def late(*given: Any) -> int:
+            sleep(0.2 if next(calls) % 100 == 0 else 0.002)
+            return call(*given)
+
+        return late
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(f"bireme.memory.disk_tier.os.{name}", slow(getattr(os, name)))
+    assert [one.loss for one in pipeline.train(data)] == expected
+    own = RankOutcome(0, None, None, tiers=pipeline.tiers)
+    outcome = Outcome(2, "", None, None, None, None, None, 0, None, own)
+    device = Device("any", "emulated", 10**9)
+    cluster = Cluster((Server("a", (device,), disk_bytes=10**10, disk_bytes_per_s=2e9),))
+    (sentence,) = slow_tiers(case.paged(), cluster, [outcome])
+    assert re.match(r"Rank 0 waited for chunks for \d+% of its .* and the disk is what limits", sentence)
+    assert "where the plan counts on 2 GB/s. A faster disk" in sentence
+    moves = pipeline.tiers[1]
+    assert f"ran at {rate_text(moves.copied_bytes / moves.copied_s)}," in sentence
+    assert slow_tiers(case.plan, cluster, [replace(outcome, own=replace(own, tiers=()))]) == []
     pipeline.close()
 
 
@@ -228,15 +275,6 @@ def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) ->
         os.close(ready)
         os.close(told)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_frozen_weights_are_not_paged(tmp_path: Path) -> None:
-    case, _ = one_rank(tmp_path)
-    part = Part(train=("*.bias",))
-    setting = case.setting(case.paged(), PagingSettings(tmp_path))
-    with pytest.raises(BiremeError, match=r"Rank 0 has \d+ bytes of frozen weights, which stay"):
-        pipeline_of(gpt(case.model, case.dtype, part), setting, None)
 
 
 def test_a_plan_that_pages_to_a_disk_needs_a_folder(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from bireme.errors import BiremeError
 from bireme.memory.address_range import AddressRange
 from bireme.memory.disk_tier import DiskTier
 from bireme.memory.host_chunks import HostChunks
+from bireme.model.stage import stage_function
 from bireme.plan.plan import Plan
 from bireme.runtime.courier import Courier
 from bireme.runtime.paging.settings import PagingSettings
@@ -44,6 +45,7 @@ class Carrying(nn.Module):
         return {"loss": functional.mse_loss(self.last(made * begin) * chosen, wanted)}
 
 
+@pytest.mark.slow
 def test_what_passes_a_stage_as_it_is_lies_apart_from_what_the_stage_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +77,7 @@ def one_rank(schedule: str, *, master: bool = False) -> Plan:
     return paged(plan, sizes, 0.1, host=0.0, disk=True)
 
 
+@pytest.mark.slow
 def test_all_that_is_copied_is_counted_when_a_window_ends(tmp_path: Path) -> None:
     settings = PagingSettings(tmp_path, StrictMover)
     setting = Setting(one_rank("2bw-fresh"), paging=settings)
@@ -85,6 +88,7 @@ def test_all_that_is_copied_is_counted_when_a_window_ends(tmp_path: Path) -> Non
     pipeline.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are looked up in /proc")
 def test_a_pipeline_that_is_forgotten_gives_its_disk_back(tmp_path: Path) -> None:
     def num_open() -> int:
@@ -126,6 +130,41 @@ def test_conjugates_that_autograd_saves_are_conjugates_again() -> None:
     found = torch.autograd.grad(made, (x, y))
     assert own.used_bytes > 0
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_what_a_stash_has_no_room_for_is_counted_and_constants_stay_where_they_are() -> None:
+    memory = HostChunks(1, CHUNK)
+    own = AddressRange(memory, 1)
+    memory.map(own.chunk(0), 0)
+    left: list[int] = []
+    stash = PagedStash(own, lambda _tensor: False, left.append)
+    x, constant = torch.randn(CHUNK, requires_grad=True), torch.randn(CHUNK)
+    with stash.saving((x, constant)):
+        made = (x * constant).exp()  # which saves the constant and its own result
+    assert left == [made.nbytes]
+    assert own.used_bytes == 0
+    (found,) = torch.autograd.grad(made.sum(), (x,))
+    assert torch.equal(found, constant * (x * constant).exp())
+
+
+class Scaling(nn.Module):
+    """Its code holds numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        return {
+            "loss": functional.mse_loss((self.layer(x) * torch.tensor([1.0, 3.0])).sum(-1), wanted[..., 0])
+        }
+
+
+def test_a_stage_names_the_constants_of_its_code() -> None:
+    model = captured(Scaling(), {name: one.float() for name, one in real_batches(2, 1, 2)[0].items()})
+    function = stage_function(model.graph, model.units, outputs=("loss",))
+    (constant,) = function.constants(torch.device("cpu"))
+    assert constant.tolist() == [1.0, 3.0]
 
 
 def test_a_folder_that_takes_no_file_is_refused_with_a_sentence_alone(

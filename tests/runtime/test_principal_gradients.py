@@ -117,7 +117,7 @@ def test_other_ranks_replicas_and_whole_gradients_go_on_from_components() -> Non
 
 def kept(model: Model, gradient: str) -> tuple[int, int]:
     """The bytes of gradients that a rank keeps, and of what goes on from batch to batch."""
-    fabric = ThreadFabric(1, timeout_s=60.0)
+    fabric = ThreadFabric(1)
     setting = Plain(Plan((), 4, "1f1b"), gradient=gradient)
     pipeline = pipeline_of(model, setting, fabric.of(0))
     try:
@@ -148,4 +148,4 @@ def test_what_cannot_stream_is_refused_before_anything_is_open(schedule: str, wo
     of = None if schedule == "zb-h1" else ("nothing.*",)
     setting = Setting(plan_for(schedule, 1), gradient="principal:2", gradient_of=of)
     with pytest.raises(BiremeError, match=words):
-        pipeline_of(model, setting, ThreadFabric(1, timeout_s=60.0).of(0))
+        pipeline_of(model, setting, ThreadFabric(1).of(0))

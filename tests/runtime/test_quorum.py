@@ -195,3 +195,37 @@ def test_a_replica_that_is_too_slow_gets_the_committed_sum_and_goes_on_with_the_
     assert replicas.hub.rounds[3].members == (0, 1)
     assert replicas.hub.epochs[0] == (0, 1, 2)
     assert all(replicas.seen[RankId(one, 0, 0)].is_done for one in range(3))
+
+
+def test_a_replica_whose_weights_differ_in_one_bit_takes_those_of_the_others() -> None:
+    """Of three the two that are alike are right, though the other one leads."""
+    flipped: list[str] = []
+
+    def flip(rank: RankId, step: Instruction) -> None:
+        if rank == RankId(0, 0, 0) and step.batch == 3 and not flipped:
+            name, weights = next(iter(replicas.pipelines[rank].parameters().items()))
+            weights.detach().reshape(-1).view(torch.int64)[0].bitwise_xor_(1 << 40)
+            flipped.append(name)
+
+    replicas = Replicas(
+        regression(),
+        setting_of("1f1b", 1),
+        3,
+        data_for(24),
+        24,
+        BATCH,
+        on_instruction=flip,
+        revives=True,
+        pace=lambda _rank, _batch: replicas.wait_until_present(),
+        compare_every=4,
+    )
+    replicas.run()
+
+    assert replicas.differed == [
+        "replica 0 has other weights than replicas 1 and 2 after 4 batches, and takes theirs."
+    ]
+    assert replicas.hub.epochs[:3] == [(0, 1, 2), (1, 2), (0, 1, 2)]
+    last = [seen.weights[23] for seen in replicas.seen.values() if seen.is_done]
+    assert len(last) == 3
+    for name, tensor in last[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in last), name

@@ -1,7 +1,8 @@
 """Coming to the state of the others, where donors fail: nothing waits for what will not come."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import pytest
@@ -10,9 +11,18 @@ import torch
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import join
 from bireme.runtime.quorum.job import DroppedError, Job
-from bireme.runtime.quorum.parcels import send_named
+from bireme.runtime.quorum.parcels import Parcel, send_named
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import Heal, RankId, RoundAt, Word
+from bireme.sync.coordinator.messages import (
+    Commit,
+    Heal,
+    Member,
+    Part,
+    RankId,
+    RoundAt,
+    Source,
+    Word,
+)
 from bireme.sync.quorum.line import LineBroken
 from tests.support.patience import patience_s
 
@@ -47,13 +57,14 @@ class Scripted:
             self._words.pop(0)
         return self.word
 
-    def fetch(self, heal: Heal) -> socket.socket:
+    @contextmanager
+    def fetch(self, heal: Heal) -> Iterator[Parcel]:
         if heal == self._deaf:
             raise LineBroken(heal.donor, "it says nothing")
         here, there = socket.socketpair()
-        with there:
+        with here, there:
             send_named(there, {"num_trained": heal.batch, "clip_scale": 1.0}, {}, share=1.0)
-        return here
+            yield Parcel(here, lambda: None, timeout_s=5.0)
 
 
 def joined(agent: Scripted) -> tuple[int, list[int], list[int]]:
@@ -117,3 +128,26 @@ def test_a_rank_that_waits_for_a_sum_of_its_donor_learns_that_it_will_not_come()
     assert job.is_done.wait(patience_s())
     assert isinstance(job.error, DroppedError)
     agent.close(is_leaving=False)
+
+
+def test_a_rank_asks_another_source_as_soon_as_one_that_says_nothing_is_replaced() -> None:
+    """However long the timeout is: whoever sends nothing may be dead, or have a slow line."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        members = (Member(0, 0, (f"{host} {port} {16 * '00'} -",)),)
+        commit = Commit(0, 6, 0, (Part(0, 4),), (Source(1, 0),))
+        heal = Heal(1, donor=0, batch=5)
+        coordinator = Told(Word(1, 1, committed=(7,), members=members, commits=(commit,), heals=(heal,)))
+        agent = Agent(OWN, coordinator, timeout_s=1e6)
+        agent.begin(6, is_healed=True)
+        job = Job(6, [torch.zeros(1)])
+        agent.add(job)
+        asked, _ = silent.accept()
+
+        coordinator.word = Word(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
+        coordinator.act()
+
+        assert job.is_done.wait(patience_s())
+        assert isinstance(job.error, DroppedError)
+        agent.close(is_leaving=False)
+        asked.close()

@@ -52,7 +52,7 @@ def train_partly(
     model: Model, plan: Plan, samples: Callable[[], Samples]
 ) -> tuple[list[Noting], list[float]]:
     """What each rank reads of three batches, and the losses of these."""
-    setting, fabric = Setting(plan), ThreadFabric(plan.num_ranks, timeout_s=60.0)
+    setting, fabric = Setting(plan), ThreadFabric(plan.num_ranks)
     notings = [Noting(samples()) for _ in range(plan.num_ranks)]
 
     def work(rank: int) -> list[float]:
@@ -72,7 +72,7 @@ def train_partly(
 
 def train_whole(model: Model, plan: Plan, samples: Samples) -> list[float]:
     """The losses where every rank is given whole batches."""
-    fabric = ThreadFabric(plan.num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(plan.num_ranks)
     order = Order(len(samples), SEED)
     data = [samples.take([int(n) for n in order.batch(number, SIZE)]) for number in range(COUNT)]
 
@@ -168,7 +168,7 @@ def test_samples_that_are_made_whole_are_made_once_and_for_their_replica_alone()
 
 def test_an_evaluation_reads_as_little() -> None:
     plan, model = regression_plan("2bw", 2, width=2), regression()
-    fabric = ThreadFabric(plan.num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(plan.num_ranks)
     notings = [Noting(columns()) for _ in range(plan.num_ranks)]
     order = Order(70, SEED)
 
@@ -194,7 +194,7 @@ def test_an_evaluation_reads_as_little() -> None:
 
 def refused(plan: Plan, batches_of: Callable[[int, Pipeline], RankBatches | list[object]]) -> list[str]:
     """What each rank ends with."""
-    fabric = ThreadFabric(plan.num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(plan.num_ranks)
 
     def work(rank: int) -> str:
         pipeline = pipeline_of(regression(), Setting(plan), fabric.of(rank))

@@ -77,7 +77,7 @@ def whole_batches(pipeline: Pipeline) -> list[dict[str, Tensor]]:
 
 def losses_of(plan: Plan, ledgers: Sequence[Ledger] | None) -> list[float]:
     """The losses of a run: as private data asks for it, or with whole batches everywhere."""
-    model, fabric = gpt("layers=3,tied=false"), ThreadFabric(plan.num_ranks, timeout_s=60.0)
+    model, fabric = gpt("layers=3,tied=false"), ThreadFabric(plan.num_ranks)
     per_replica = plan.source.num_ranks
 
     def work(rank: int) -> list[float]:

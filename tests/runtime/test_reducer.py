@@ -346,7 +346,7 @@ def test_what_is_not_begun_when_it_is_closed_is_dropped() -> None:
 
 
 def test_a_lost_replica_fails_the_batch_and_all_that_follow() -> None:
-    fabric = ThreadFabric(2, timeout_s=30)
+    fabric = ThreadFabric(2)
     reducer = Reducer(SingleRankGroup(), replicas=_group(fabric.of(0).group, (0, 1)))
     under_way = [reducer.start(batch, _ones(), loss_sum=0.0) for batch in (0, 1)]
     fabric.lose(1)

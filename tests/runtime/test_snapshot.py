@@ -38,7 +38,7 @@ def train(
     but: Collection[str] = (),
 ) -> list[Seen]:
     """All ranks as threads, from a snapshot on where there is one; `but` is left out of the one they take."""
-    fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(setting.plan.num_ranks)
 
     def work(rank: int) -> Seen:
         pipeline = pipeline_of(model, setting, fabric.of(rank))

@@ -176,7 +176,7 @@ def test_rendezvous_lets_through_what_posts_its_receives_first() -> None:
 
 
 def test_a_thread_that_is_lost_is_named_at_once() -> None:
-    fabric = ThreadFabric(3, timeout_s=30)
+    fabric = ThreadFabric(3)
     payload = torch.empty(64, dtype=torch.uint8)
 
     def work(rank: int) -> str:

@@ -26,7 +26,7 @@ def test_all_ranks_stop_after_the_same_batch_that_one_of_them_asks_at(schedule: 
     model, data = regression(), real_batches(8, 40, WIDTH)
     setting = Setting(regression_plan(schedule, lookahead=lookahead))
     num_ranks = setting.plan.num_ranks
-    fabric = ThreadFabric(num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(num_ranks)
 
     def work(rank: int) -> tuple[int, list[float]]:
         pipeline = pipeline_of(model, setting, fabric.of(rank))

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.rivals import least_recently_used
-from benchmarks.paging.traces import small_trace
+from benchmarks.paging.traces import program_trace, small_trace
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.chunks import best_chunk_bytes, num_chunks
-from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.eviction import decide
+from bireme.schedule.gaps import gaps_of, num_copies, settle
 from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.paging import Budgets, page
@@ -24,15 +25,32 @@ from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk
 from bireme.schedule.uses import Mode, chunks_of, uses
 from tests.support.extent import examples
+from tests.support.plain_eviction import plain_decide
 
 CHUNK = 64
 
 
-def sizes(num_stages: int, chunks: tuple[int, int, int, int], *, master: bool = True) -> Sizes:
-    """Weights, gradients, optimiser and stash of every stage, in chunks; messages have half a chunk."""
+def sizes(
+    num_stages: int, chunks: tuple[int, int, int, int], *, master: bool = True, frozen: int = 0
+) -> Sizes:
+    """Weights, gradients, optimiser, stash and frozen weights of every stage, in chunks; messages have half a
+    chunk.
+    """
     weights, gradient, optimizer, stash = ((one * float(CHUNK),) * num_stages for one in chunks)
     message = (CHUNK / 2,) * num_stages
-    return Sizes(weights, gradient, optimizer, stash, message, message, message, master)
+    still = (frozen * float(CHUNK),) * num_stages
+    return Sizes(
+        weights,
+        gradient,
+        optimizer,
+        stash,
+        message,
+        message,
+        message,
+        master,
+        buffers=still,
+        frozen=still,
+    )
 
 
 def peak(program: Program, of: Sizes) -> float:
@@ -79,7 +97,7 @@ def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
         draw(st.integers(0, 4)),
         draw(st.integers(0, 3)),
     )
-    of = sizes(stages, counts, master=draw(st.booleans()))
+    of = sizes(stages, counts, master=draw(st.booleans()), frozen=draw(st.integers(0, 3)))
     share = draw(st.floats(0.1, 1.0))
     host = draw(st.sampled_from((None, 0.0, 0.3, 0.6)))
     whole = peak(program, of)
@@ -284,8 +302,9 @@ class Machine:
                     for memory in self.memory:
                         memory.pop(chunk, None)
         for chunk, value in self.truth.items():
-            if chunk.item is Item.OPTIMIZER and value not in (memory.get(chunk) for memory in self.memory):
-                raise HarmError("the optimiser is lost")
+            lasts = chunk.item in (Item.OPTIMIZER, Item.FROZEN)
+            if lasts and value not in (memory.get(chunk) for memory in self.memory):
+                raise HarmError("what outlives the window is lost")
 
     def _copy(self, step: Instruction) -> None:
         assert step.page is not None
@@ -343,15 +362,17 @@ def mutated(program: Program) -> Iterator[Program]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "budgets"),
+    ("name", "budgets", "frozen"),
     [
-        ("1f1b", Budgets(12 * CHUNK)),
-        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK)),
-        ("2bw-fresh", Budgets(14 * CHUNK)),
+        ("1f1b", Budgets(12 * CHUNK), 0),
+        ("1f1b", Budgets(13 * CHUNK), 2),
+        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK), 0),
+        ("2bw-fresh", Budgets(14 * CHUNK), 0),
     ],
 )
-def test_one_mistake_that_does_harm_is_found_and_no_other(name: str, budgets: Budgets) -> None:
-    program = page(parts(name, 2, 2, per_rank=2), sizes(2, (2, 2, 5, 1)), budgets, chunk_bytes=CHUNK)
+def test_one_mistake_that_does_harm_is_found_and_no_other(name: str, budgets: Budgets, frozen: int) -> None:
+    of = sizes(2, (2, 2, 5, 1), frozen=frozen)
+    program = page(parts(name, 2, 2, per_rank=2), of, budgets, chunk_bytes=CHUNK)
     assert program.tiers
     assert not does_harm(program)
     verdicts = [(check(wrong).ok, does_harm(wrong)) for wrong in mutated(program)]
@@ -374,6 +395,24 @@ def test_small_plans_copy_hardly_more_than_any_plan_must_and_never_more_than_lea
         assert least <= copies <= least_recently_used(accesses, capacity)
         ours, fewest = ours + copies, fewest + least
     assert ours <= 1.05 * fewest
+
+
+@examples(60)
+@given(st.integers(0, 10**6), st.integers(3, 9), st.integers(6, 40), st.integers(2, 6), st.integers(0, 3))
+def test_plans_are_those_of_the_rules_taken_step_by_step(
+    seed: int, num_chunks: int, num_steps: int, capacity: int, ahead: int
+) -> None:
+    accesses = small_trace(seed, num_chunks, num_steps)
+    found = decide(accesses, gaps_of(accesses), num_steps, capacity, ahead)
+    assert found == plain_decide(accesses, gaps_of(accesses), num_steps, capacity, ahead)
+
+
+@pytest.mark.parametrize(("name", "sweep"), [("1f1b", 1), ("2bw", 1), ("gpipe", 2)])
+def test_plans_of_loops_are_those_of_the_rules_taken_step_by_step(name: str, sweep: int) -> None:
+    accesses, num_steps, most = program_trace(name, sweep, parts=3, microbatches=4)
+    for ahead in (0, 4):
+        found = decide(accesses, gaps_of(accesses), num_steps, most // 2, ahead)
+        assert found == plain_decide(accesses, gaps_of(accesses), num_steps, most // 2, ahead)
 
 
 @examples(80)

@@ -79,9 +79,10 @@ class World:
     def start(self, replica: int) -> None:
         """Start a replica, or start it again."""
         self.lives[replica] += 1
+        is_empty = any(isinstance(one, Committed) for one in self.ledger)
         for stage in range(self.settings.num_stages):
             rank = RankId(replica, self.lives[replica], stage)
-            self.ranks[rank] = SimulatedRank(self, rank)
+            self.ranks[rank] = SimulatedRank(self, rank, is_empty=is_empty)
 
     def kill(self, replica: int, *, is_told: bool, again_s: float | None = 0.5) -> None:
         """Kill the processes of a replica; whoever started them says so, and starts them again."""
@@ -225,8 +226,8 @@ class Kept:
 class SimulatedRank:
     """A rank of a replica."""
 
-    def __init__(self, world: World, rank: RankId) -> None:
-        self.world, self.rank = world, rank
+    def __init__(self, world: World, rank: RankId, *, is_empty: bool) -> None:
+        self.world, self.rank, self.is_empty = world, rank, is_empty
         self.is_dead = False
         self.weights: list[Sum] = []
         self.known = Known()
@@ -275,6 +276,7 @@ class SimulatedRank:
             wants=self.wants,
             rounds=(self.at,),
             healed=self.healed,
+            is_empty=self.is_empty,
             known=None if self._has_word else self.known,
         )
         host = self.world.hosts[self._host]
@@ -390,7 +392,7 @@ class SimulatedRank:
             return
         at = self.at
         if self._is_in(commit) and (at.summed, at.attempt) == (commit.round, commit.attempt):
-            self._apply(self.kept.sums[commit.round])
+            self._apply(self.kept.sums[commit.round], commit)
             return
         source = next((one.source for one in commit.sources if one.target == self.rank.replica), None)
         if source is None:
@@ -399,14 +401,14 @@ class SimulatedRank:
         if peer is None:
             self.at = replace(at, lost=(*({*at.lost} - {source}), source))
         elif len(peer.weights) > commit.round:
-            self._apply(peer.weights[commit.round])
+            self._apply(peer.weights[commit.round], commit)
         elif (peer.at.summed, peer.at.attempt) == (commit.round, commit.attempt):
-            self._apply(peer.kept.sums[commit.round])
+            self._apply(peer.kept.sums[commit.round], commit)
 
-    def _apply(self, found: Sum) -> None:
+    def _apply(self, found: Sum, commit: Commit) -> None:
         self.world.note_applied(self.rank.stage, len(self.weights), found)
         self.weights.append(found)
-        self.at = RoundAt(committed=len(self.weights))
+        self.at = RoundAt(committed=len(self.weights), last=replace(commit, sources=()))
 
     def _heal(self, donor: int, batch: int) -> None:
         """Take the donor's weights after so many batches, once it is there."""

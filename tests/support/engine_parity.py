@@ -23,6 +23,7 @@ from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
+from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
@@ -86,6 +87,7 @@ class Setting:
     gradient: str = "whole"
     gradient_of: tuple[str, ...] | None = None
     paging: PagingSettings | None = None
+    shard: str = "none"
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -121,6 +123,7 @@ def pipeline_of(
     device: torch.device | str = "cpu",
     sharing: Sharing | None = None,
     agreement: Agreement | None = None,
+    averaging: Averaging | None = None,
 ) -> Pipeline:
     return Pipeline(
         model.graph,
@@ -143,7 +146,9 @@ def pipeline_of(
         gradient=setting.gradient,
         gradient_of=setting.gradient_of,
         paging=setting.paging,
+        shard=setting.shard,
         agreement=agreement,
+        averaging=averaging,
     )
 
 
@@ -198,7 +203,7 @@ def train_on_threads(
     **fabric: Any,
 ) -> list[Trained]:
     """What each rank saw, all of them threads of this process."""
-    joined = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0, **fabric)
+    joined = ThreadFabric(setting.plan.num_ranks, **fabric)
 
     def work(rank: int) -> Trained:
         pipeline = pipeline_of(model, setting, joined.of(rank), on_instruction)
@@ -255,9 +260,11 @@ def oracle(
     buffers: dict[str, Tensor] | None = None,
     *,
     sizes: Sequence[Sequence[int]] | None = None,
+    after_step: Callable[[int, Mapping[str, Tensor]], None] = lambda _batch, _weights: None,
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
-    samples of all micro-batches, batch by batch, where the plan does not say them.
+    samples of all micro-batches, batch by batch, where the plan does not say them. `after_step` may change
+    the weights after each step.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []
@@ -288,6 +295,7 @@ def oracle(
         compute_dtype=setting.bank_dtype,
         around=around,
         coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec),
+        after_step=after_step,
     )
 
 

@@ -1,7 +1,12 @@
-"""Graphs that many tests use, captured once for all workers of a run of the suite."""
+"""Graphs that many tests use, captured once for all workers of a run of the suite.
+
+Those of models that are not of `tests/` are kept for the next run: what is captured depends on the code that
+captures, and on nothing else. Tests of capturing itself keep nothing.
+"""
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -12,23 +17,32 @@ from bireme.model.capture import Inputs, Loss, capture
 from bireme.model.captures import Captures
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
+from tests.support.kept import KEPT_GRAPHS
 
 __all__ = ["captured_once", "remember_captures"]
 
-BUILT_IN = "gpt:"
-"""Such a name says all of a model, but for the part of it that learns and its type."""
+OF_TESTS = "python:tests."
+ALWAYS_THE_SAME = "gpt:", OF_TESTS
+"""A name that begins so says all of a model, but for the part of it that learns and its type."""
+
+FOLDER = "hf:"
+"""And of such a model all that is in the folder's configuration."""
 
 
-def captured_once(name: str, capture: Callable[[], Graph]) -> Graph:
-    """The graph of that name, of the folder that workers share; it is captured by the first that asks."""
-    path = Path(os.environ["BIREME_TESTS_FOLDER"], f"{sha256(name.encode()).hexdigest()[:24]}.json")
+def captured_once(name: str, capture: Callable[[], Graph], *, is_kept: bool = False) -> Graph:
+    """The graph of that name, of the folder that workers share; it is captured by the first that asks.
+
+    One that `is_kept` is there for later runs too: its name says all of its model and its inputs.
+    """
+    folder = os.environ[KEPT_GRAPHS if is_kept else "BIREME_TESTS_FOLDER"]
+    path = Path(folder, f"{sha256(name.encode()).hexdigest()[:24]}.json")
     if not path.exists():
         save_graph(capture(), path)
     return load_graph(path)
 
 
 def remember_captures() -> None:
-    """Have runs and commands of this process capture no built-in model that was captured before."""
+    """Have runs and commands of this process capture no model by name that was captured before."""
     settings = Captures.__init__.__kwdefaults__
     assert settings is not None
     settings["front_end"] = _remembered
@@ -38,8 +52,20 @@ def _remembered(
     model: nn.Module, inputs: Inputs, *, loss: Loss | None, training: bool, name: str | None
 ) -> Graph:
     make = partial(capture, model, inputs, loss=loss, training=training, name=name)
-    if loss is not None or name is None or not name.startswith(BUILT_IN) or not isinstance(inputs, dict):
+    said = _said_by(name)
+    if loss is not None or said is None or not isinstance(inputs, dict):
         return make()
-    parameters = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
+    learning = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
+    scales = [(key, one.scaling) for key, one in model.named_modules() if hasattr(one, "scaling")]
     given = [(key, one.shape, one.dtype) for key, one in inputs.items()]
-    return captured_once(repr((name, training, parameters, given)), make)
+    own = repr((said, training, repr(model), learning, scales, given))
+    found = captured_once(own, make, is_kept=not name or not name.startswith(OF_TESTS))
+    return replace(found, name=name or found.name)
+
+
+def _said_by(name: str | None) -> str | None:
+    """What a model is by its name; None where that does not say it."""
+    if name is None or not name.startswith(FOLDER):
+        return name if name is not None and name.startswith(ALWAYS_THE_SAME) else None
+    file = Path(name.removeprefix(FOLDER), "config.json")
+    return file.read_text(encoding="utf-8") if file.is_file() else None

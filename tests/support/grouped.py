@@ -13,13 +13,12 @@ from random import Random
 from bireme.sync.coordinator.group_events import (
     Arrived,
     Came,
+    Drained,
     Event,
     Formed,
     Gone,
     Group,
-    MeanAsked,
     Settled,
-    StopAsked,
     Summed,
     Tick,
 )
@@ -39,6 +38,7 @@ class Replica:
     done: dict[int, int] = field(default_factory=dict)
     """The last batch that counts, of each stage."""
     drains_after: int | None = None
+    """It drains after this batch, alone, and then goes on with the others."""
     life: int = 0
 
 
@@ -52,6 +52,8 @@ class GroupWorld:
         self.state = begun(settings, num_stages, range(num_replicas))
         self.formed: list[tuple[float, Group]] = []
         self.settled: list[Group] = []
+        self.drained: list[tuple[int, int, int]] = []
+        """Which replica has drained at which stage after which batch."""
         self.opened: dict[int, tuple[float, float]] = {}
         """When the group of a stage that gathers now was opened, and how long its opener would wait."""
         self.replicas = {
@@ -78,7 +80,7 @@ class GroupWorld:
     def tell(self, event: Event) -> None:
         """Have it happen, perhaps twice."""
         for _ in range(self.random.choice([1, 1, 2])):
-            if isinstance(event, MeanAsked | StopAsked | Came | Gone) and _ > 0:
+            if isinstance(event, Came | Gone) and _ > 0:
                 break
             done = step(self.state, event, self.now_s)
             self.state = done.state
@@ -99,6 +101,11 @@ class GroupWorld:
         one = Replica(number, 0.02, waits=dict.fromkeys(range(self.num_stages), first_wait_s()))
         self.replicas[number] = one
         self._train(one)
+
+    def drain(self) -> None:
+        """Have all replicas drain after the batch that follows the one that they are at."""
+        for one in self.replicas.values():
+            one.drains_after = one.batch + 1
 
     def _tick(self) -> None:
         deadline_s = next_deadline_s(self.state)
@@ -141,10 +148,10 @@ class GroupWorld:
                 continue
             one.done[group.stage] = entry.batch
             one.waits[group.stage] = next_wait_s(one.waits[group.stage], len(group.members))
-            if entry.replica in group.last:
-                one.drains_after = entry.batch
+            is_draining = one.drains_after == entry.batch
+            if is_draining:
+                self.drained.append((one.number, group.stage, entry.batch))
+                self.tell(Drained(group.stage, one.number))
             if len(one.done) == self.num_stages and min(one.done.values()) == one.batch:
-                is_draining = one.drains_after == one.batch
-                # It drains alone for two batches, and then goes on with the others.
-                one.batch += 3 if is_draining else 1
+                one.batch += 1
                 self.after(2 * one.batch_s if is_draining else 0.0, partial(self._train, one))

@@ -19,10 +19,10 @@ import pytest
 
 from bireme.train import launched_rank
 
-__all__ = ["Host", "enter_without", "hide", "hosts"]
+__all__ = ["CLONE_NEWNS", "CLONE_NEWUSER", "Host", "check", "enter_without", "hide", "hosts", "set_cable"]
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-"""Of Linux: mounts, the machine's name, its network."""
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
+"""Of Linux: mounts, the machine's name, users, its network."""
 
 CARD = "eth0"
 TOOL_TIMEOUT_S = 20.0
@@ -45,8 +45,8 @@ class Host:
         """Have this process, which must have one thread, be on that machine from now on."""
         system = ctypes.CDLL(None, use_errno=True)
         with Path("/var/run/netns", self.namespace).open() as there:
-            _check(system.setns(there.fileno(), CLONE_NEWNET))
-        _check(system.unshare(CLONE_NEWUTS | CLONE_NEWNS))
+            check(system.setns(there.fileno(), CLONE_NEWNET))
+        check(system.unshare(CLONE_NEWUTS | CLONE_NEWNS))
         socket.sethostname(self.name)
         platform._uname_cache = None  # type: ignore[attr-defined]  # of the name before
         run("mount", "--make-rslave", "/")
@@ -65,7 +65,8 @@ def hide(folder: Path) -> None:
     run("mount", "-t", "tmpfs", "none", str(folder))
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
+    """Raise what a function of the system has failed with."""
     if status:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -74,7 +75,7 @@ def _check(status: int) -> None:
 def hosts(count: int, *, slow: int | None = None, megabits_per_s: float = 20.0) -> Iterator[list[Host]]:
     """So many hosts; the link of the one of number `slow` carries so little. Skips where they cannot be."""
     skip_unless_possible()
-    switch = f"bireme-test-{os.getpid()}-switch"
+    switch = _switch()
     names = [f"bireme-test-{os.getpid()}-{number}" for number in range(count)]
     made: list[str] = []
     try:
@@ -106,6 +107,15 @@ def plug_in(number: int, namespace: str, switch: str) -> Host:
     run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", CARD)
     run("ip", "-n", namespace, "link", "set", CARD, "up")
     return Host(namespace, address, f"host-{number}")
+
+
+def set_cable(number: int, *, is_plugged: bool) -> None:
+    """Pull the cable of a host out of the switch, or plug it in again."""
+    run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if is_plugged else "down")
+
+
+def _switch() -> str:
+    return f"bireme-test-{os.getpid()}-switch"
 
 
 def skip_unless_possible() -> None:

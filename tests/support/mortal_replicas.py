@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from bireme.runtime.quorum.agreement import Agreement
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.coordinator import begun, step
 from bireme.sync.coordinator.ledger_line import Committed
-from bireme.sync.coordinator.messages import Life, Member, RankId, Report, RoundAt, Samples, Word
+from bireme.sync.coordinator.messages import Life, Member, RankId, Report, Samples, Word
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
+from bireme.sync.quorum.digest import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.small_models import Batch, Model
@@ -107,9 +109,9 @@ class _Client:
         self._act: Callable[[], None] = lambda: None
         self.is_silent = False
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+    def say(self, *, address: str, **fields: Any) -> None:
         with self._lock:
-            self._report = Report(self._rank, 0, 0, address, wants, rounds, healed=healed)
+            self._report = Report(self._rank, 0, 0, address, **fields)
         self._send()
 
     def on_word(self, act: Callable[[], None]) -> None:
@@ -191,6 +193,7 @@ class Replicas:
         lease_s: float = 60.0,
         timeout_s: float = 20.0,
         pace: Callable[[RankId, int], None] = lambda _rank, _batch: None,
+        compare_every: int = 0,
     ) -> None:
         self.model, self.setting, self.data = model, setting, data
         self.num_replicas, self.num_batches, self.batch_size = num_replicas, num_batches, batch_size
@@ -210,7 +213,10 @@ class Replicas:
         self.seen: dict[RankId, Seen] = {}
         self.lives = dict.fromkeys(range(num_replicas), 0)
         self._on_instruction, self._revives, self._pace = on_instruction, revives, pace
-        self._timeout_s, self._balances = timeout_s, balances
+        self._timeout_s, self._balances, self._compare_every = timeout_s, balances, compare_every
+        self.pipelines: dict[RankId, Pipeline] = {}
+        self.differed: list[str] = []
+        """What the ranks said whose weights were others than those of their peers."""
         self._agents: dict[Life, list[Agent]] = {}
         self._fabrics: dict[Life, ThreadFabric] = {}
         self._threads: list[threading.Thread] = []
@@ -301,7 +307,7 @@ class Replicas:
 
     def _begin(self, life: Life) -> None:
         self.lives[life.replica] = life.life
-        fabric = self._fabrics[life] = ThreadFabric(self.depth, timeout_s=60.0)
+        fabric = self._fabrics[life] = ThreadFabric(self.depth)
         self._agents[life] = []
         ranks = [RankId(life.replica, life.life, stage) for stage in range(self.depth)]
         threads = [
@@ -321,6 +327,9 @@ class Replicas:
             seen.is_done = True
         except Killed:
             self.kill(life)
+        except OtherWeightsError as error:
+            self.differed.append(str(error))
+            self.kill(life)
         except BaseException as error:
             if life in self._agents:  # nobody killed it
                 seen.error = error
@@ -336,8 +345,11 @@ class Replicas:
             self.setting,
             fabric.of(rank.stage),
             lambda step: self._on_instruction(rank, step),
-            agreement=Agreement(agent, self.num_replicas, self.batch_size, self._balances),
+            agreement=Agreement(
+                agent, self.num_replicas, self.batch_size, self._balances, self._compare_every
+            ),
         )
+        self.pipelines[rank] = pipeline
         try:
             pipeline.join()
             seen.first, seen.has_joined = pipeline.num_trained, True

@@ -96,13 +96,15 @@ def run_oracle(
     loss_name: str = "loss",
     around: Callable[[int, int], AbstractContextManager[object]] = lambda _batch, _index: nullcontext(),
     coded: CodedOracle | None = None,
+    after_step: Callable[[int, Tensors], None] = lambda _batch, _weights: None,
 ) -> list[Update]:
     """Train from `weights` on all batches.
 
     `seen` says under FRESH from how many of each replica's micro-batches of the batch before the trial step
     of a (stage, batch) is made; what is not in it runs on W itself. `compute_dtype` is that of banks shorter
     than the weights. Each micro-batch, by its batch and its place in it, runs within `around`.
-    Sums over the replicas go through `coded`, where stages share no parameter.
+    Sums over the replicas go through `coded`, where stages share no parameter. `after_step` may change the
+    weights after each step.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
     frozen = _cast({name: weights[name] for name in weights if name not in learned}, compute_dtype)
@@ -143,6 +145,8 @@ def run_oracle(
         if not is_skipped:
             factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
             training.step(gradients, rate, factor)
+        with torch.no_grad():
+            after_step(unit.batch, training.parameters)
         history.append(training.weights())
         updates.append(
             Update(

@@ -9,9 +9,10 @@ from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.schedule.paging import Budgets
 from bireme.schedule.residency import Sizes, resident
+from tests.support.engine_parity import Trained
 from tests.support.small_models import Model
 
-__all__ = ["CHUNK", "least_device_bytes", "paged", "sizes_of"]
+__all__ = ["CHUNK", "assert_same", "least_device_bytes", "paged", "sizes_of"]
 
 CHUNK = 4096
 PLENTY = 1 << 30
@@ -19,8 +20,8 @@ PLENTY = 1 << 30
 
 def sizes_of(model: Model, plan: Plan, *, bank_dtype: torch.dtype | None = None, stash: int) -> Sizes:
     """What the stages keep under Adam; a micro-batch keeps `stash` bytes, and none of messages counts."""
-    states = {state.name: state for state in model.graph.parameters if state.trainable}
-    elements, bank, step = [], [], []
+    states = {state.name: state for state in model.graph.parameters}
+    elements, bank, step, frozen = [], [], [], []
     for stage in range(plan.num_stages):
         names = {
             name
@@ -28,7 +29,8 @@ def sizes_of(model: Model, plan: Plan, *, bank_dtype: torch.dtype | None = None,
             for name in model.units[index].parameters
             if name in states
         }
-        own = [model.weights[name] for name in sorted(names)]
+        own = [model.weights[name] for name in sorted(names) if states[name].trainable]
+        frozen.append(float(sum(states[name].num_bytes for name in names if not states[name].trainable)))
         elements.append(sum(tensor.numel() for tensor in own))
         size = own[0].itemsize if own else 8
         bank.append(size if bank_dtype is None else bank_dtype.itemsize)
@@ -44,6 +46,8 @@ def sizes_of(model: Model, plan: Plan, *, bank_dtype: torch.dtype | None = None,
         activation=nothing,
         gradient_message=nothing,
         master=is_apart,
+        buffers=tuple(frozen),
+        frozen=tuple(frozen),
     )
 
 
@@ -85,3 +89,18 @@ def least_device_bytes(within: object, num_ranks: int) -> list[int]:
         else:
             return asked
     raise AssertionError("no budget will do")
+
+
+def assert_same(found: list[Trained], expected: list[Trained]) -> None:
+    """Losses, norms, verdicts, weights and optimiser states after every batch, to the last bit."""
+    for one, other in zip(found, expected, strict=True):
+        assert repr(one.losses) == repr(other.losses)
+        assert one.norms == other.norms
+        assert one.skipped == other.skipped
+        for held, wanted in zip(one.weights, other.weights, strict=True):
+            assert held.keys() == wanted.keys()
+            assert all(torch.equal(held[name], wanted[name]) for name in held)
+        for states, wanted_states in zip(one.states, other.states, strict=True):
+            assert states.keys() == wanted_states.keys()
+            for name, state in states.items():
+                assert all(torch.equal(state[key], wanted_states[name][key]) for key in state)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,16 +75,28 @@ def _exists(pid: int) -> bool:
         return False
 
 
-def start_script(text: str, folder: Path, *words: str, launcher: Sequence[str] = ()) -> Copy:
-    """Start a Python script as a user would, in a process group of its own."""
+def start_script(
+    text: str,
+    folder: Path,
+    *words: str,
+    launcher: Sequence[str] = (),
+    first: Callable[[], None] | None = None,
+) -> Copy:
+    """Start a Python script as a user would, in a process group of its own, where `first` was called."""
     script = folder / "script.py"
     script.write_text(text)
-    return Copy([*launcher, str(script), *words], folder)
+    return Copy([*launcher, str(script), *words], folder, first=first)
 
 
-def run_script(text: str, folder: Path, *words: str, launcher: Sequence[str] = ()) -> Done:
+def run_script(
+    text: str,
+    folder: Path,
+    *words: str,
+    launcher: Sequence[str] = (),
+    first: Callable[[], None] | None = None,
+) -> Done:
     """Run a Python script to its end."""
-    process = start_script(text, folder, *words, launcher=launcher)
+    process = start_script(text, folder, *words, launcher=launcher, first=first)
     try:
         out, err = process.communicate(timeout=patience_s())
         return Done(process.returncode, out, err)

@@ -110,6 +110,7 @@ def gpt(text: str, dtype: str = "float64", part: Part = WHOLE) -> Model:
         captured_once(
             f"{sizes} {dtype} {part} {training}",
             partial(capture, source.model, source.example_inputs, training=training),
+            is_kept=True,
         )
         for training in (True, False)
     )

@@ -5,11 +5,13 @@ that a program that can deadlock anywhere does so here. Nothing is shared betwee
 copied. All waits end.
 """
 
+import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from bireme.runtime.peers import PeerLost
 from bireme.runtime.transport import AbortedError, Pending, Transport, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
 from bireme.sync.group import CollectiveError, MessageGroup, OwnedGroup, Sums
+from tests.support.patience import patience_s
 
 __all__ = ["ThreadFabric", "ThreadRank"]
 
@@ -25,7 +28,9 @@ Delay = Callable[[Message], float]
 
 
 class ThreadFabric:
-    """What joins the ranks. `delay` says how many seconds a message takes; none if it is left out."""
+    """What joins the ranks. `delay` says how many seconds a message takes; none if it is left out. A wait
+    ends after `timeout_s`, or when a test has no more patience.
+    """
 
     def __init__(
         self,
@@ -33,10 +38,12 @@ class ThreadFabric:
         *,
         rendezvous: bool = False,
         delay: Delay | None = None,
-        timeout_s: float = 10.0,
+        timeout_s: float | None = None,
     ) -> None:
         self.num_ranks = num_ranks
-        self._hub = _Hub(timeout_s, rendezvous, delay or (lambda _key: 0.0))
+        self._hub = _Hub(
+            patience_s() if timeout_s is None else timeout_s, rendezvous, delay or (lambda _key: 0.0)
+        )
 
     def of(self, rank: int) -> "ThreadRank":
         """One rank's view, for its thread. It makes it once."""
@@ -92,10 +99,11 @@ _Channel = tuple[int, int, bool, int, int]
 
 @dataclass(slots=True, eq=False)
 class _Parcel:
-    """A copy of what was sent."""
+    """A copy of what was sent. Here, as below, `changed` tells who waits for it, and nobody else."""
 
     payload: Tensor
     arrives_s: float
+    changed: threading.Condition
     is_taken: bool = False
 
 
@@ -103,6 +111,7 @@ class _Parcel:
 class _Slot:
     """A posted receive, and what it got."""
 
+    changed: threading.Condition
     parcel: _Parcel | None = None
 
 
@@ -117,6 +126,8 @@ class _Line:
         while self.parcels and self.slots:
             slot, parcel = self.slots.popleft(), self.parcels.popleft()
             slot.parcel, parcel.is_taken = parcel, True
+            slot.changed.notify_all()
+            parcel.changed.notify_all()
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +135,17 @@ class _Round:
     """One collective: what it is, what each member brought, and who has its result."""
 
     what: str
+    changed: threading.Condition
     brought: dict[int, Tensor] = field(default_factory=dict)
     num_left: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Mail:
+    """What a member sent to another one and that one has not received."""
+
+    changed: threading.Condition
+    tensors: deque[Tensor] = field(default_factory=deque)
 
 
 class _Hub:
@@ -135,21 +155,33 @@ class _Hub:
         self.timeout_s = timeout_s
         self.rendezvous = rendezvous
         self.delay = delay
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self.lost: set[int] = set()
         self.lines: dict[_Key, dict[_Channel, _Line]] = defaultdict(lambda: defaultdict(_Line))
-        self.mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.mail: dict[tuple[int, int], _Mail] = defaultdict(lambda: _Mail(self.changing()))
         self.rounds: dict[_Key, dict[int, _Round]] = defaultdict(dict)
+        self._awaited: Counter[threading.Condition] = Counter()
+
+    def changing(self) -> threading.Condition:
+        """Something that is waited for."""
+        return threading.Condition(self.lock)
 
     def lose(self, rank: int) -> None:
-        with self.changed:
+        with self.lock:
             self.lost.add(rank)
-            self.changed.notify_all()
+            for changed in self._awaited:
+                changed.notify_all()
 
-    def wait(self, is_done: Callable[[], bool], needed: Collection[int]) -> bool:
+    def wait(
+        self, changed: threading.Condition, is_done: Callable[[], bool], needed: Collection[int]
+    ) -> bool:
         """Wait until it is done, a rank that it needs is lost, or the time is over; whether it is done."""
-        with self.changed:
-            self.changed.wait_for(lambda: is_done() or not self.lost.isdisjoint(needed), self.timeout_s)
+        with self.lock:
+            self._awaited[changed] += 1
+            changed.wait_for(lambda: is_done() or not self.lost.isdisjoint(needed), self.timeout_s)
+            self._awaited[changed] -= 1
+            if not self._awaited[changed]:
+                del self._awaited[changed]
             return is_done()
 
 
@@ -170,15 +202,14 @@ class _ThreadTransport:
         """
         sent = payload.clone()
         sent[payload.numel() if num_bytes is None else num_bytes :] = 0
-        parcel = _Parcel(sent, time.monotonic() + self._hub.delay(key))
-        with self._hub.changed:
+        parcel = _Parcel(sent, time.monotonic() + self._hub.delay(key), self._hub.changing())
+        with self._hub.lock:
             line = self._lines[self._rank, to, key.forward, key.to_stage, payload.numel()]
             line.parcels.append(parcel)
             line.match()
-            self._hub.changed.notify_all()
 
         def wait() -> None:
-            if self._hub.rendezvous and not self._wait(lambda: parcel.is_taken, to):
+            if self._hub.rendezvous and not self._wait(parcel.changed, lambda: parcel.is_taken, to):
                 raise self._reason(to, nothing_taken(key, to, payload, self._hub.timeout_s))
 
         wait()
@@ -186,15 +217,14 @@ class _ThreadTransport:
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Post a receive."""
-        slot = _Slot()
-        with self._hub.changed:
+        slot = _Slot(self._hub.changing())
+        with self._hub.lock:
             line = self._lines[source, self._rank, key.forward, key.to_stage, payload.numel()]
             line.slots.append(slot)
             line.match()
-            self._hub.changed.notify_all()
 
         def wait() -> None:
-            if not self._wait(lambda: slot.parcel is not None, source):
+            if not self._wait(slot.changed, lambda: slot.parcel is not None, source):
                 raise self._reason(source, nothing_came(key, source, payload, self._hub.timeout_s))
             assert slot.parcel is not None
             time.sleep(max(slot.parcel.arrives_s - time.monotonic(), 0.0))
@@ -209,8 +239,8 @@ class _ThreadTransport:
         """Give up, as if this rank's process had died."""
         self._hub.lose(self._members[self._rank])
 
-    def _wait(self, is_done: Callable[[], bool], peer: int) -> bool:
-        return self._hub.wait(is_done, (self._members[self._rank], self._members[peer]))
+    def _wait(self, changed: threading.Condition, is_done: Callable[[], bool], peer: int) -> bool:
+        return self._hub.wait(changed, is_done, (self._members[self._rank], self._members[peer]))
 
     def _reason(self, peer: int, late: Exception) -> Exception:
         """Why a wait was in vain."""
@@ -259,6 +289,38 @@ class _ThreadGroup:
 
         return _Waiting(wait)
 
+    def exchange(
+        self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
+    ) -> Pending:
+        """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
+        assert len(given) == sum(lengths)
+        begins = [0, *accumulate(lengths)]
+        # All bring the same: what is for whom comes first, and then the elements.
+        header = torch.tensor(begins, dtype=torch.float64)
+        place = self._bring(f"exchange of {given.dtype}", torch.cat([header, given.double()]))
+
+        def wait() -> None:
+            end = 0
+            for one, length in zip(self._all_brought(place), taken_lengths, strict=True):
+                first, last = (int(one[self.rank + more]) + self.size + 1 for more in (0, 1))
+                assert last - first == length, "the members do not agree on what goes where"
+                taken[end : end + length] = one[first:last]
+                end += length
+            assert end == len(taken)
+
+        return _Waiting(wait)
+
+    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+        """Begin to fill the tensor with that of the member `source`; until then it is of no use."""
+        place = self._bring(f"copy of {tensor.dtype} {list(tensor.shape)} from {source}", tensor.clone())
+        if source != self.rank:
+            tensor.fill_(math.nan)
+
+        def wait() -> None:
+            tensor.copy_(self._all_brought(place)[source])
+
+        return _Waiting(wait)
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""
         what = f"broadcast of {tensor.dtype} {list(tensor.shape)} from {source}"
@@ -277,16 +339,19 @@ class _ThreadGroup:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a copy to the member `to`."""
-        with self._hub.changed:
-            self._hub.mail[self._members[self.rank], self._members[to]].append(tensor.clone())
-            self._hub.changed.notify_all()
+        with self._hub.lock:
+            mail = self._hub.mail[self._members[self.rank], self._members[to]]
+            mail.tensors.append(tensor.clone())
+            mail.changed.notify_all()
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with what the member `source` sends."""
         way = self._members[source], self._members[self.rank]
-        if not self._hub.wait(lambda: bool(self._hub.mail[way]), way):
+        with self._hub.lock:
+            mail = self._hub.mail[way]
+        if not self._hub.wait(mail.changed, lambda: bool(mail.tensors), way):
             raise CollectiveError(f"Member {self.rank} waits for member {source} in vain.")
-        sent = self._hub.mail[way].popleft()
+        sent = mail.tensors.popleft()
         if (sent.shape, sent.dtype) != (tensor.shape, tensor.dtype):
             raise CollectiveError(
                 f"Member {source} sent {sent.dtype} {list(sent.shape)} to member {self.rank}."
@@ -296,25 +361,26 @@ class _ThreadGroup:
     def _bring(self, what: str, tensor: Tensor) -> int:
         """Take part in the next collective; gives its number."""
         place, self._num_called = self._num_called, self._num_called + 1
-        with self._hub.changed:
-            round_ = self._rounds.setdefault(place, _Round(what))
+        with self._hub.lock:
+            round_ = self._rounds.setdefault(place, _Round(what, self._hub.changing()))
             if round_.what != what:
                 raise CollectiveError(
                     f"The ranks {self._members} disagree: {round_.what} on one, {what} on member {self.rank}."
                 )
             round_.brought[self.rank] = tensor
-            self._hub.changed.notify_all()
+            if len(round_.brought) == self.size:
+                round_.changed.notify_all()
         return place
 
     def _all_brought(self, place: int) -> list[Tensor]:
         """What the members brought, in their order, once all are there."""
         round_ = self._rounds[place]
-        if not self._hub.wait(lambda: len(round_.brought) == self.size, self._members):
+        if not self._hub.wait(round_.changed, lambda: len(round_.brought) == self.size, self._members):
             missing = sorted(set(range(self.size)) - round_.brought.keys())
             raise CollectiveError(
                 f"A {round_.what} over the ranks {self._members} waits for the members {missing} in vain."
             )
-        with self._hub.changed:
+        with self._hub.lock:
             round_.num_left += 1
             if round_.num_left == self.size:
                 del self._rounds[place]

@@ -1,7 +1,7 @@
 """A small graph to profile, and a bench that counts what is measured on it."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -24,9 +24,8 @@ LITTLE = Effort(num_warmup=1, num_least=3, num_most=3, seconds_per_unit=1e-3)
 def gpt(layers: int = 2, dtype: str = "float32", tied: str = "true") -> Graph:
     text = f"gpt:layers={layers},width=16,heads=2,vocab=32,context=8,tied={tied}"
     source = load_source(text, batch=2, dtype=dtype)
-    return captured_once(
-        f"{text} {dtype} by name", lambda: capture(source.model, source.example_inputs, name=text)
-    )
+    make = partial(capture, source.model, source.example_inputs, name=text)
+    return captured_once(f"{text} {dtype} by name", make, is_kept=True)
 
 
 class Bench:

@@ -117,6 +117,29 @@ def test_replicas_that_die_at_any_time_come_back_with_the_weights_of_the_others(
     checked(world)
 
 
+@pytest.mark.parametrize("seed", range(draws(1000, 10)))
+def test_replicas_that_all_die_before_anything_counts_begin_again(seed: int) -> None:
+    """Also with the coordinator, or the host that it is on."""
+    world = world_of(seed, num_hosts=3)
+    replicas = range(world.settings.num_replicas)
+
+    def may_begin_anew() -> bool:
+        return not world.applied and not any(isinstance(one, Committed) for one in world.ledger)
+
+    def kill_all() -> None:
+        for replica in replicas:
+            if may_begin_anew():
+                world.kill(replica, is_told=True, again_s=world.random.uniform(0.3, 1.0))
+
+    begin_s = world.random.uniform(0.05, 0.6)
+    world.after(begin_s, kill_all)
+    if seed % 2:
+        again_s = world.random.choice([None, 0.3])
+        world.after(begin_s, lambda: world.hosts[0].die(again_s=again_s) if may_begin_anew() else None)
+    assert world.run(lambda: finished(world), 60.0)
+    checked(world)
+
+
 @pytest.mark.parametrize("seed", range(draws(1000, 15)))
 def test_a_coordinator_that_dies_at_any_time_is_started_again_and_loses_no_batch(seed: int) -> None:
     world = world_of(seed)

@@ -7,7 +7,6 @@ from random import Random
 import pytest
 
 from bireme.sync.coordinator.connected import is_connected
-from bireme.sync.coordinator.group_events import MeanAsked, StopAsked
 from bireme.sync.coordinator.group_former import next_wait_s
 from bireme.sync.coordinator.settings import GroupSettings
 from tests.support.extent import draws
@@ -50,7 +49,7 @@ def check_connected(world: GroupWorld, members: int) -> None:
             continue
         pairs[group.stage] += [(group.replicas[0], one) for one in group.replicas]
         updates[group.stage] += len(group.members)
-        if group.is_forced or group.is_mean:
+        if group.is_forced:
             assert is_connected(range(members), pairs[group.stage])
             pairs[group.stage] = []
             if world.num_stages == 1:
@@ -75,18 +74,10 @@ def test_all_replicas_are_connected_again_and_again_and_nobody_waits_past_the_op
                     assert world.now_s <= former.deadline_s + 1e-9
 
         world.watch = watch
-        if seed % 3 == 0:
-            world.after(world.random.uniform(0.1, 0.5), partial(world.tell, MeanAsked()))
         world.run(2.0)
         check_once(world)
         check_progress(world)
         check_connected(world, num_replicas)
-        is_asked = seed % 3 == 0
-        means = [group for group in world.settled if group.is_mean]
-        assert len(means) == (world.num_stages if is_asked else 0)
-        for group in means:  # one batch of each replica, whatever the stage
-            assert group.members == means[0].members
-            assert len(group.members) == num_replicas
 
 
 @pytest.mark.slow
@@ -101,38 +92,43 @@ def test_members_that_die_hold_up_nobody_and_those_that_come_take_part(part: int
             if world.random.random() < 0.5:
                 world.after(begin_s + 0.2, partial(world.come, number))
         if seed % 2:
-            world.after(world.random.uniform(0.0, 0.6), partial(world.tell, MeanAsked()))
+            world.after(world.random.uniform(0.0, 0.6), world.drain)
         world.run(1.5)
         before = {one.number: one.batch for one in world.replicas.values()}
         world.run(3.0)
         assert all(one.batch > before[one.number] for one in world.replicas.values())
-        assert world.state.num_means == 0
         assert world.state.members == set(world.replicas)
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_all_stages_of_a_replica_stop_after_the_same_batch_and_no_group_is_forced_meanwhile(
+def test_a_replica_that_drains_holds_up_no_group_and_none_is_forced_meanwhile(
     part: int,
 ) -> None:
     for seed in SEEDS[part::3]:
         world = world_of(seed)
-        world.after(world.random.uniform(0.05, 0.5), partial(world.tell, StopAsked()))
+        world.after(world.random.uniform(0.05, 0.5), world.drain)
         numbers = set(world.replicas)
+        forced_before: set[int] = set()
 
-        def watch(world: GroupWorld = world, numbers: set[int] = numbers) -> None:
-            assert all(one.present == numbers for one in world.state.formers if one.is_forced)
+        def watch(
+            world: GroupWorld = world, numbers: set[int] = numbers, before: set[int] = forced_before
+        ) -> None:
+            forced = {stage for stage, one in enumerate(world.state.formers) if one.is_forced}
+            assert all(world.state.formers[stage].present == numbers for stage in forced - before)
+            before.clear()
+            before.update(forced)
 
         world.watch = watch
         world.run(2.0)
-        stops: dict[int, set[int]] = defaultdict(set)
-        stages: dict[int, int] = defaultdict(int)
-        for group in world.settled:
-            for one in group.members:
-                if one.replica in group.last:
-                    stops[one.replica].add(one.batch)
-                    stages[one.replica] += 1
-        assert {replica: len(batches) for replica, batches in stops.items()} == dict.fromkeys(numbers, 1)
-        assert set(stages.values()) == {world.num_stages}
+        check_once(world)
+        check_progress(world)
+        assert {number for number, _, _ in world.drained} == numbers
+        after = {(number, batch) for number, _, batch in world.drained}
+        assert len(after) == len(numbers)  # all stages of a replica after the same batch
+        assert len(world.drained) == len(numbers) * world.num_stages
+        for one in world.replicas.values():
+            assert one.drains_after is not None
+            assert one.batch > one.drains_after + 1
 
 
 def test_with_one_batch_between_forced_groups_equal_replicas_are_always_in_one_group() -> None:

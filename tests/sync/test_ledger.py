@@ -8,8 +8,10 @@ import pytest
 from bireme.runtime.ledger import Ledger
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
-from bireme.sync.coordinator.messages import Samples
+from bireme.sync.coordinator.messages import TERM, Samples
 from tests.support.command import bireme
+
+LATER = TERM + 1
 
 
 def rounds(*members: tuple[int, ...]) -> list[Began | Committed]:
@@ -59,8 +61,34 @@ def test_the_verb_says_which_samples_are_missing_or_doubled(
 
 def test_what_a_later_coordinator_begins_from_undoes_what_is_written_after_it(tmp_path: Path) -> None:
     lines = rounds((0, 1), (0, 1))
-    again = [Began(1_000_001, 1, 10, 8, (Samples(4, 8),)), *lines[2:]]
+    again: list[Began | Committed] = [
+        Began(LATER, 1, 10, 8, (Samples(4, 8),)),
+        Committed(LATER, 1, 0, (0,), ((Samples(4, 8),),), 8, ()),
+    ]
     assert check_ledger(written(tmp_path, [*lines, *again])).is_whole
+
+
+def test_a_start_cannot_say_that_samples_are_trained_which_no_line_tells_of(tmp_path: Path) -> None:
+    lines = rounds((0, 1), (0,))
+    found = check_ledger(written(tmp_path, [*lines, Began(LATER, 2, 10, 8, ())]))
+    assert found.missing == (Samples(6, 8),)
+
+
+def test_a_start_after_batches_without_a_coordinator_says_what_they_trained(tmp_path: Path) -> None:
+    lines = [*rounds((0, 1)), Began(LATER, 3, 10, 12, ())]
+    assert check_ledger(written(tmp_path, lines)).is_whole
+
+
+def test_what_a_coordinator_writes_that_slept_while_another_one_took_up_does_not_count(
+    tmp_path: Path,
+) -> None:
+    lines = rounds((0, 1), (0, 1))
+    again: list[Began | Committed] = [
+        Began(LATER, 1, 10, 4, ()),
+        Committed(LATER, 1, 0, (1,), ((Samples(4, 8),),), 8, ()),
+    ]
+    found = check_ledger(written(tmp_path, [*lines[:2], *again, lines[2]]))
+    assert (found.is_whole, found.rounds) == (True, 2)
 
 
 def test_a_last_line_that_was_cut_is_as_if_it_were_not_there(tmp_path: Path) -> None:

@@ -2,7 +2,19 @@
 
 from bireme.sync.coordinator.coordinator import step
 from bireme.sync.coordinator.membership import Heard
-from bireme.sync.coordinator.messages import Known, Life, Member, RankId, Report, RoundAt, Source, Word
+from bireme.sync.coordinator.messages import (
+    Commit,
+    Grant,
+    Known,
+    Life,
+    Member,
+    Part,
+    RankId,
+    Report,
+    RoundAt,
+    Source,
+    Word,
+)
 from bireme.sync.coordinator.state import Tick
 from bireme.sync.coordinator.succession import Candidate, taken_up
 from tests.support.coordinated import settings_for
@@ -11,8 +23,11 @@ MEMBERS = (Member(0, 0, ("a",)), Member(1, 0, ("b",)))
 VOTERS = ((Life(0, 0), Life(1, 0)),)
 
 
-def word(number: int, committed: int) -> Word:
-    return Word(1, number, (committed,), members=MEMBERS, voters=VOTERS, is_installed=True)
+BOTH = (Part(0, 6), Part(1, 6))
+
+
+def word(number: int, committed: int, *grants: Grant) -> Word:
+    return Word(1, number, (committed,), members=MEMBERS, voters=VOTERS, is_installed=True, grants=grants)
 
 
 def heard(replica: int, at: RoundAt, last: Word) -> Heard:
@@ -33,3 +48,26 @@ def test_a_round_that_counts_in_an_attempt_that_nobody_tells_of_comes_from_who_h
     (commit,) = step(taken.state, Tick(), 0.0).state.commits
     assert (commit.round, commit.sources) == (5, (Source(target=1, source=0),))
     assert commit.attempt not in {one.report.rounds[0].attempt for one in callers}
+
+
+def test_a_round_was_committed_in_the_attempt_that_who_took_it_tells_of() -> None:
+    """The other one knows of an earlier attempt only, whose sum it must not use."""
+    last = Commit(0, 5, 1, BOTH)
+    callers = [
+        heard(0, RoundAt(committed=6, last=last), word(9, 6)),
+        heard(1, RoundAt(committed=5, ready=5, summed=5), word(3, 5, Grant(0, 5, 0, BOTH))),
+    ]
+    ranks = {one.report.rank: one for one in callers}
+    taken = taken_up(settings_for(2, 1), Candidate(0, 1), ranks, is_late=True)
+
+    assert taken is not None
+    assert taken.state.commits == (last,)
+
+
+def test_a_coordinator_that_another_one_came_after_needs_more_than_half_whatever_its_ledger_says() -> None:
+    caller = heard(0, RoundAt(committed=5), word(3, 5))
+    taken = taken_up(
+        settings_for(2, 1), Candidate(0, 2, 5, used=2), {caller.report.rank: caller}, is_late=True
+    )
+
+    assert taken is None

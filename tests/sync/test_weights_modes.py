@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from bireme.sync.coordinator.coordinator import begun, step, word_for
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import GroupAt, Life, RankId, Report, RoundAt, Word
+from bireme.sync.coordinator.messages import GroupAt, Life, RankId, Report, RoundAt, Window, Word
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import Ended
 from tests.support.coordinated import settings_for
@@ -51,7 +51,7 @@ class Talk:
 
 
 def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_with_others() -> None:
-    talk = Talk(SyncMode.GROUPS, 2, 2)
+    talk = Talk(SyncMode.GROUPS, 2, 2, num_lines=0)
     for rank in talk.reports:
         talk.say(rank, wants=1)
     own = {deal.replica: deal.num_samples for deal in talk.word(RankId(0, 0, 0)).deals}
@@ -72,7 +72,7 @@ def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_w
 
 
 def test_a_member_of_a_group_that_dies_leaves_its_samples_to_the_others() -> None:
-    talk = Talk(SyncMode.GROUPS, 3, 1)
+    talk = Talk(SyncMode.GROUPS, 3, 1, num_lines=0)
     for rank in talk.reports:
         talk.say(rank, wants=1)
     lost = next(one for one in talk.state.pool.listed() if one.replica == 2).samples
@@ -114,3 +114,48 @@ def test_in_outer_a_round_of_each_fragment_makes_samples_count_and_a_slow_replic
     assert [(one.target, one.source in (0, 1)) for one in commit.sources] == [(2, True)]
     contribute(1, (0, 1))
     assert talk.committed == [(0, (0,)), (1, (0,)), (0, (1,)), (1, (1,))]
+
+
+def test_a_window_ends_where_its_samples_are_dealt_and_the_mean_of_all_makes_them_count() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0)
+    first, second = talk.reports
+    talk.say(first, wants=9, window=Window(0, 24))
+    talk.say(second, wants=1, window=Window(0, 24))
+    ends = {one.replica: (one.batch, one.until) for one in talk.word(first).ends}
+    assert ends == {0: (4, 24), 1: (0, 24)}
+    assert [one.num_samples for one in talk.word(first).deals] == [6] * 4
+    for rank in talk.reports:
+        talk.say(rank, group=GroupAt(is_drained=True), rounds=(RoundAt(ready=0, trained=4),))
+    (grant,) = talk.word(first).grants
+    assert [one.replica for one in grant.parts] == [0, 1]
+    assert talk.committed == []
+    for rank in talk.reports:
+        talk.say(rank, rounds=(RoundAt(ready=0, trained=4, summed=0, attempt=grant.attempt),))
+    assert talk.committed == [(batch, (0,)) for batch in range(4)]
+
+
+def test_a_window_that_somebody_asks_to_end_ends_with_a_batch_of_the_run() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0)
+    first, second = talk.reports
+    talk.say(first, wants=3, window=Window(0, 120))
+    talk.say(second, means=1, window=Window(0, 120))
+    talk.say(second, wants=2)
+    talk.say(first, wants=4)
+    assert {one.replica: (one.batch, one.until) for one in talk.word(first).ends} == {0: (3, 24), 1: (1, 24)}
+
+
+def test_what_a_replica_offered_before_the_last_mean_is_not_meant_any_more() -> None:
+    talk = Talk(SyncMode.OUTER, 2, 1, num_lines=1, grace_s=0.01)
+    for rank in talk.reports:
+        talk.say(rank, rounds=(RoundAt(ready=0), RoundAt(ready=0)), window=Window(0, 12))
+    (grant,) = talk.word(RankId(0, 0, 0)).grants
+    assert grant.line == 1  # those who have nothing to add make no round of a fragment
+    for rank in talk.reports:
+        mean = RoundAt(ready=0, summed=0, attempt=grant.attempt)
+        talk.say(rank, rounds=(RoundAt(ready=0), mean))
+    first, second = talk.reports
+    mean = RoundAt(committed=1)
+    talk.say(first, rounds=(RoundAt(ready=0, num_samples=6), mean), window=Window(1, 24))
+    assert talk.word(first).grants == ()
+    talk.say(second, rounds=(RoundAt(ready=0, num_samples=6), mean), window=Window(1, 24))
+    assert [one.line for one in talk.word(first).grants] == [0]

@@ -3,6 +3,7 @@
 A script that has imported torch once forks itself for every process that is to die.
 """
 
+import ctypes
 import os
 import random
 import resource
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.writer import CheckpointWriter
 from tests.support.checkpoints import META, fill, is_step, ranks, snapshot_of
 from tests.support.extent import draws
-from tests.support.patience import patience_s
+from tests.support.hosts import CLONE_NEWNS, CLONE_NEWUSER, check
 from tests.support.ranks import run_script
 
 pytestmark = pytest.mark.slow
@@ -38,10 +40,10 @@ NUM_KILLS = draws(30, 12)
 """At moments that are drawn, each later than the one before may be."""
 
 
-def run_here(work: str, folder: Path, *words: object) -> str:
+def run_here(work: str, folder: Path, *words: object, first: Callable[[], None] | None = None) -> str:
     """Run a function of this module in a process of its own; what it printed."""
     text = f"import sys\nfrom tests.train.test_checkpoint_kills import {work}\n{work}(*sys.argv[1:])\n"
-    told = run_script(text, folder, str(folder / "checkpoints"), *map(str, words))
+    told = run_script(text, folder, str(folder / "checkpoints"), *map(str, words), first=first)
     assert told.returncode == 0, told.stderr
     return told.stdout
 
@@ -228,9 +230,10 @@ def test_files_that_the_system_lets_not_grow_cost_that_checkpoint_only(tmp_path:
     assert run_here("exceed_file_size", tmp_path) == "[1, 2, 4] [1, 2, 4]\n"
 
 
-def fill_disk(name: str) -> None:
+def fill_disk(_name: str, disk: str) -> None:
     """Save on a disk with room for little more than two checkpoints, and then with room again."""
-    folder = Path(name)
+    folder = Path(disk, "run", "checkpoints")
+    folder.parent.mkdir()
     with ranks(folder) as run:
         run.save(1)
         run.save(2)
@@ -252,32 +255,31 @@ def fill_disk(name: str) -> None:
         say(run.saved(0), run.saved(1))
 
 
-MOUNT = 'mount -t tmpfs -o size=256k none "$1" && mkdir "$1/run" && shift && exec "$@"'
+SMALL = b"size=256k"
+UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def mount_small_disk(folder: Path) -> None:
+    """Have this process, which has one thread, see a small disk in that folder, as `UNSHARE` allows it to."""
+    system = ctypes.CDLL(None, use_errno=True)
+    own = {"uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+    check(system.unshare(CLONE_NEWUSER | CLONE_NEWNS))
+    for name, words in {"setgroups": "deny", **own}.items():
+        Path("/proc/self", name).write_text(words)
+    check(system.mount(b"none", os.fsencode(folder), b"tmpfs", 0, SMALL))
 
 
 def test_a_disk_that_is_really_full_costs_that_checkpoint_only(tmp_path: Path) -> None:
     where = tmp_path / "small"
     where.mkdir()
-    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNT, "sh", str(where)]
     try:
-        tried = subprocess.run([*own, "true"], capture_output=True, text=True, check=False)
+        tried = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        pytest.skip("there is no unshare here, which mounts a small disk without being root")
+        pytest.skip("there is no unshare here, which says whether who is not root may mount a small disk")
     if tried.returncode != 0:
         pytest.skip(f"this system lets nobody mount a small disk: {tried.stderr.strip()}")
-    code = (
-        "from tests.train.test_checkpoint_kills import fill_disk; "
-        f"fill_disk({str(where / 'run' / 'checkpoints')!r})"
-    )
-    told = subprocess.run(
-        [*own, sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=patience_s(),
-        check=False,
-    )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout == "No space left on device\n[1, 2, 5] [1, 2, 5]\n"
+    told = run_here("fill_disk", tmp_path, where, first=partial(mount_small_disk, where))
+    assert told == "No space left on device\n[1, 2, 5] [1, 2, 5]\n"
 
 
 def save_in_world(

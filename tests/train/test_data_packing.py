@@ -82,7 +82,8 @@ def test_what_is_left_of_a_sample_does_not_count() -> None:
 def test_models_that_keep_documents_apart_are_told_from_those_that_do_not(tmp_path: Path) -> None:
     def checked(text: str) -> None:
         source = with_positions(load_source(text, length=16))
-        check_documents_apart(Captures(source.model, source.example_inputs).graph(2), text)
+        captures = Captures(source.model, source.example_inputs, name=text)
+        check_documents_apart(captures.graph(2), text)
 
     checked(GPT)
     checked(llama(tmp_path / "llama"))

@@ -18,12 +18,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def test_a_dry_run_says_what_plan_says_and_leaves_nothing(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys: Capture) -> None:
     """With pins, a range and a largest batch, which are those of `bireme plan`."""
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("BIREME_CACHE", str(cache))
     path, runs = write_run(tmp_path / "given"), tmp_path / "given" / "runs"
     before = _files(tmp_path / "given")
     devices = machines_of(load_run_file(path), num_cuda=0, num_cores=2).cluster.devices()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bireme.runtime.forward_pipeline import ForwardPipeline
 from bireme.train.data.byte_lengths import byte_lengths
 from bireme.train.data.tokenizer import FolderTokenizer
 from tests.support.command import Result, bireme
+from tests.support.graphs import captured_once
 from tests.support.thread_transport import ThreadFabric, ThreadRank
 from tests.support.tiny_tokenizer import TEXT as TOKENIZED
 from tests.support.tiny_tokenizer import save_tokenizer
@@ -79,7 +81,8 @@ def test_evaluate_repeats_the_last_evaluation_of_a_run_however_its_weights_are_k
 def _small() -> tuple[Graph, Any, list[dict[str, torch.Tensor]]]:
     """A small model's graph, its weights, and batches of it, of which one is short."""
     source = load_source(GPT, batch=4)
-    graph = capture(source.model, source.example_inputs, training=False)
+    make = partial(capture, source.model, source.example_inputs, training=False)
+    graph = captured_once(f"evaluation of {GPT}", make, is_kept=True)
     draw = torch.Generator().manual_seed(1)
     batches = [
         {"input_ids": ids, "labels": ids.clone()}
@@ -91,7 +94,7 @@ def _small() -> tuple[Graph, Any, list[dict[str, torch.Tensor]]]:
 
 
 def _together(num_ranks: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
-    fabric = ThreadFabric(num_ranks, timeout_s=60.0)
+    fabric = ThreadFabric(num_ranks)
     return run_threads(num_ranks, lambda rank: work(fabric.of(rank)))
 
 

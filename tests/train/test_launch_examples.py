@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.patience import patience_s
 from tests.support.ranks import wait_until_gone
-from tests.support.torchrun_runs import paced_run
-from tests.support.training import losses
+from tests.support.training import losses, write_run
 
+SAMPLES = "tests.support.paced_samples"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 
 
@@ -40,9 +40,11 @@ def test_the_ray_example_is_whole() -> None:
 
 @pytest.mark.slow
 def test_the_torchrun_script_trains(tmp_path: Path) -> None:
+    """One process of torchrun's, for all of this is in new Pythons, which take seconds to begin."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    run_file, root = paced_run(tmp_path), str(EXAMPLES.parents[1])
+    model, data = f"python:{SAMPLES}:regression", f"{SAMPLES}:regressed"
+    run_file, root = write_run(tmp_path, "1f1b", 1, model=model, data=data), str(EXAMPLES.parents[1])
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = subprocess.Popen(
         [str(EXAMPLES / "torchrun.sh"), str(run_file), "127.0.0.1", "1", "0", "--set", "training.steps=4"],
@@ -51,7 +53,7 @@ def test_the_torchrun_script_trains(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=root,
-        env={**os.environ, "PORT": port, "PATH": path},
+        env={**os.environ, "PORT": port, "PATH": path, "PROCESSES": "1"},
     )
     try:
         said, _ = process.communicate(timeout=patience_s())

@@ -24,7 +24,9 @@ def test_a_replica_that_is_started_again_needs_no_checkpoint_that_may_be_deleted
     monkeypatch.setattr(worker, "train_rank", lambda _world, start, _seat: found.append(start))
     start = Start(Path("run"), Path("run/checkpoints/step-10"), None, False, {})
     for life in range(2):
-        train_replica(cast(World, None), ReplicaOrder(Life(1, life), (), "", 10.0, 0.0), start)
+        train_replica(
+            cast(World, None), ReplicaOrder(Life(1, life), (), "", 10.0, 0.0, is_empty=life > 0), start
+        )
 
     assert [one.checkpoint for one in found] == [start.checkpoint, None]
 
@@ -37,7 +39,7 @@ def test_replicas_that_lead_in_turns_write_into_one_folder(tmp_path: Path) -> No
             tmp_path, 0, 1, HashStore(), on_event=ignore, resumed_from=newest_good(tmp_path)
         )
 
-    replicas = [LeaderWriter(make, warnings.append) for _ in range(2)]
+    replicas = [LeaderWriter(tmp_path, make, warnings.append) for _ in range(2)]
     for step in (10, 20, 30):
         leader = step // 10 % 2
         replicas[1 - leader].close()

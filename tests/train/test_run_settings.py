@@ -137,6 +137,8 @@ NEWCOMERS = {
     "learning_rate": "training.learning_rate",
     "training.save_steps": "checkpoint.every_steps",
     "training.eval_steps": "training.evaluate_every",
+    "evaluation.every": "training.evaluate_every",
+    "evaluate.every": "training.evaluate_every",
     "training.logging_steps": "log.every_steps",
     "output_dir": "log.folder",
     "model.model_name_or_path": "model.source",

@@ -17,6 +17,8 @@ from torch import Tensor
 from bireme.model.graph_file import load_graph
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
+from bireme.plan.plan_file import load_plan, write_plan
+from bireme.schedule.instruction import Item
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.launching import start
@@ -24,6 +26,8 @@ from bireme.train.model import RunModel
 from bireme.train.prepare import prepare, write_prepared
 from tests.support.command import bireme
 from tests.support.once import made_once
+from tests.support.paged import paged, sizes_of
+from tests.support.small_models import Model
 from tests.support.tiny_llama import save_llama
 from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.training import losses, settings, write_run
@@ -36,12 +40,18 @@ def _train_an_adapter(folder: Path) -> None:
     path = write_run(folder, "2bw-fresh", model=f"hf:{base}")
     lora = settings(model__lora__rank=4, model__lora__dropout=0.1, log__sample_tokens=3)
     more = settings(data__tokenizer=tokenizer, training__steps=8, training__weight_decay=0.1)
-    asked = load_asked(path, [word for word in (*lora, *more) if word != "--set"])
-    prepared = prepare(asked, lambda _done, _what: None)
-    made = RunFolder(folder / "runs" / "run")
+    assert _trained(path, folder / "runs" / "run", [*lora, *more])["sample"]
+
+
+def _trained(path: Path, run: Path, words: list[str]) -> dict[str, Any]:
+    """What a run tells in the end."""
+    prepared = prepare(
+        load_asked(path, [word for word in words if word != "--set"]), lambda _done, _what: None
+    )
+    made = RunFolder(run)
     made.path.mkdir(parents=True)
     write_prepared(prepared, made)
-    assert start(prepared, made, None, is_shown=False).summary.document()["sample"]
+    return start(prepared, made, None, is_shown=False).summary.document()
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +141,25 @@ def test_a_run_of_an_adapter_resumes_to_the_last_bit_beside_its_base_and_no_othe
     weights = [load_file(one / "model" / "adapter_model.safetensors") for one in (run, stopped)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_an_adapter_learns_the_same_with_its_base_on_a_disk(run: Path, tmp_path: Path) -> None:
+    graph, plan = load_graph(run / "graph.json"), load_plan(run / "plan.json").plan
+    weights = RunModel.of(RunFolder(run).load_run(), 1).weights(graph)(
+        [state.name for state in graph.parameters]
+    )
+    sizes = sizes_of(Model(graph, weights), plan, stash=2**20)
+    within = paged(plan, sizes, 0.0, host=0.0, disk=True, stashes=False)
+    assert any(item is Item.FROZEN for tiers in within.program(4).tiers if tiers for item, _ in tiers.chunks)
+    write_plan(tmp_path / "plan.json", within)
+    tokenizer = run.parents[1] / "tokenizer"
+    lora = settings(model__lora__rank=4, model__lora__dropout=0.1, memory__disk=tmp_path)
+    more = settings(data__tokenizer=tokenizer, training__weight_decay=0.1, training__steps=3)
+    words = [*lora, *more, *settings(plan__file=tmp_path / "plan.json")]
+    document = _trained(run.parents[1] / "run-2bw-fresh-2.toml", tmp_path / "run", words)
+    assert losses(tmp_path / "run") == {step: loss for step, loss in losses(run).items() if step <= 3}
+    for tier in document["tiers"]:
+        assert 0 < tier["bytes_moved"] == tier["predicted_bytes_moved"]
 
 
 def test_a_run_without_an_adapter_has_nothing_to_merge(

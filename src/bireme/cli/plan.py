@@ -30,16 +30,8 @@ from bireme.cli.plan_options import (
     tier_limits_of,
 )
 from bireme.cli.plan_run import PlanRun
+from bireme.cli.plan_sums import asked_sums
 from bireme.cli.words import word
-from bireme.codec.sum_words import (
-    DENSE,
-    DENSE_SUMS,
-    SumCodec,
-    SumCost,
-    SumKind,
-    parse_sum_codec,
-    sum_cost,
-)
 from bireme.errors import BiremeError, closest
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 
@@ -144,6 +136,28 @@ def plan(
             metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."
         ),
     ] = "none",
+    gradient: Annotated[
+        str,
+        constraint_option(
+            metavar="FORM",
+            help="How gradients of linear maps are kept, as training.gradient of a run file: whole or "
+            "principal:RANK.",
+        ),
+    ] = "whole",
+    gradient_of: Annotated[
+        list[str] | None,
+        constraint_option(
+            metavar="PATTERN",
+            help="Weights whose gradients --gradient is for; by default all that get smaller. Repeatable.",
+        ),
+    ] = None,
+    shard: Annotated[
+        str,
+        constraint_option(
+            **word("thing to share", "none", "optimizer"),
+            help="What replicas of a stage share, as memory.shard of a run file.",
+        ),
+    ] = "none",
     device_memory: Annotated[
         str | None,
         constraint_option(
@@ -235,6 +249,7 @@ def plan(
     )
     schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
+    sums = asked_sums(sync_codec, gradient, gradient_of, schedule, pages=device_memory is not None)
     from bireme.plan.partition.loads import Recompute
     from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 
@@ -256,13 +271,14 @@ def plan(
         codec=AUTO if codec.lower() == AUTO else codec,
         value_bytes=2 if dtype == "bfloat16" else 4,
         memory=tier_limits_of(device_memory, host_memory, disk),
+        whole_backwards=sums.form is not None,
+        shard=shard,
     )
-    sum_codec = parse_sum_codec(sync_codec)
     found_cluster = cluster_of(cluster)
     _check_numbers(request, found_cluster)
     for name in request.devices:
         found_cluster.number_of(name)
-    found_profile = _profile(profile, asked)
+    found_profile, sum_cost = sums.counted(_profile(profile, asked), asked, schedule, synchronous=synchronous)
     from bireme.plan.unit_names import pins_of, ranges_of
 
     names = [unit.name for unit in found_profile.units]
@@ -270,28 +286,12 @@ def plan(
         request,
         pinned=pins_of(pin or (), names, "--pin"),
         together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
-        sums=_sums(sum_codec, found_profile, asked),
+        sums=sum_cost,
     )
     for name in request.pinned.values():
         found_cluster.number_of(name)
-    run = PlanRun(found_profile, found_cluster, request, asked, is_given=profile is not None)
+    run = PlanRun(found_profile, found_cluster, request, asked, sums, is_given=profile is not None)
     run.show(output, exports, explained=explain, as_json=as_json)
-
-
-def _sums(codec: SumCodec, profile: "Profile", asked: Measuring | None) -> SumCost:
-    """What a codec makes of sums; without the model, gradients are taken as one vector a unit."""
-    if codec == DENSE:
-        return DENSE_SUMS
-    if asked is not None:
-        from bireme.cli.measuring import captures_of
-
-        return sum_cost(codec, captures_of(asked).graph(profile.micro_batches[0]).gradient_shapes)
-    if codec.kind is SumKind.LOWRANK:
-        raise BiremeError(
-            f"--sync-codec {codec} depends on the shapes of the model's matrices, which a profile does not "
-            "have. Give the model with --model too."
-        )
-    return sum_cost(codec, [(unit.gradient_bytes // 4,) for unit in profile.units])
 
 
 def _sizes(

@@ -8,6 +8,7 @@ import typer
 from bireme.cli.measuring import Measuring, captures_of
 from bireme.cli.options import print_json
 from bireme.cli.plan_options import Exporting
+from bireme.cli.plan_sums import AskedSums
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from bireme.plan.explain import Help
     from bireme.plan.forecast import Answer
     from bireme.plan.plan_request import PlanRequest
+    from bireme.plan.search.stage_memory import StageMemory
     from bireme.profile.profile import Profile
 
 __all__ = ["PlanRun"]
@@ -30,6 +32,7 @@ class PlanRun:
         cluster: "Cluster",
         request: "PlanRequest",
         asked: Measuring | None,
+        sums: AskedSums,
         *,
         is_given: bool,
     ) -> None:
@@ -37,6 +40,7 @@ class PlanRun:
         self.cluster = cluster
         self.request = request
         self.asked = asked
+        self.sums = sums
         self.is_given = is_given
         """Whether the profile comes from a file, so the model might be another one."""
 
@@ -49,7 +53,9 @@ class PlanRun:
         answer, planning_s = self._answer()
         texts = self._exports(answer, exports)
         helps = self._helps(answer) if explained else None
+        answer = self._with_single_ways(answer) if explained else answer
         agreed = self._agreements(answer) if explained else ()
+        stages = self._stages(answer) if explained else ()
         self._write(answer, output, exports, texts)
         from bireme.report.plan_document import plan_notes
 
@@ -59,7 +65,10 @@ class PlanRun:
 
             document = plan_document(answer, self.profile, planning_s)
             document |= {"sync": sync_document(self.request), "notes": notes, "exports": texts}
-            print_json(document | ({} if helps is None else explanation_document(answer, helps, agreed)))
+            document |= self._gradient()
+            print_json(
+                document | ({} if helps is None else explanation_document(answer, helps, agreed, stages))
+            )
             return
         from rich.console import Console
 
@@ -68,7 +77,7 @@ class PlanRun:
         console = Console()
         print_plan(answer, self.profile, planning_s, console)
         if helps is not None:
-            print_explanation(answer, helps, agreed, console)
+            print_explanation(answer, helps, agreed, stages, console)
         for note in notes:
             console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
         for export in exports:
@@ -77,6 +86,15 @@ class PlanRun:
         for path in (output, *(export.path for export in exports)):
             if path is not None:
                 typer.echo(f"Wrote {path}.")
+
+    def _gradient(self) -> dict[str, object]:
+        """What gradients take that are not kept whole."""
+        if self.asked is None or self.sums.form is None:
+            return {}
+        from bireme.profile.kept_gradients import kept_gradients
+
+        graph = self.sums.graph(self.profile, self.asked)
+        return {"gradient": kept_gradients(graph, self.sums.form).document(graph)}
 
     def _answer(self) -> "tuple[Answer, float]":
         from time import perf_counter
@@ -103,10 +121,21 @@ class PlanRun:
         with progress_bar("planning again") as progress:
             return explain(self.profile, self.cluster, self.request, answer, find_plan, tell=progress)
 
+    def _with_single_ways(self, answer: "Answer") -> "Answer":
+        from bireme.plan.search.search import find_resident
+        from bireme.plan.single_ways import with_single_ways
+
+        return with_single_ways(self.profile, self.cluster, self.request, answer, find_resident)
+
     def _agreements(self, answer: "Answer") -> "tuple[AgreementForecast, ...]":
         from bireme.plan.agreements import agreements
 
         return agreements(answer.best, self.profile, self.cluster)
+
+    def _stages(self, answer: "Answer") -> "tuple[StageMemory, ...]":
+        from bireme.plan.search.stage_memory import stage_memory
+
+        return stage_memory(answer.best.plan, self.profile, self.cluster, self.request)
 
     def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
         """Make all texts before writing any file, so that a refused export leaves no files."""

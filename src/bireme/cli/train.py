@@ -132,7 +132,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
     from bireme.report.train_table import print_prepared
     from bireme.train.delay_warmup import first_delayed_step
     from bireme.train.run_length import is_short
-    from bireme.train.sums import idle_codec
+    from bireme.train.sums import idle_keys
 
     console = Console(stderr=as_json)
     print_prepared(
@@ -146,7 +146,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan),
         is_brief=is_short(prepared.run, prepared.graph),
     )
-    for sentence in idle_codec(prepared.run, prepared.plan.plan):
+    for sentence in idle_keys(prepared.run, prepared.plan.plan):
         console.print(sentence, style="yellow", markup=False, highlight=False)
 
 

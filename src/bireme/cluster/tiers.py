@@ -3,11 +3,11 @@
 What a cluster does not say is taken from makers' figures, of which four fifths arrive:
 
 * A GPU exchanges with its host over its PCIe bridge. Without one it has the PCIe 3.0 × 16 that every card of
-  the last ten years has at least: 15.75 GB/s each way by the PCI-SIG.
+  the last ten years has at least: 16 lanes of 8 GT/s, 128 in 130 bits data, are 15.75 GB/s each way.
 * A processor device and its host are the same memory, and a copy crosses it three times: it is read, its
-  place is read, and that is written. A channel of DDR4-3200 carries 25.6 GB/s by JEDEC.
-* A disk reads and writes 3.3 GB/s, the slower of the two figures of Samsung's 970 EVO Plus, an NVMe disk on
-  PCIe 3.0 × 4.
+  place is read, and that is written. A channel of DDR4-3200 carries 3,200 million times 8 bytes a second.
+* A disk reads and writes 3.3 GB/s, the slower of the two figures that Samsung announced the 970 EVO Plus
+  with, an NVMe disk on PCIe 3.0 × 4. Where its cache is full it writes about half of that.
 """
 
 from collections.abc import Collection

@@ -18,6 +18,7 @@ __all__ = [
     "DENSITY_SLACK",
     "SUM_CODEC_WORDS",
     "WHOLE_STEPS",
+    "Gathered",
     "SumCodec",
     "SumCost",
     "SumKind",
@@ -115,21 +116,44 @@ DENSE = SumCodec(SumKind.DENSE)
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """Gradients of a unit that replicas gather and do not sum, as principal components: the bytes of each
+    replica's message, and of what one replica finds from all messages and gives to the others.
+    """
+
+    message_bytes: int
+    found_bytes: int
+
+    def sent_bytes(self, width: int) -> float:
+        """What each of so many replicas sends, in the mean over them."""
+        return (width - 1) * (self.message_bytes + self.found_bytes / width)
+
+
+@dataclass(frozen=True, slots=True)
 class SumCost:
     """What a codec makes of a model's sums: bytes for each byte of its gradients, in the mean over them.
 
     `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch.
+    `gathered` has the gradients of each unit that are not summed, whose bytes are those that are found; empty
+    where there are none.
     """
 
     codec: SumCodec = DENSE
     message_share: float = 1.0
     kept_share: float = 0.0
+    gathered: tuple[Gathered, ...] = ()
 
     def hop_share(self, width: int) -> float:
         """What each of so many replicas sends on, in a ring."""
         if self.codec.kind in (SumKind.DENSE, SumKind.LOWRANK):
             return 2 * (width - 1) / width * self.message_share
         return (width - 1) * self.message_share
+
+    def hop_bytes(self, gradient_bytes: float, units: slice, width: int) -> float:
+        """What each of so many replicas sends on of the gradients of some units, which are so many bytes."""
+        apart = self.gathered[units]
+        summed = gradient_bytes - sum(one.found_bytes for one in apart)
+        return self.hop_share(width) * summed + sum(one.sent_bytes(width) for one in apart)
 
 
 DENSE_SUMS = SumCost()

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AddressRange", "ChunkMemory"]
+__all__ = ["ALIGNED", "AddressRange", "ChunkMemory"]
 
 ALIGNED = 64
 """Pieces begin at multiples of so many bytes, as in torch's allocator."""
@@ -45,26 +45,31 @@ class AddressRange:
         paged_bytes = num_chunks * memory.slot_bytes
         self.bytes = memory.reserve(num_chunks, more_bytes=paged_bytes)
         self.paged_bytes = paged_bytes
-        self.used_bytes = 0
+        self.used_bytes = self._apart_bytes = 0
 
     @property
     def beyond_bytes(self) -> int:
-        """The bytes in use that the chunks had no room for."""
-        return max(0, self.used_bytes - self.paged_bytes)
+        """The bytes in use that the chunks had no room for, in the range or apart from it."""
+        return max(0, self.used_bytes - self.paged_bytes) + self._apart_bytes
 
     def chunk(self, number: int) -> Tensor:
         """The bytes of a chunk."""
         return self.bytes[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the chunks have room for a piece of so many bytes."""
+        return -(-self.used_bytes // ALIGNED) * ALIGNED + num_bytes <= self.paged_bytes
 
     def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next piece, or memory of torch's allocator where none is left."""
         begin = -(-self.used_bytes // ALIGNED) * ALIGNED
         end = begin + num_elements * dtype.itemsize
         if end > self.bytes.numel():
+            self._apart_bytes += num_elements * dtype.itemsize
             return torch.empty(num_elements, dtype=dtype, device=device)
         self.used_bytes = end
         return self.bytes[begin:end].view(dtype)
 
     def clear(self) -> None:
         """All pieces are given back."""
-        self.used_bytes = 0
+        self.used_bytes = self._apart_bytes = 0

@@ -114,13 +114,15 @@ class DiskTier:
         view, done = bytes_at(memory), 0
         try:
             while done < len(view):
-                moved = call(self._file, [view[done:]], begin + done)
-                done += _some(moved)
+                try:
+                    moved = call(self._file, [view[done:]], begin + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not self._is_direct:
+                        raise
+                    self._read_cached()
+                else:
+                    done += _some(moved)
         except OSError as error:
-            if error.errno == errno.EINVAL and self._is_direct and not done:
-                self._read_cached()
-                self._move(call, what, memory, begin)
-                return
             raise BiremeError(
                 f"Paged memory in {self._folder} cannot be {what}: {error.strerror}. Training cannot go on "
                 "from here; resume it from its last checkpoint, with memory.disk on a disk in order."
@@ -129,7 +131,9 @@ class DiskTier:
             os.posix_fadvise(self._file, begin, len(view), os.POSIX_FADV_DONTNEED)
 
     def _read_cached(self) -> None:
-        """Go on through the system's cache: the file system takes the flag and yet makes no direct copies."""
+        """Go on through the system's cache: the file system takes the flag and yet makes no direct copies, or
+        none from where the last one ended.
+        """
         import fcntl
 
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)

@@ -70,11 +70,13 @@ def chosen_maps(graph: Graph, form: GradientForm) -> dict[str, LinearMap]:
     maps = linear_maps(graph)
     if any(operator.is_of_chain for operator in graph.operators):
         raise BiremeError(
-            f"training.gradient is {form}, but the model is a chain, whose modules hide their linear maps. "
-            "Capture it as one module."
+            f"Gradients are to be kept as {form}, but the model is a chain, whose modules hide their linear "
+            "maps. Capture it as one module."
         )
     if not maps:
-        raise BiremeError(f"training.gradient is {form}, but {graph.name} has no linear map that learns.")
+        raise BiremeError(
+            f"Gradients are to be kept as {form}, but {graph.name} has no linear map that learns."
+        )
     if form.patterns is None:
         return _all_smaller(maps, form)
     found: dict[str, LinearMap] = {}
@@ -87,9 +89,9 @@ def chosen_maps(graph: Graph, form: GradientForm) -> dict[str, LinearMap]:
     for one in found.values():
         if form.rank > min(one.rows, one.columns):
             raise BiremeError(
-                f"training.gradient is {form}, but {one.name} is a matrix of {one.rows} × {one.columns}: its "
-                f"gradient has rank {min(one.rows, one.columns)} at most. Lower the rank, or leave it out of "
-                "training.gradient_of."
+                f"Gradients are to be kept as {form}, but {one.name} is a matrix of {one.rows} × "
+                f"{one.columns}: its gradient has rank {min(one.rows, one.columns)} at most. Lower the rank, "
+                "or leave it out of training.gradient_of."
             )
     return found
 
@@ -103,8 +105,8 @@ def _all_smaller(maps: Mapping[str, LinearMap], form: GradientForm) -> dict[str,
     if not found:
         largest = max(maps.values(), key=lambda one: min(one.rows, one.columns))
         raise BiremeError(
-            f"training.gradient is {form}, but no gradient of a linear map gets smaller by it: the best is "
-            f"{largest.name}, a matrix of {largest.rows} × {largest.columns}. Lower the rank."
+            f"Gradients are to be kept as {form}, but no gradient of a linear map gets smaller by it: the "
+            f"best is {largest.name}, a matrix of {largest.rows} × {largest.columns}. Lower the rank."
         )
     return found
 

@@ -68,6 +68,10 @@ class SegmentedFunction:
                 values |= function(parameters, buffers, values, device=device, seed=seed)
         return {name: values[name] for name in (*self.sends, *self.outputs)}
 
+    def constants(self, device: torch.device) -> tuple[Tensor, ...]:
+        """What the model's code holds as constants, on a device that the stage runs on."""
+        return tuple(one for _, function in self._segments for one in function.constants(device))
+
 
 def _checkpointed(
     function: StageFunction,

@@ -82,6 +82,7 @@ class StageFunction:
         self._compiles = compile
         self._constants = {state.name: state for state in graph.constants}
         self._built: dict[torch.device, Callable[..., tuple[Any, ...]]] = {}
+        self._held: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         self._graph = graph
         self._values = {v.name: v for op in graph.operators for v in op.outputs if v is not None}
         self._values |= {value.name: value for value in graph.inputs}
@@ -139,6 +140,12 @@ class StageFunction:
                     generator.set_state(state)
         return dict(zip((*self.sends, *self.outputs, *self._also), results, strict=True))
 
+    def constants(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What the model's code holds as constants, on a device that the stage runs on."""
+        if device not in self._built:
+            self._built[device] = self._build(device)
+        return self._held[device]
+
     def _build(self, device: torch.device) -> Callable[..., tuple[Any, ...]]:
         builder = _Builder(device)
         for name in (*self.parameters, *self.buffers, *self.inputs, *self.receives):
@@ -147,6 +154,7 @@ class StageFunction:
         for state in self._constants.values():
             if state.name in read:
                 builder.hold(state)
+        self._held[device] = tuple(builder.root.buffers())
         seed = builder.take_seed()
         seeded: int | None = None
         for place, operator, target in self._calls:

@@ -52,8 +52,10 @@ class Paging:
                 "each."
             )
 
-    def cut(self, settled: Program) -> Cut:
-        """How each rank's memory is cut, from a window that shows all that longer ones keep."""
+    def cut(self, settled: Program, page_bytes: int = 0) -> Cut:
+        """How each rank's memory is cut, from a window that shows all that longer ones keep; in whole pages
+        where they are known.
+        """
         return cut_memory(
             settled,
             self.sizes,
@@ -61,6 +63,7 @@ class Paging:
             chunk_bytes=self.chunk_bytes or 0,
             stashes=self.stashes,
             most_chunks=MOST_CHUNKS,
+            page_bytes=page_bytes,
         )
 
     def paged(self, program: Program, cut: Cut) -> Program:

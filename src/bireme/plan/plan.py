@@ -3,8 +3,10 @@
 It says nothing about times; who made it, by hand or by search, does not show.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from threading import RLock
 from typing import Annotated
 
 from annotated_types import doc
@@ -16,10 +18,22 @@ from bireme.plan.paging import Paging
 from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate
-from bireme.schedule.program import Program
+from bireme.schedule.folding import WRITTEN_OUT
+from bireme.schedule.program import Program, Track
+from bireme.schedule.rule import Rule
 from bireme.schedule.source import SETTLED, ProgramSource, source_like
+from bireme.schedule.stream import LONG
+from bireme.schedule.tiers import Chunk
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "know_window"]
+
+MAKING = RLock()
+
+KNOWN: dict[tuple["Plan", int, int], Program] = {}
+"""Windows of plans that page which were planned elsewhere."""
+
+COMPARED = 2
+"""A loop is found from its shortest window and from those of up to so many batches more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +50,8 @@ class Plan:
     there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of
     the borders, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
     a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
-    nothing does.
+    nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
+    share an optimiser.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -54,6 +69,7 @@ class Plan:
     codecs: tuple[BorderCodecs, ...] = ()
     sweep: Count = 1
     paging: Paging | None = None
+    updates_halfway: bool = False
 
     def __post_init__(self) -> None:
         num_ranks = self.by_program.source.num_ranks
@@ -102,6 +118,19 @@ class Plan:
             LinkCodecs.steady(self.codecs),
         )
 
+    def on_pages(self, page_bytes: int) -> "Plan":
+        """The plan where memory is mapped in pages of so many bytes: each chunk is a whole number of them."""
+        found = [0 if one is None else one.chunk_bytes for one in _cut(self)]
+        if self.paging is None or not any(size % page_bytes for size in found):
+            return self
+        sizes = tuple(-(-size // page_bytes) * page_bytes for size in found)
+        return replace(self, paging=replace(self.paging, chunk_bytes=sizes))
+
+    def averaging(self, lag: int) -> ProgramPlan:
+        """The same with averages of weights in its programs, which may come so many updates late."""
+        source = source_like(_resident(self, 1, 0, lag), partial(_averaging, self, lag))
+        return replace(self.by_program, source=source)
+
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
         """What each rank of one replica does in a window of batches."""
         return self.source.program(num_batches, first_batch)
@@ -116,10 +145,50 @@ def _source(plan: Plan) -> ProgramSource:
     return source_like(_resident(plan, 1, 0), partial(_program, plan))
 
 
-@lru_cache(maxsize=64)
+def know_window(
+    plan: Plan,
+    num_batches: int,
+    first_batch: int,
+    tracks: Sequence[Track],
+    begins: Sequence[Mapping[Chunk, int] | None],
+) -> None:
+    """Have a window of a plan that pages at hand, which was planned elsewhere. `begins` says of each rank
+    where its chunks lie when the window begins, None if it keeps all on the device.
+    """
+    tiers = tuple(
+        None if own is None or begin is None else replace(own, begin=begin)
+        for own, begin in zip(_cut(plan), begins, strict=True)
+    )
+    KNOWN[plan, num_batches, first_batch] = replace(
+        _resident(plan, 1, 0),
+        tracks=tuple(tracks),
+        num_batches=num_batches,
+        first_batch=first_batch,
+        tiers=tiers,
+    )
+
+
 def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
-    program = _resident(plan, num_batches, first_batch)
-    return program if plan.paging is None else plan.paging.paged(program, _cut(plan))
+    """The program of a window. Threads that ask for the same at once have it made once."""
+    with MAKING:
+        return _remembered(plan, num_batches, first_batch)
+
+
+@lru_cache(maxsize=64)
+def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
+    if plan.paging is None:
+        return _resident(plan, num_batches, first_batch)
+    known = KNOWN.get((plan, num_batches, first_batch))
+    if known is not None:
+        return known
+    base = min(first_batch, 1) if plan.source.rule is Rule.DELAYED else 0
+    if first_batch > base:
+        return _remembered(plan, num_batches, base).later(first_batch - base)
+    if num_batches > WRITTEN_OUT and num_batches != LONG:
+        loop = _remembered(plan, LONG, first_batch)
+        if num_batches > LONG - min(track.repeats for track in loop.tracks) + COMPARED:
+            return loop.of_length(num_batches)
+    return plan.paging.paged(_resident(plan, num_batches, first_batch), _cut(plan))
 
 
 @lru_cache(maxsize=64)
@@ -127,7 +196,12 @@ def _cut(plan: Plan) -> Cut:
     return () if plan.paging is None else plan.paging.cut(_resident(plan, SETTLED, 0))
 
 
-def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
+@lru_cache(maxsize=64)
+def _averaging(plan: Plan, lag: int, num_batches: int, first_batch: int) -> Program:
+    return _resident(plan, num_batches, first_batch, lag)
+
+
+def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:
     """The program without paging."""
     return generate(
         plan.schedule,
@@ -141,4 +215,6 @@ def _resident(plan: Plan, num_batches: int, first_batch: int) -> Program:
         recompute=plan.recompute,
         first_batch=first_batch,
         updates_early=plan.is_early,
+        updates_halfway=plan.updates_halfway,
+        average_lag=average_lag,
     )

@@ -56,12 +56,16 @@ def write_plan(
 
 
 def plain_plan(saved: SavedPlan) -> dict[str, Any]:
-    """A plan in the words of JSON. What only plans that page have is left out of the others."""
+    """A plan in the words of JSON. What only plans that page or share have is left out of others."""
     plain = {"format": FORMAT, **asdict(saved)}
     if saved.plan.sweep == 1:
         del plain["plan"]["sweep"]
     if saved.plan.paging is None:
         del plain["plan"]["paging"]
+    elif not saved.plan.paging.sizes.frozen:
+        del plain["plan"]["paging"]["sizes"]["frozen"]
+    if not saved.plan.updates_halfway:
+        del plain["plan"]["updates_halfway"]
     if saved.forecast is not None and not saved.forecast.tiers:
         del plain["forecast"]["tiers"]
     return plain

@@ -7,17 +7,26 @@ from enum import StrEnum
 from bireme.codec.border import BorderCodecs
 from bireme.codec.description import parse_codec
 from bireme.codec.sum_words import DENSE_SUMS, SumCost
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, closest
 from bireme.plan.codec_penalties import codec_steps
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
 from bireme.plan.tier_limits import TierLimits
+from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
 
-__all__ = ["AUTO", "Goal", "PlanRequest"]
+__all__ = ["AUTO", "SHARDS", "Goal", "PlanRequest", "may_delay_updates"]
 
 AUTO = "auto"
 """The codec that the planner chooses."""
+
+SHARDS = ("none", "optimizer")
+"""What the replicas of a stage may share."""
+
+
+def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:
+    """Whether a plan with this schedule, or with any if it is auto, may delay updates."""
+    return not synchronous and (schedule == AUTO or SCHEDULES[schedule].rule is not Rule.SYNCHRONOUS)
 
 
 class Goal(StrEnum):
@@ -48,6 +57,7 @@ class PlanRequest:
     of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
     sums of gradients over replicas. With `memory` what does not fit a device may be paged to its host and to
     a disk, within these limits. `whole_backwards` forbids schedules that run backwards in two halves.
+    `shard` says what the replicas of a stage share: none, or optimizer.
     """
 
     batch_size: int
@@ -74,6 +84,7 @@ class PlanRequest:
     value_bytes: int = 4
     memory: TierLimits | None = None
     whole_backwards: bool = False
+    shard: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):
@@ -88,9 +99,25 @@ class PlanRequest:
             raise BiremeError(f"The delay warm-up is {self.delay_warmup:g} of the run; it must be 0 to 1.")
         if self.codec != AUTO:
             parse_codec(self.codec)
+        if self.shard not in SHARDS:
+            raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, SHARDS)}")
+        if self.shard != "none" and self.memory is not None:
+            raise BiremeError(
+                f"Replicas share the {self.shard}, whose parts are not paged, but memory may be paged too. "
+                "Leave out one of the two."
+            )
+        if self.shard != "none" and self.sums != DENSE_SUMS:
+            raise BiremeError(
+                f"Replicas share the {self.shard}, of which each gets the plain sum of its part, but sums go "
+                f"through {self.sums.codec}, or gradients are not whole. Leave out one of the two."
+            )
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:
                 raise BiremeError(f"The penalty of {rule} is {steps}; it must be 1 or more.")
+
+    def num_sharers(self, width: int) -> int:
+        """How many of so many replicas share an optimiser; 1 if each has its own."""
+        return width if self.shard == "optimizer" else 1
 
     @property
     def delay_warmup_share(self) -> float:

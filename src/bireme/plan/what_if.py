@@ -9,6 +9,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh
 from bireme.cluster.server import Server
+from bireme.codec.sum_words import SumCost
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.plan_request import PlanRequest
 
@@ -142,7 +143,7 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         f"a batch of {batch} samples",
         replace(request, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
     )
-    plain = PlanRequest(request.batch_size)
+    plain = PlanRequest(request.batch_size, sums=SumCost(gathered=request.sums.gathered))
     words = {
         "schedule": f"any schedule, not {request.schedule} alone",
         "synchronous": "delayed updates allowed",

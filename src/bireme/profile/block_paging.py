@@ -16,7 +16,8 @@ from bireme.profile.events import EventKind, Owner
 from bireme.profile.swapping import Bandwidth
 from bireme.schedule.accesses import Access
 from bireme.schedule.chunks import best_chunk_bytes, is_paged, num_chunks
-from bireme.schedule.eviction import OverfullError, decide, gaps_of, settle
+from bireme.schedule.eviction import OverfullError, decide
+from bireme.schedule.gaps import gaps_of, settle
 from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.tiers import Chunk
 

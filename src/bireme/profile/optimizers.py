@@ -9,6 +9,7 @@ from bireme.model.graph import State
 __all__ = [
     "OPTIMIZERS",
     "check_optimizer",
+    "frozen_bytes",
     "gradient_bytes",
     "is_hidden_matrix",
     "optimizer_bytes",
@@ -40,6 +41,11 @@ def is_hidden_matrix(name: str, num_axes: int) -> bool:
     does `2.weight`, a module on its own in a sequence.
     """
     return num_axes == 2 and any(part.isdecimal() for part in name.split(".")[:-2])
+
+
+def frozen_bytes(state: State) -> int:
+    """The bytes of a parameter that does not learn; none of what learns, and none of a buffer."""
+    return state.num_bytes if state.is_parameter and not state.trainable else 0
 
 
 def gradient_bytes(state: State) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from bireme.model.graph import Graph
 from bireme.model.learned import learned_values
 from bireme.model.units import Unit, units_of
-from bireme.profile.optimizers import gradient_bytes
+from bireme.profile.optimizers import frozen_bytes, gradient_bytes
 from bireme.profile.profile import Held, Kept
 
 __all__ = ["Pieces", "pieces_of"]
@@ -64,6 +64,7 @@ class Pieces:
                 gradient_bytes=gradient_bytes(states[name]),
                 optimizer_bytes=optimizer_bytes.get(name, 0),
                 buffer_bytes=0 if states[name].trainable else states[name].num_bytes,
+                frozen_bytes=frozen_bytes(states[name]),
             )
             for name in (*unit.parameters, *unit.buffers)
             if uses[name] > 1

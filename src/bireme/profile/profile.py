@@ -37,6 +37,7 @@ class Held:
     gradient_bytes: Bytes
     optimizer_bytes: Bytes
     buffer_bytes: Bytes
+    frozen_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class UnitProfile:
 
     `receives` and `sends` name the tensors that cross its borders, `inputs` those of the model's inputs that
     it reads. `parameter_bytes` are those of the parameters that learn, of which a stage keeps one copy for
-    every weight version; frozen ones count as `buffer_bytes`, which are there once. `optimizer_bytes` are
+    every weight version; frozen ones count as `buffer_bytes`, which are there once, and are
+    its `frozen_bytes`. `optimizer_bytes` are
     those of the optimiser's state, and of its own copy of the weights where it keeps one. At a batch's end
     `reduce_s` goes over its gradients, `update_s` is one step of the optimiser and `trial_s` one that leaves
     the newest weights. `tied` are the parameters and buffers that others use too.
@@ -95,6 +97,7 @@ class UnitProfile:
     costs: Annotated[tuple[UnitCost, ...], MinLen(1)]
     trial_s: Seconds
     reduce_s: Seconds
+    frozen_bytes: Bytes = 0
 
     def at(self, micro_batch: int) -> UnitCost:
         """The costs at a micro-batch size."""

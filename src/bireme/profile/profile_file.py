@@ -55,6 +55,9 @@ def plain_profile(profile: Profile) -> dict[str, Any]:
     """The profile in the words of JSON."""
     plain = asdict(profile)
     for unit in plain["units"]:
+        for one in (unit, *unit["tied"]):
+            if not one["frozen_bytes"]:
+                del one["frozen_bytes"]
         for cost in unit["costs"]:
             if cost["returned_bytes"] is None:
                 del cost["returned_bytes"]

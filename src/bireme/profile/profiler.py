@@ -21,7 +21,13 @@ from bireme.profile.cache import cache_path, cached_profile, keep_profile
 from bireme.profile.estimate import estimate_unit, estimated_update_s
 from bireme.profile.here import check_measurable, device_here, versions_here
 from bireme.profile.measuring import BatchEnd, Here, Job, Measured, Measurer, Progress, bench_of
-from bireme.profile.optimizers import check_optimizer, gradient_bytes, optimizer_bytes, optimizer_flops
+from bireme.profile.optimizers import (
+    check_optimizer,
+    frozen_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+    optimizer_flops,
+)
 from bireme.profile.pieces import Pieces, pieces_of
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.saved import Residue, residue_of
@@ -126,6 +132,7 @@ class _State:
     gradient_bytes: int
     optimizer_bytes: int
     buffer_bytes: int
+    frozen_bytes: int
     optimizer_flops: int
 
     @property
@@ -247,6 +254,7 @@ class _Work:
             gradient_bytes=state.gradient_bytes,
             optimizer_bytes=state.optimizer_bytes,
             buffer_bytes=state.buffer_bytes,
+            frozen_bytes=state.frozen_bytes,
             reduce_s=self.ends[first].reduce_s,
             update_s=self.ends[first].update_s,
             trial_s=self.ends[first].trial_s,
@@ -287,8 +295,9 @@ class _Work:
             parameter_bytes=sum(state.num_bytes for state in own if state.trainable),
             gradient_bytes=sum(gradient_bytes(state) for state in own),
             optimizer_bytes=sum(self.state_bytes[state.name] for state in own),
-            buffer_bytes=sum(state.num_bytes for state in own if not state.trainable)
+            buffer_bytes=(frozen := sum(frozen_bytes(state) for state in own))
             + sum(state.num_bytes for state in graph.buffers if state.name in unit.buffers),
+            frozen_bytes=frozen,
             optimizer_flops=sum(optimizer_flops(state, self.optimizer) for state in own),
         )
 

@@ -1,14 +1,18 @@
 """Paging in the table of a plan: what each tier of a rank does, and what other ways to save memory take."""
 
+from collections.abc import Sequence
+
 from rich.markup import escape
 from rich.table import Table
 
 from bireme.plan.forecast import Answer, Candidate
+from bireme.plan.search.stage_memory import StageMemory
 from bireme.plan.summary import summarize
 from bireme.report.columns import columns
 from bireme.report.units import bytes_text, seconds_text
+from bireme.schedule.instruction import Item
 
-__all__ = ["tiers_table", "ways_table"]
+__all__ = ["stages_table", "tiers_table", "ways_table"]
 
 
 def tiers_table(best: Candidate) -> Table:
@@ -27,6 +31,25 @@ def tiers_table(best: Candidate) -> Table:
             bytes_text(tier.predicted_bytes_moved),
             bytes_text(chunk_bytes[tier.rank]) if is_first else "",
             seconds_text(tier.waited_s) if is_first else "",
+        )
+    return table
+
+
+def stages_table(stages: Sequence[StageMemory]) -> Table:
+    """What each stage copies in a batch, and what recomputation takes or would take."""
+    items = [item for item in Item if any(item in stage.copied_bytes for stage in stages)]
+    table = columns(
+        ("stage", "rank", *items, "copies take", "recomputes", "that takes"), words=("recomputes",)
+    )
+    for one in stages:
+        table.add_row(
+            str(one.stage),
+            str(one.rank),
+            *(bytes_text(one.copied_bytes.get(item, 0)) for item in items),
+            seconds_text(one.copies_s),
+            "yes" if one.recomputes else "no",
+            seconds_text(one.recompute_s),
+            style=None if one.recomputes or one.copied_bytes else "dim",
         )
     return table
 

@@ -12,6 +12,7 @@ from bireme.plan.forecast import Answer, Candidate, Forecast, MemoryWay
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.stage_memory import StageMemory
 from bireme.plan.summary import Summary, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 
@@ -81,11 +82,12 @@ def sync_document(request: PlanRequest) -> dict[str, Any]:
     gradients' bytes.
     """
     sums = request.sums
-    return {
+    found: dict[str, Any] = {
         "codec": str(sums.codec),
         "message_share": sums.message_share,
         "kept_share": sums.kept_share,
     }
+    return found if request.shard == "none" else found | {"shard": request.shard}
 
 
 def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = ()) -> dict[str, Any]:
@@ -147,7 +149,10 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
 
 
 def explanation_document(
-    answer: Answer, helps: Sequence[Help], agreed: Sequence[AgreementForecast]
+    answer: Answer,
+    helps: Sequence[Help],
+    agreed: Sequence[AgreementForecast],
+    stages: Sequence[StageMemory] = (),
 ) -> dict[str, Any]:
     """What limits the candidates is with them; this is what would help, with `gain` in samples' worth, and
     what other ways for the replicas to agree would give.
@@ -158,6 +163,7 @@ def explanation_document(
             {"with": one.words, "gain": one.gain, **_candidate(summarize(one.candidate))} for one in helps
         ],
         "candidates_headroom_bytes": [headroom_bytes(candidate) for candidate in answer.candidates],
+        **({"stage_memory": [asdict(one) for one in stages]} if stages else {}),
     }
 
 

@@ -11,10 +11,11 @@ from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate, StageForecast
 from bireme.plan.plan import Plan
+from bireme.plan.search.stage_memory import StageMemory
 from bireme.plan.summary import Kind, Summary, best_of_kinds, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 from bireme.report.columns import GAP, columns
-from bireme.report.memory_ways import tiers_table, ways_table
+from bireme.report.memory_ways import stages_table, tiers_table, ways_table
 from bireme.report.units import bytes_text, counted, seconds_text
 
 __all__ = ["print_explanation", "print_plan"]
@@ -38,7 +39,7 @@ LEGEND = (
 
 AGREEMENTS = (
     "simulated, from the links between the replicas and the spread of measured times; the steps are those of "
-    "the study (docs/agreement.md), and the engine trains with all and quorum only"
+    "the study (docs/agreement.md)"
 )
 
 MOST_CANDIDATES = 8
@@ -71,11 +72,18 @@ def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Con
 
 
 def print_explanation(
-    answer: Answer, helps: Sequence[Help], agreed: Sequence[AgreementForecast], console: Console
+    answer: Answer,
+    helps: Sequence[Help],
+    agreed: Sequence[AgreementForecast],
+    stages: Sequence[StageMemory],
+    console: Console,
 ) -> None:
-    """Print the best candidates with what limits each, other ways for the replicas to agree, and the changes
-    that help.
+    """Print what each stage pages, the best candidates with what limits each, other ways for the replicas to
+    agree, and the changes that help.
     """
+    if stages:
+        _say(console, "\n[bold]What each stage copies in a batch[/bold]")
+        console.print(stages_table(stages))
     table = _table(("candidate", "shape", "cost", "slower by", "limited by", "memory left"))
     least = answer.best.forecast.cost_s_per_sample
     for candidate in answer.candidates[:MOST_CANDIDATES]:

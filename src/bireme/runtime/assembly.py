@@ -22,6 +22,7 @@ from bireme.runtime.layout import Layout
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.prepared import Weights
+from bireme.runtime.sharers import Sharers
 from bireme.runtime.stage import LOSS, AnyStageFunction, Stage
 
 __all__ = ["Assembly"]
@@ -41,6 +42,7 @@ class Assembly:
     batches: Batches
     form: GradientForm | None = None
     paging: RankPaging | None = None
+    sharers: Sharers | None = None
 
     def stages(
         self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
@@ -142,11 +144,12 @@ class Assembly:
             num_banks=source.banks[stage],
             factory=factory,
             bank_dtype=bank_dtype,
-            summed_apart=self.layout.tied.keys(),
+            summed_apart=self.layout.tied.keys() | (self.layout.repeated if self.sharers else ()),
             stage=stage,
             maps={name: one for name, one in maps.items() if name in trainable},
             form=self.form,
             memory=memory,
+            sharers=self.sharers,
         )
         return Stage(
             stage,

@@ -12,7 +12,7 @@ W is the newest weights where they are kept apart from the banks: as float32 mas
 and under the FRESH rule, whose banks hold trial versions. There is a gradient for each batch whose gradients
 are under way on the stage at once, and under the FRESH rule with replicas one more, for their sum. Trial
 steps take the copies of one chunk besides, and the norm of the gradients 20 bytes for each 2^18 elements of a
-parameter.
+parameter. Of w replicas that share an optimiser each has 1/w of W and of Adam's.
 """
 
 from dataclasses import dataclass

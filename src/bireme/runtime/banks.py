@@ -7,7 +7,8 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -17,13 +18,17 @@ from torch.autograd.graph import increment_version
 
 from bireme.codec.gradient_words import GradientForm
 from bireme.codec.principal import Product
+from bireme.memory.arena import Arena
 from bireme.model.linear_maps import LinearMap
+from bireme.runtime.bank_errors import BankInUse, DeadVersion
 from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.principal import PrincipalGradients
-from bireme.runtime.product_steps import most_piece_elements, step_products
-from bireme.runtime.shelf_weights import ShelfWeights, copy_by_name
+from bireme.runtime.principal import principal_of
+from bireme.runtime.product_steps import most_piece_elements, step_all
+from bireme.runtime.shared_weights import SharedWeights
+from bireme.runtime.sharers import Sharers
+from bireme.runtime.shelf_weights import ShelfWeights, bank_dtype_of, copy_by_name, step_dtype_of
 from bireme.runtime.stage_memory import StageMemory
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
@@ -32,28 +37,10 @@ from bireme.schedule.rule import Rule
 from bireme.sync.norm import are_finite, norm_workspace_bytes
 from bireme.sync.reduced import NUMBERS_BYTES
 
-__all__ = ["BankInUse", "DeadVersion", "WeightBanks"]
+__all__ = ["WeightBanks"]
 
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | Product | None]
-
-
-class BankInUse(RuntimeError):  # noqa: N818 (named for what happened)
-    """A bank was to be written while a micro-batch still needs the version in it. The program is wrong."""
-
-    def __init__(self, stage: int, version: int | None, made: int, num_held: int) -> None:
-        super().__init__(
-            f"Stage {stage} cannot replace version {version} by version {made}, because "
-            f"{num_held} micro-batches in flight still need it."
-        )
-
-
-class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
-    """A version was asked for that is not made yet, or overwritten. The program is wrong."""
-
-    def __init__(self, stage: int, version: int, living: Collection[int]) -> None:
-        has = ", ".join(map(str, living))
-        super().__init__(f"Stage {stage} must run on version {version}, but has version {has}.")
 
 
 class WeightBanks:
@@ -62,7 +49,8 @@ class WeightBanks:
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
     master weights are stepped in its place. The parameters in `summed_apart` lie on shelves of their own,
     because their gradients are summed with other ranks than those of the rest. The gradients of the weights
-    in `maps` are kept in a `form` of few numbers.
+    in `maps` are kept in a `form` of few numbers. Where replicas are `sharers` of the optimiser, this one
+    steps and remembers its parts of the weights, and gets the others' as they are made.
     """
 
     def __init__(
@@ -79,43 +67,51 @@ class WeightBanks:
         maps: Mapping[str, LinearMap] | None = None,
         form: GradientForm | None = None,
         memory: StageMemory | None = None,
+        sharers: Sharers | None = None,
     ) -> None:
         self._memory = memory = memory or StageMemory()
         self._is_fresh = rule is Rule.FRESH
         self._stage = stage
-        self._dtypes = {name: _bank_dtype(tensor, bank_dtype) for name, tensor in parameters.items()}
+        self._dtypes = {name: bank_dtype_of(tensor, bank_dtype) for name, tensor in parameters.items()}
         given = {
-            name: tensor.detach().to(_step_dtype(self._dtypes[name]))
+            name: tensor.detach().to(step_dtype_of(self._dtypes[name]))
             for name, tensor in parameters.items()
             if name in trainable
         }
-        self._frozen = {
-            name: tensor.detach().to(self._dtypes[name])
-            for name, tensor in parameters.items()
-            if name not in given
-        }
+        self._frozen = memory.frozen(
+            {
+                name: tensor.detach().to(self._dtypes[name])
+                for name, tensor in parameters.items()
+                if name not in given
+            }
+        )
         self._stepper = Stepper(
             given,
             factory,
             {name: (self._dtypes[name], name in summed_apart) for name in given},
             memory.optimizer(),
+            None if sharers is None else sharers.cut,
         )
         self._trials = Trials(self._stepper)
+        parts = self._stepper.parts or (None,) * len(self._stepper.shelves)
         self._stores = [
-            ShelfWeights(shelf, given, self._dtypes, num_banks, memory, is_apart=self._is_fresh)
-            for shelf in self._stepper.shelves
+            ShelfWeights(shelf, given, self._dtypes, num_banks, memory, is_apart=self._is_fresh, part=part)
+            for shelf, part in zip(self._stepper.shelves, parts, strict=True)
         ]
         store_of = {name: store for store in self._stores for name in store.leaves[0]}
         self._trainable = tuple(given)
         self._banks = [
             {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
         ]
-        self._stepped = [
-            {name: store_of[name].stepped(bank)[name] for name in given} for bank in range(num_banks)
-        ]
+        views = [dict(chain(*(s.stepped(bank).items() for s in self._stores))) for bank in range(num_banks)]
+        self._stepped = [{name: own[name] for name in given if name in own} for own in views]
         self._apart = {
-            name: tensor for name, tensor in self._stepped[0].items() if tensor is not self._banks[0][name]
+            name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
         }
+        self.shared: SharedWeights | None = None
+        """What there is of the optimiser here, where replicas share it."""
+        if sharers is not None:
+            self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
         self._leaves = [
             {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
             for bank in self._banks
@@ -124,17 +120,11 @@ class WeightBanks:
         self._held = [0] * num_banks
         self._newest_version = 0
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        principal = None
-        if form is not None and maps:
-            principal = PrincipalGradients(
-                maps,
-                form,
-                {name: given[name].dtype for name in maps},
-                is_delayed=rule is not Rule.SYNCHRONOUS,
-                device=device,
-            )
+        principal = principal_of(maps or {}, form, given, rule, device)
         source = memory.gradients if memory.is_paged else None
-        self.gradients = GradientPool(self._stepper.shelves, self._trainable, device, principal, source)
+        self.gradients = GradientPool(
+            self._stepper.shelves, self._trainable, device, principal, source, self._stepper.parts
+        )
         memory.before_gradients(self.gradients.reserve)
         """Where the sums of the gradients lie."""
 
@@ -144,9 +134,9 @@ class WeightBanks:
         return self._trainable
 
     @property
-    def is_paged(self) -> bool:
-        """Whether what is looked at here comes as copies, because it may be on any tier."""
-        return self._memory.is_paged
+    def names(self) -> tuple[str, ...]:
+        """All parameters, whether they learn or not."""
+        return tuple(self._dtypes)
 
     @property
     def is_fresh(self) -> bool:
@@ -200,32 +190,21 @@ class WeightBanks:
         else:
             newest = self._newest_version % len(self._banks)
             bank = self._open(version)
+            if skip and self.shared is not None:
+                self.shared.arrive(newest)
             for store in self._stores:
-                if store.apart is None and bank != newest:
-                    store.banks[bank].flat.copy_(store.banks[newest].flat)
-                elif skip:
-                    store.round_into(bank)  # for the bank of the newest may be on another tier
+                store.begin(bank, newest, skips=skip)
             if not skip:
                 self._step(self._stepped[bank], gradients, lr_factor, scale)
-                for store in self._stores:
-                    store.round_into(bank)
+                self._copy_apart_into(bank)
             self._close(version)
+            if not skip and self.shared is not None:
+                self.shared.gather(bank)
         self._newest_version = version
 
     def _step(self, weights: Tensors, gradients: Gradients, lr_factor: float, scale: float) -> None:
-        given = {
-            name: gradient.to(weights[name].dtype)
-            for name, gradient in gradients.items()
-            if isinstance(gradient, Tensor)
-        }
-        if scale != 1.0 and given:
-            torch._foreach_mul_([*given.values()], scale)
-        products = {
-            name: gradient.scaled(scale)
-            for name, gradient in gradients.items()
-            if isinstance(gradient, Product)
-        }
-        step_products(self._stepper, weights, given, products, lr_factor=lr_factor)
+        cut = None if self.shared is None else self.shared.own
+        step_all(self._stepper, weights, gradients, lr_factor=lr_factor, scale=scale, cut=cut)
 
     @torch.no_grad()
     def trial(
@@ -236,22 +215,59 @@ class WeightBanks:
         gradient_scale: float = 1.0,
         lr_factor: float = 1.0,
         scale: float = 1.0,
+        flats: Sequence[Tensor] = (),
     ) -> None:
         """Make trial version `version` from W(version − 1), which stays, and what there is of its gradient.
 
         Without gradients, or where one is not finite, the trial version is W(version − 1) itself: a batch on
-        weights that are no numbers would be lost too, and every one after it.
+        weights that are no numbers would be lost too, and every one after it. `flats` is the memory that the
+        gradients lie in. Replicas that share the optimiser must all call it.
         """
         self._expect_next(version)
         bank = self._open(version)
         given = {name: one for name, one in (gradients or {}).items() if one is not None}
         factors = (one.factors if isinstance(one, Product) else (one,) for one in given.values())
-        if not given or not are_finite([*chain.from_iterable(factors)]):
+        counts = bool(given) and are_finite([*chain.from_iterable(factors)])
+        if self.shared is not None:
+            held = given.keys() if counts else ()
+            factor = gradient_scale * scale
+            self.shared.try_step(bank, flats, held, lr_factor=lr_factor, factor=factor)
+        elif not counts:
             self._copy_apart_into(bank)
         else:
             self._trials.make(
                 self._apart, self._banks[bank], given, lr_factor=lr_factor, factor=gradient_scale * scale
             )
+        self._close(version)
+
+    @property
+    def newest_arenas(self) -> list[Arena]:
+        """Where W lies, in the precision in which it is stepped."""
+        bank = self._newest_version % len(self._banks)
+        return [store.banks[bank] if store.apart is None else store.apart for store in self._stores]
+
+    @torch.no_grad()
+    def average(
+        self, version: int, write: Callable[[Sequence[Tensor]], None], *, is_drained: bool = False
+    ) -> None:
+        """Have W(version), the newest, changed in place: `write` is given the flats of its arenas.
+
+        No micro-batch may run on it yet. Under the FRESH rule it touches no bank, unless the window
+        `is_drained`: then the next batch runs on W.
+        """
+        if version != self._newest_version:
+            raise RuntimeError(
+                f"Stage {self._stage} is to average version {version}, but its newest is "
+                f"{self._newest_version}."
+            )
+        flats = [arena.flat for arena in self.newest_arenas]
+        if self._is_fresh and not (is_drained and version in self._lives):
+            write(flats)
+            return
+        bank = self._open(version)
+        write(flats)
+        for store in self._stores:
+            store.round_into(bank)
         self._close(version)
 
     @torch.no_grad()
@@ -266,11 +282,19 @@ class WeightBanks:
             with self._memory.opened(Item.OPTIMIZER), self._memory.opened(Item.WEIGHTS, bank):
                 self._copy_apart_into(bank)
             self._close(self._newest_version)
+            if self.shared is not None:
+                self.shared.gather(bank)
 
-    def newest(self) -> Tensors:
-        """W, in the precision in which it is stepped: what a checkpoint holds. Not copies."""
-        newest = {**self._stepped[self._newest_version % len(self._banks)], **self._frozen}
-        return {name: self._read(newest[name]) for name in self._dtypes}
+    def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
+        """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
+        Not copies. Replicas that share the optimiser must all call it, and get copies of what none has whole;
+        with `alone` these are left out.
+        """
+        bank, shared = self._newest_version % len(self._banks), self.shared
+        trained = self._stepped[bank] if shared is None else shared.newest(bank, alone=alone)
+        newest = {**trained, **self._frozen}
+        wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
+        return {name: self._read(newest[name]) for name in wanted}
 
     def next_to_run_on(self) -> Tensors:
         """What the next batch runs on where that is not W: the version before it, or a trial version; else
@@ -279,18 +303,37 @@ class WeightBanks:
         version = self._newest_version if self._is_fresh else self._newest_version - 1
         if version < 0 or version not in self._lives:
             return {}
+        if self.shared is not None:
+            self.shared.arrive(version)
         return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype."""
-        if not self._is_fresh:
+        if self.shared is not None:
+            self.settle()
+            self.shared.arrive(self._newest_version)
+        if not self._is_fresh or self.shared is not None:
             return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensors | None]:
+        """W as a stage takes it, to be read within this context, where it lies; None if it is paged and the
+        device has no room for it.
+        """
+        if not self._memory.is_paged:
+            yield self.newest_to_compute_with()
+        elif self._is_fresh:
+            yield None  # W lies among what the optimiser remembers
+        else:
+            bank = self._newest_version % len(self._banks)
+            with self._memory.lent([(Item.WEIGHTS, bank), (Item.FROZEN, 0)]) as has_room:
+                yield self.leaves(self._newest_version) if has_room else None
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """What the optimiser remembers, by the parameters' names. Not copies."""
         found = self._stepper.state_dict()
-        if not self.is_paged:
+        if not self._memory.is_paged:
             return found
         return {
             name: {key: self._read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
@@ -309,7 +352,7 @@ class WeightBanks:
         """Take over copies of W(version) and of the optimiser's state; of both what has names from here.
 
         `older` are the living versions before it, and under the FRESH rule the trial version of that number.
-        What it lacks becomes equal to W(version).
+        What it lacks becomes equal to W(version). Frozen weights that are not given stay.
         """
         versions = [version] if self._is_fresh else range(version, version - len(self._banks), -1)
         for living in [one for one in versions if one >= 0]:
@@ -319,16 +362,21 @@ class WeightBanks:
             with self._memory.opened(Item.WEIGHTS, bank):
                 copy_by_name({name: given[name] for name in self.trainable}, self._banks[bank])
             self._close(living)
-        copy_by_name({name: parameters[name] for name in self._frozen}, self._frozen)
+        if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
+            with self._memory.opened(Item.FROZEN):
+                copy_by_name(frozen, self._frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         with self._memory.opened(Item.OPTIMIZER):
-            copy_by_name({name: parameters[name] for name in self._apart}, self._apart)
-            self._stepper.load_state_dict(optimizer_state, self._stepped[version % len(self._banks)])
+            for store in self._stores:
+                store.put_apart(parameters)
+            bank = version % len(self._banks)
+            whole = (self._stepped if self.shared is None else self._banks)[bank]
+            self._stepper.load_state_dict(optimizer_state, whole, self._stepped[bank])
 
     def memory(self) -> BankMemory:
         """What all this takes now; an optimiser takes its share at its first step."""
-        slots = [slot for shelf in self._stepper.shelves for _, slot in shelf.slots.items()]
+        slots = [slot for shelf in self._stepper.own_shelves for _, slot in shelf.slots.items()]
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
@@ -371,6 +419,8 @@ class WeightBanks:
         bank = version % len(self._lives)
         if self._held[bank]:
             raise BankInUse(self._stage, self._lives[bank], version, self._held[bank])
+        if self.shared is not None:
+            self.shared.arrive(bank)
         self._lives[bank] = None
         return bank
 
@@ -379,11 +429,3 @@ class WeightBanks:
         bank = version % len(self._lives)
         self._lives[bank] = version
         increment_version(list(self._banks[bank].values()))
-
-
-def _bank_dtype(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:
-    return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _step_dtype(bank_dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if bank_dtype.itemsize < torch.float32.itemsize else bank_dtype

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 from bireme.codec.principal import Components, PrincipalStream, Product
 from bireme.runtime.gradients import GradientPool, GradientSums
-from bireme.sync.gradients import BatchGradients
+from bireme.sync.gradients import BatchGradients, Parts
 from bireme.sync.norm import PieceNorms
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reduction
@@ -92,9 +93,15 @@ class BatchEnd:
         held: set[str] = set()
         flats: list[Tensor] = []
         streams: dict[str, PrincipalStream] = {}
+        cuts: list[Parts] = []
+        owned: dict[str, Tensor] = {}
         for part in parts:
             assert part.whole is not None, "sums() has opened it"
-            flats += [arena.flat for arena in part.whole.arenas if summed_apart.isdisjoint(arena.views)]
+            together = [summed_apart.isdisjoint(arena.views) for arena in part.whole.arenas]
+            flats += [arena.flat for arena in compress(part.whole.arenas, together)]
+            for arena, cut in compress(zip(part.whole.arenas, part.pool.parts, strict=False), together):
+                cuts.append(cut.parts)
+                owned |= cut.views(arena.flat)
             for name, view in part.whole.views.items():
                 known = views.setdefault(name, view)
                 if known is not view and name in part.whole.held:
@@ -103,7 +110,7 @@ class BatchEnd:
             if part.whole.streams is not None:
                 streams |= part.whole.streams.streams
         norms = [self.norms[stage] for stage in sorted(self.norms)]
-        self.gradients = BatchGradients(views, held, flats, norms, streams)
+        self.gradients = BatchGradients(views, held, flats, norms, streams, parts=cuts, owned=owned)
         return self.gradients
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ that says which batches count, and that it was the one who wrote it.
 """
 
 import threading
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ __all__ = ["CoordinatorOrder", "CoordinatorProcess", "serve_host"]
 
 START_S = 60.0
 """How long a process may take to say where it listens."""
+LEAST_SILENCE_S = 2.0
+"""A process is stuck if it does not answer for a lease, and for so long at least."""
+ASLEEP_S = 1.0
+"""Who has not looked for so long may have been stopped itself, and does not know who answered meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,9 @@ class CoordinatorProcess:
         self._talk: Connection | None = None
         self.starts = 0
         """How often it was started."""
+        self._asked_s: float | None = None
+        """When it was asked what it has not answered yet."""
+        self._looked_s = 0.0
 
     def start(self) -> None:
         """Start the process, and learn its port."""
@@ -75,17 +83,43 @@ class CoordinatorProcess:
         """The process that serves now."""
         return self._process
 
-    def keep(self) -> bool:
-        """Start it again if it was killed; whether it was. Raises where it has failed by itself."""
-        if self._process is None or self._process.status is None:
-            return False
-        if self._talk is not None:
-            with suppress(EOFError, OSError):
-                if self._talk.poll():
-                    raise BiremeError(self._talk.recv())
+    def trouble(self) -> str | None:
+        """What is wrong with its process: it was killed, or it answers no more. To be asked often.
+
+        Raises where it has failed by itself.
+        """
+        if self._process is None:
+            return None
+        self._hear()
+        if self._process.status is not None:
+            self._hear()  # its last words
+            return "has ended"
+        return "has not answered for a lease" if self._is_stuck() else None
+
+    def start_again(self) -> None:
+        """Start another process in the place of this one, which serves no more."""
         self.close()
         self.start()
-        return True
+
+    def _hear(self) -> None:
+        """Take its answers."""
+        with suppress(EOFError, OSError):
+            while self._talk is not None and self._talk.poll():
+                word = self._talk.recv()
+                if word is not None:
+                    raise BiremeError(word)
+                self._asked_s = None
+
+    def _is_stuck(self) -> bool:
+        """Whether it serves no more, though its process is there: it is asked, and does not answer."""
+        now_s = time.monotonic()
+        if self._asked_s is None or now_s > self._looked_s + ASLEEP_S:
+            if self._asked_s is None and self._talk is not None:
+                with suppress(OSError):
+                    self._talk.send(None)
+            self._asked_s = now_s
+        self._looked_s = now_s
+        return now_s > self._asked_s + max(self._order.settings.lease_s, LEAST_SILENCE_S)
 
     def ended(self, life: Life) -> None:
         """Say that a start of a replica is over for certain."""
@@ -95,6 +129,7 @@ class CoordinatorProcess:
 
     def close(self) -> None:
         """End it."""
+        self._asked_s = None
         if self._talk is not None:
             self._talk.close()
         if self._process is not None:
@@ -102,16 +137,28 @@ class CoordinatorProcess:
 
 
 def serve_host(talk: Connection, order: CoordinatorOrder) -> None:
-    """Serve until the starter hangs up: first its port goes to that one, then ends of replicas come."""
+    """Serve until the starter hangs up: first its port goes to that one, then ends of replicas come, and
+    questions whether it still serves, which are None, as is the answer.
+    """
     ledger = Ledger(order.ledger)
-    server = CoordinatorServer(_host(order, ledger), listener(order.address, order.port), order.token, ledger)
+
+    def answer() -> None:
+        with suppress(OSError):
+            talk.send(None)
+
+    host, listening = _host(order, ledger), listener(order.address, order.port)
+    server = CoordinatorServer(host, listening, order.token, ledger, answer=answer)
     server.start()
     talk.send(server.port)
 
     def hear() -> None:
         with suppress(EOFError, OSError):
             while True:
-                server.ended(talk.recv())
+                life = talk.recv()
+                if life is None:
+                    server.ask()
+                else:
+                    server.ended(life)
         server.close()
 
     threading.Thread(target=hear, name="bireme coordinator talk", daemon=True).start()

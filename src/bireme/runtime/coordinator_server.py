@@ -10,18 +10,23 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from bireme.errors import BiremeError
 from bireme.runtime.ledger import Ledger
+from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import Host, host_step, host_wake_s
-from bireme.sync.coordinator.messages import Life, RankId, Report, Word, decode, encode
+from bireme.sync.coordinator.messages import Life, Notice, RankId, Report, Word, decode, encode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 
 __all__ = ["CoordinatorServer", "listener"]
 
 MOST_BYTES = 1 << 24
 """Of a line; a longer one is not from a rank."""
+NOTICE = b'{"ended"'
+"""How what a launcher says begins."""
+NOBODY = RankId(-1, 0, 0)
 SHORTEST_S = 0.001
 LONGEST_S = 1.0
 
@@ -67,9 +72,19 @@ class _Caller:
 
 
 class CoordinatorServer:
-    """Serves one host of a run, from `start` to `close`. `failure` is why it ended by itself."""
+    """Serves one host of a run, from `start` to `close`. `failure` is why it ended by itself. It calls
+    `answer` where somebody asks whether it still serves.
+    """
 
-    def __init__(self, host: Host, listening: socket.socket, token: str, ledger: Ledger | None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        listening: socket.socket,
+        token: str,
+        ledger: Ledger | None,
+        *,
+        answer: Callable[[], None] = lambda: None,
+    ) -> None:
         self.failure: Exception | None = None
         self._host, self._token, self._ledger = host, token.encode(), ledger
         self._listening = listening
@@ -81,7 +96,8 @@ class CoordinatorServer:
         self._callers: dict[socket.socket, _Caller] = {}
         self._ranks: dict[RankId, _Caller] = {}
         self._ended: deque[Life] = deque()
-        self._is_closing = False
+        self._answer = answer
+        self._is_asked = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="bireme coordinator", daemon=True)
 
     @property
@@ -97,6 +113,11 @@ class CoordinatorServer:
     def ended(self, life: Life) -> None:
         """Say that a start of a replica is over for certain."""
         self._ended.append(life)
+        self._wake()
+
+    def ask(self) -> None:
+        """Have it answer, from the thread that serves."""
+        self._is_asked = True
         self._wake()
 
     def join(self) -> None:
@@ -136,6 +157,9 @@ class CoordinatorServer:
                 os.read(self._wake_read, 4096)
             elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
                 self._hear(self._callers[key.fileobj])
+        if self._is_asked:
+            self._is_asked = False
+            self._answer()
         while self._ended:
             self._step(Ended(self._ended.popleft()))
         if time.monotonic() >= host_wake_s(self._host, now_s):
@@ -158,15 +182,22 @@ class CoordinatorServer:
             self._forget(caller)
             return
         for report in reports:  # what fails from here on is not the caller's fault
-            self._ranks[report.rank] = caller
-            self._step(report)
+            if isinstance(report, Report):
+                self._ranks[report.rank] = caller
+                self._step(report)
+                continue
+            for life in report.ended:
+                self._step(Ended(life))
+            if self._host.state is not None:
+                caller.next = word_for(self._host.state, NOBODY)
 
-    def _reports(self, caller: _Caller) -> list[Report]:
+    def _reports(self, caller: _Caller) -> list[Report | Notice]:
         """What a caller has said. Raises an error if it has hung up, or is no rank of this run."""
-        found = []
+        found = list[Report | Notice]()
         for line in caller.lines():
             if caller.is_known:
-                found.append(decode(Report, line))
+                is_notice = line.startswith(NOTICE)
+                found.append(decode(Notice, line) if is_notice else decode(Report, line))
             elif line == self._token:
                 caller.is_known = True
             else:

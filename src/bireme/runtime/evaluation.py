@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,13 +55,13 @@ class Evaluator:
         """The loss over some batches, each of any size down to one sample; what crosses borders goes through
         `codecs`.
         """
+        lending = Lending()
         for stage in self._stages.values():
-            stage.load()
+            stage.begin(lending)
         try:
             loss, weight, num_samples = self._sums(batches, codecs)
         finally:
-            for stage in self._stages.values():
-                stage.unload()
+            lending.close()
         total = torch.tensor([loss], dtype=torch.float64)
         self._group.all_reduce(total).wait()
         return Evaluation(float(total) / weight if weight else math.nan, weight, num_samples)
@@ -90,12 +91,44 @@ class Evaluator:
 class HoldsWeights(Protocol):
     """Where an evaluation takes a stage's weights from."""
 
-    @property
-    def is_paged(self) -> bool:
-        """Whether they are copied each time, so that not all should be there at once."""
+    def lent(self) -> AbstractContextManager[Mapping[str, Tensor] | None]:
+        """The newest weights by name, in the type that the stage computes with, to be read within this
+        context; None if they are paged and the device has no room for them.
+        """
 
     def newest_to_compute_with(self) -> Mapping[str, Tensor]:
-        """The newest weights by name, in the type that the stage computes with."""
+        """The same, as copies where they are paged."""
+
+
+class Lending:
+    """The weights that an evaluation reads: of all stages where the device has room for them, else of some.
+
+    A rank takes all micro-batches of a batch through a stage before the next, so weights are read once for
+    each batch. Those that came last go first: the first of the next batch are there then.
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[HoldsWeights, ExitStack, Mapping[str, Tensor]]] = []
+
+    def of(self, banks: HoldsWeights) -> Mapping[str, Tensor]:
+        """The weights of a stage."""
+        for owner, _, weights in self._lent:
+            if owner is banks:
+                return weights
+        while True:
+            stack = ExitStack()
+            found = stack.enter_context(banks.lent())
+            if found is None and self._lent:
+                self._lent.pop()[1].close()
+                continue
+            weights = banks.newest_to_compute_with() if found is None else found
+            self._lent.append((banks, stack, weights))
+            return weights
+
+    def close(self) -> None:
+        """Let go of all."""
+        while self._lent:
+            self._lent.pop()[1].close()
 
 
 class EvaluationStage:
@@ -113,23 +146,18 @@ class EvaluationStage:
         self._buffers = buffers
         self._device = device
         self._loss = 0.0
-        self._weights: Mapping[str, Tensor] | None = None
+        self._lending = Lending()
 
-    def load(self) -> None:
-        """Take the newest weights, in what the stage computes with."""
-        self._loss = 0.0
-        self._weights = None if self._banks.is_paged else self._banks.newest_to_compute_with()
-
-    def unload(self) -> None:
-        """Let go of them."""
-        self._weights = None
+    def begin(self, lending: Lending) -> None:
+        """An evaluation begins, which lends the newest weights."""
+        self._loss, self._lending = 0.0, lending
 
     def forward(
         self, _place: Place, _version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Run a micro-batch on the newest weights; gives what goes to the next stage."""
         given = {**micro_batch.inputs, **received}
-        weights = self._banks.newest_to_compute_with() if self._weights is None else self._weights
+        weights = self._lending.of(self._banks)
         with torch.no_grad():
             results = self.function(weights, self._buffers, given, device=self._device)
         if LOSS in results and micro_batch.share:

@@ -5,6 +5,7 @@ is evaluated over one too, in the memory of its weights, and with the same numbe
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +111,8 @@ class _Fixed:
 
     weights: Mapping[str, Tensor]
 
-    is_paged = False
+    def lent(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return nullcontext(self.weights)
 
     def newest_to_compute_with(self) -> Mapping[str, Tensor]:
         return self.weights

@@ -19,6 +19,7 @@ from bireme.memory.arena import Arena
 from bireme.memory.carver import PLAIN, Carver
 from bireme.runtime.principal import BatchStreams, PrincipalGradients
 from bireme.runtime.shelf import Shelf, without
+from bireme.runtime.shelf_part import ShelfPart
 
 __all__ = ["GradientPool", "GradientSums"]
 
@@ -78,7 +79,8 @@ class GradientPool:
     """Arenas for as many batches as are under way at once; those of a batch that is done are used again.
 
     `names` are the parameters in the order in which sums are gone through. Those of `principal` are in no
-    arena. `memory` gives the memory of each batch's sums; copies of sums lie with torch in any case.
+    arena. `memory` gives the memory of each batch's sums; copies of sums lie with torch in any case. `parts`
+    are those of the shelves, where replicas share the optimiser.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class GradientPool:
         device: torch.device,
         principal: PrincipalGradients | None = None,
         memory: Callable[[], Carver] | None = None,
+        parts: Sequence[ShelfPart] = (),
     ) -> None:
+        self.parts = parts
         memory = memory or _plain
         apart = {} if principal is None else principal.shapes
         self._shelves = without(shelves, apart) if apart else tuple(shelves)

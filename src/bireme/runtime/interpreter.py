@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.runtime.averaging.averages import Averages
 from bireme.runtime.courier import Courier
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.paging.rank_paging import RankPaging
@@ -49,6 +50,7 @@ class Interpreter:
         on_instruction: OnInstruction,
         stopwatch: Stopwatch | None = None,
         paging: RankPaging | None = None,
+        averages: Averages | None = None,
     ) -> None:
         self._stages = stages
         self._forwards: Mapping[int, RunsForward] = stages
@@ -74,7 +76,11 @@ class Interpreter:
             Kind.TRIAL: updates.trial,
         }
         self._evaluates = dict(self._actions)
-        """The same actions, for stages that train nothing and so page nothing."""
+        """The same actions, for stages that train nothing, and so page and share nothing."""
+        if any(stage.banks.shared is not None for stage in stages.values()):
+            self._actions[Kind.FORWARD] = self._forward_when_whole
+        if averages is not None:
+            self._actions |= {Kind.AVERAGE_START: averages.start, Kind.AVERAGE_END: averages.end}
         if paging is not None:
             for kind in (*COMPUTE, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL):
                 self._actions[kind] = paging.around(self._actions[kind], self._begin)
@@ -122,6 +128,14 @@ class Interpreter:
         assert step.version is not None
         sends = self._forwards[step.stage].forward(_place_of(step), step.version, micro_batch, received)
         self._courier.put(step, sends)
+
+    def _forward_when_whole(self, step: Instruction) -> None:
+        """The same on weights that other replicas make a part of."""
+        shared = self._stages[step.stage].banks.shared
+        assert step.version is not None
+        if shared is not None:
+            shared.arrive(step.version)
+        self._forward(step)
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._courier.take(step)

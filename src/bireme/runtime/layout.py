@@ -3,6 +3,7 @@
 Ranks are dealt out replica by replica: the first pipeline is ranks 0, 1, 2, …, the second follows.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Layout:
     """The parameters whose norm this rank adds to the whole."""
     owners: Mapping[str, int]
     """The first rank that holds each parameter and buffer."""
+    repeated: frozenset[str]
+    """The parameters with gradients that several of this rank's own stages hold."""
 
     @property
     def num_pipeline_ranks(self) -> int:
@@ -90,4 +93,12 @@ def layout_of(graph: Graph, units: Sequence[Unit], plan: ProgramPlan, rank: int,
             if replica == 0 and min(places) == pipeline_rank and name in trainable
         ),
         owners={name: min(places) for name, places in holders.items()},
+        repeated=frozenset(name for name, count in _uses(own).items() if count > 1 and name in trainable),
+    )
+
+
+def _uses(stages: Mapping[int, Sequence[Unit]]) -> Counter[str]:
+    """How many of some stages hold each parameter."""
+    return Counter(
+        name for units in stages.values() for name in {name for unit in units for name in unit.parameters}
     )

@@ -9,19 +9,20 @@ from pathlib import Path
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.ledger_line import Began, Committed, in_force
 from bireme.sync.coordinator.messages import TERM
 
 __all__ = ["Ledger"]
 
 
 class Ledger:
-    """Appends to the ledger at a path, which is made if there is none. A last line that was cut goes."""
+    """Appends to the ledger at a path, which is made if there is none. A last line that was cut goes before
+    the first one that is written here: until then another coordinator may be writing.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if path.exists():
-            _cut_half_line(path)
+        self._has_written = False
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, lines: Iterable[Began | Committed]) -> None:
@@ -31,6 +32,9 @@ class Ledger:
             return
         left = text.encode()
         try:
+            if not self._has_written:
+                _cut_half_line(self._path)
+                self._has_written = True
             while left:
                 left = left[os.write(self._file, left) :]
             os.fsync(self._file)
@@ -61,7 +65,7 @@ class Ledger:
         return found
 
     def _records(self) -> Iterable[dict[str, object]]:
-        return read_json_lines(self._path, start="start").records.values()
+        return in_force(read_json_lines(self._path, start="start").records).values()
 
 
 def _cut_half_line(path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.codec.gradient_words import parse_gradient
-from bireme.codec.sum_words import parse_sum_codec
+from bireme.codec.sum_words import DENSE, parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -25,6 +25,8 @@ from bireme.model.units import units_of
 from bireme.plan.hashes import check_plan_fits
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.assembly import Assembly
+from bireme.runtime.averaging.averages import Met
+from bireme.runtime.averaging.averaging import Averaging, WeightDonations, join_averaging
 from bireme.runtime.balancer import Balancer, Sharing
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
@@ -45,11 +47,12 @@ from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
-from bireme.runtime.quorum.agreement import Agreement, Donations, join
+from bireme.runtime.quorum.agreement import Agreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.result import Result, result_of
-from bireme.runtime.runnable import AnyPlan, runnable, unhurried, work_of
+from bireme.runtime.runnable import AnyPlan, halfway, on_pages, runnable, unhurried, work_of
+from bireme.runtime.sharers import check_shared, sharers_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
@@ -77,9 +80,10 @@ class Pipeline:
     `paging` says where a plan that pages keeps what is not on the device.
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
     rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
-    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With an
+    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With `shard`
+    as "optimizer" each replica steps a part of the weights, and the others get it from there. With an
     `agreement` this is one replica of several, the ranks of `world` are its own alone, and so are its
-    batches' samples.
+    batches' samples. So it is with an `averaging`, where each trains batches of its own.
     """
 
     def __init__(
@@ -108,13 +112,16 @@ class Pipeline:
         gradient: str = "whole",
         gradient_of: Sequence[str] | None = None,
         paging: PagingSettings | None = None,
+        shard: str = "none",
         agreement: Agreement | None = None,
+        averaging: Averaging | None = None,
     ) -> None:
-        asked = runnable(plan)
-        codec = parse_sum_codec(sum_codec)
-        form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         self._device = torch.device(device)
         check_supported(self._device)
+        plan = on_pages(plan, self._device)
+        asked = runnable(plan if averaging is None else averaging.programs(plan))
+        codec = parse_sum_codec(sum_codec)
+        form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
         made_of = prepared(
             model,
@@ -135,6 +142,9 @@ class Pipeline:
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan)
+        sharers = sharers_of(shard, self.layout)
+        if sharers is not None:
+            self.plan = halfway(plan, self.plan)
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
@@ -156,6 +166,15 @@ class Pipeline:
                 f'The plan pages, which keeps gradients whole, and gradients are kept as "{gradient}". Leave '
                 "out one of the two."
             )
+        if shard != "none":
+            check_shared(
+                {
+                    "replicas that may die": agreement is not None,
+                    "paging": self._paging is not None,
+                    "gradients as principal components": form is not None,
+                    f'sums through "{sum_codec}"': codec != DENSE,
+                }
+            )
         batches = Batches()
         assembly = Assembly(
             graph,
@@ -168,6 +187,7 @@ class Pipeline:
             batches,
             form,
             self._paging,
+            sharers,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
@@ -188,7 +208,8 @@ class Pipeline:
         # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
-        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec, agreement)
+        self._sharers = sharers
+        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec, agreement, sharers)
         self._spare = fabric.everyone()
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
@@ -201,12 +222,18 @@ class Pipeline:
         self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, QuorumReducer):
-            donations = Donations(self._reducer.agent, self.stages, lambda: self._updates.scale)
-            self._updates.before_update = donations.before_update
+            assert agreement is not None, "its reducer is there"
+            self._updates.before_update = agreement.before_updates(
+                self._reducer, self.stages, self._device, lambda: self._updates.scale
+            )
             self._updates.more = None if stopwatch is None else stopwatch.alone
         self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
+        self._averages = None
+        if averaging is not None:
+            averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
+            self._updates.before_update = WeightDonations(averages, lambda: self._updates.scale).before_update
         self._interpreter = Interpreter(
-            self.stages, self._courier, self._updates, tell, stopwatch, self._paging
+            self.stages, self._courier, self._updates, tell, stopwatch, self._paging, self._averages
         )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
@@ -269,6 +296,9 @@ class Pipeline:
                 self.balancer.note(result.batch, result.shares, result.busy_s)
             before = now
             yield result
+        for stage in self.stages.values():
+            if stage.banks.shared is not None:
+                stage.banks.shared.arrive_all()
         if self._paging is not None:
             self._paging.note(self.num_trained - first)
         if recorder is not None:
@@ -324,9 +354,13 @@ class Pipeline:
         own = {
             name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
         }.difference(but)
+        pieces_of = {name for name, rank in owners.items() if rank == layout.pipeline_rank}.difference(but)
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
-            tensors |= sections_of(stage, own, replica=layout.replica)
+            tensors |= sections_of(stage, own, replica=layout.replica, pieces_of=pieces_of, alone=all_held)
+            pieces_of.difference_update(stage.banks.names)
+        if self._averages is not None:
+            tensors |= self._averages.sections(own)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
@@ -342,6 +376,8 @@ class Pipeline:
         self._check_drained()
         for stage in self.stages.values():
             load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
+        if self._averages is not None:
+            self._averages.load(saved.tensors)
         load_feedback(self._reducer.feedback, saved, self.layout)
         load_thresholds(self._courier.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
@@ -359,6 +395,18 @@ class Pipeline:
             self._updates.follow(batch, reducer.follow)
 
         self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
+
+    def join_averaging(self, until: int) -> None:
+        """Come to the first batch that this replica has, in a window of the places below `until`."""
+        self._check_drained()
+        assert self._averages is not None, "a pipeline alone has nobody to join"
+        self.num_trained = join_averaging(self._averages.agent, self.num_trained, until, self.restore)
+
+    def meet(self, *numbers: float) -> Met:
+        """Make one mean of the weights of all replicas, when this one has drained, and add up numbers."""
+        self._check_drained()
+        assert self._averages is not None, "a pipeline alone has nobody to meet"
+        return self._averages.meet(self.num_trained, numbers)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
@@ -426,8 +474,13 @@ class Pipeline:
 
     @property
     def sum_bytes(self) -> SentBytes:
-        """What this rank has sent so far for sums of gradients."""
-        return self._reducer.sent
+        """What this rank has sent so far for sums of gradients, for weights that it makes for others, or for
+        averages of weights.
+        """
+        if self._averages is not None:
+            return self._averages.sent
+        sent, shared = self._reducer.sent, 0 if self._sharers is None else self._sharers.sent_bytes
+        return SentBytes(sent.raw + shared, sent.sent + shared)
 
     @property
     def tiers(self) -> tuple[TierMoves, ...]:

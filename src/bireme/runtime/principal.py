@@ -15,8 +15,9 @@ from torch import Tensor
 from bireme.codec.gradient_words import GradientForm
 from bireme.codec.principal import Components, PrincipalStream, Product, first_components
 from bireme.model.linear_maps import LinearMap
+from bireme.schedule.rule import Rule
 
-__all__ = ["BatchStreams", "PrincipalGradients"]
+__all__ = ["BatchStreams", "PrincipalGradients", "principal_of"]
 
 Settled = Mapping[str, Components]
 
@@ -152,3 +153,17 @@ class PrincipalGradients:
     def num_bytes(self) -> int:
         """What is settled takes, after each number of updates that is kept."""
         return sum(one.num_bytes for settled in self._settled.values() for one in settled.values())
+
+
+def principal_of(
+    maps: Mapping[str, LinearMap],
+    form: GradientForm | None,
+    weights: Mapping[str, Tensor],
+    rule: Rule,
+    device: torch.device,
+) -> PrincipalGradients | None:
+    """The components of the weights in `maps`; None if no gradients are kept so."""
+    if form is None or not maps:
+        return None
+    dtypes = {name: weights[name].dtype for name in maps}
+    return PrincipalGradients(maps, form, dtypes, is_delayed=rule is not Rule.SYNCHRONOUS, device=device)

@@ -253,9 +253,9 @@ def _started() -> _Server:
 
 
 def _at_load() -> tuple[object, ...]:
-    """What the libraries that a process loads depend on."""
+    """What the libraries that a process loads depend on. A folder counts where it is first in the path."""
     own = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
-    return tuple(sys.path), tuple(sorted(own.items()))
+    return tuple(dict.fromkeys(sys.path)), tuple(sorted(own.items()))
 
 
 @contextmanager

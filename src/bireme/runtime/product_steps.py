@@ -3,7 +3,7 @@
 The gradient of a whole weight is so never there, unless its optimiser needs it whole.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,35 @@ from bireme.codec.principal import Product
 from bireme.runtime.stepper import Home, Stepped, Stepper
 from bireme.runtime.trial import Piece, pieces_of
 
-__all__ = ["most_piece_elements", "step_products"]
+__all__ = ["most_piece_elements", "step_all"]
 
 
 @torch.no_grad()
-def step_products(
+def step_all(
+    stepper: Stepper,
+    weights: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor | Product | None],
+    *,
+    lr_factor: float,
+    scale: float,
+    cut: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+) -> None:
+    """Step the weights that have gradients, times `scale`, in place; gradients are changed.
+
+    `cut` gives the pieces of gradients that are stepped, where not all of them is.
+    """
+    whole = {name: one for name, one in gradients.items() if isinstance(one, Tensor)}
+    own = whole if cut is None else cut(whole)
+    given = {name: gradient.to(weights[name].dtype) for name, gradient in own.items()}
+    if scale != 1.0 and given:
+        torch._foreach_mul_([*given.values()], scale)
+    products = {
+        name: gradient.scaled(scale) for name, gradient in gradients.items() if isinstance(gradient, Product)
+    }
+    _step_products(stepper, weights, given, products, lr_factor=lr_factor)
+
+
+def _step_products(
     stepper: Stepper,
     weights: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],

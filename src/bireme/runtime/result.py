@@ -12,8 +12,8 @@ __all__ = ["Result", "result_of"]
 class Result:
     """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
     one. `votes` is the sum of what the ranks gave along with it. `shares` are the samples of each replica;
-    `busy_s` says for how long the batch kept each rank busy, where shares follow that. Of the replicas that
-    have a part in it the `leader` has trained for longest.
+    `busy_s` says for how long the batch kept each rank busy, where shares follow that. The replicas that have
+    a part in it are in `order`, the one that has trained for longest first.
 
     `is_skipped` says that the weights stay as they were: the gradient was not finite, or nothing in the batch
     counts for the loss. Then its `weight`, how much counts in it, is 0, its loss NaN and its norm 0.
@@ -30,7 +30,12 @@ class Result:
     weight: float
     shares: tuple[int, ...]
     busy_s: tuple[float, ...] = ()
-    leader: int = 0
+    order: tuple[int, ...] = (0,)
+
+    @property
+    def leader(self) -> int:
+        """The replica that has trained for longest."""
+        return self.order[0]
 
 
 def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed: bool = False) -> Result:
@@ -39,12 +44,14 @@ def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed
     It `is_agreed` where a replica knows no more than its own portion: then what all gave along are the weight
     of the whole batch, the samples of each replica in it, and the first batch of each.
     """
-    weight, shares, busy_s, leader = portion.weight, portion.shares, finished.more, 0
+    weight, shares, busy_s = portion.weight, portion.shares, finished.more
+    order: tuple[int, ...] = (0,)
     if is_agreed:
         weight, *rest = finished.more
         half = len(rest) // 2
         shares, firsts, busy_s = tuple(map(round, rest[:half])), rest[half:], ()
-        leader = min((one for one, num in enumerate(shares) if num), key=lambda one: (firsts[one], one))
+        parts = [one for one, num in enumerate(shares) if num]
+        order = tuple(sorted(parts, key=lambda one: (firsts[one], one)))
     return Result(
         batch=finished.batch,
         loss=finished.loss,
@@ -57,5 +64,5 @@ def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed
         weight=weight,
         shares=shares,
         busy_s=busy_s,
-        leader=leader,
+        order=order,
     )

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import torch
+
 from bireme.errors import BiremeError
+from bireme.memory.chunk_memory import page_bytes
 from bireme.model.graph import Graph
 from bireme.model.units import Unit
 from bireme.plan.plan import Plan
@@ -13,9 +16,18 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import ProgramSource, source_of
 
-__all__ = ["AnyPlan", "runnable", "unhurried", "work_of"]
+__all__ = ["AnyPlan", "halfway", "on_pages", "runnable", "unhurried", "work_of"]
 
 AnyPlan = Plan | SavedPlan | ProgramPlan | Program
+
+
+def on_pages(plan: AnyPlan, device: torch.device) -> AnyPlan:
+    """The plan with chunks that can be mapped on the device that it runs on."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if not isinstance(named, Plan) or named.paging is None:
+        return plan
+    fitting = named.on_pages(page_bytes(device))
+    return replace(plan, plan=fitting) if isinstance(plan, SavedPlan) else fitting
 
 
 def runnable(plan: AnyPlan) -> ProgramPlan:
@@ -63,6 +75,14 @@ def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and named.updates_early is None:
         return replace(named, updates_early=False).by_program
+    return by_program
+
+
+def halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where replicas share an optimiser: updates leave time for the weights to travel."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and not named.updates_halfway:
+        return replace(named, updates_halfway=True).by_program
     return by_program
 
 

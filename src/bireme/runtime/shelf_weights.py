@@ -8,16 +8,20 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
 from bireme.runtime.shelf import Shelf
+from bireme.runtime.shelf_part import ShelfPart
 from bireme.runtime.stage_memory import StageMemory
 from bireme.schedule.instruction import Item
 
-__all__ = ["ShelfWeights", "copy_by_name"]
+__all__ = ["ShelfWeights", "bank_dtype_of", "copy_by_name", "step_dtype_of"]
 
 Tensors = Mapping[str, Tensor]
 
 
 class ShelfWeights:
-    """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks."""
+    """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks.
+
+    With a `part` only that is stepped here, and only that is kept apart.
+    """
 
     def __init__(
         self,
@@ -28,12 +32,14 @@ class ShelfWeights:
         memory: StageMemory,
         *,
         is_apart: bool,
+        part: ShelfPart | None = None,
     ) -> None:
+        self.part = part
         names = tuple(shelf.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
         self.banks = [Arena(shelf.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
         self.apart = (
-            Arena(shelf.slots, shelf.dtype, device, memory.optimizer())
+            Arena((part.own if part else shelf).slots, shelf.dtype, device, memory.optimizer())
             if is_apart or dtype != shelf.dtype
             else None
         )
@@ -47,16 +53,44 @@ class ShelfWeights:
             copy_by_name({name: given[name] for name in names}, self.banks[0].views)
         if self.apart is not None:
             with memory.opened(Item.OPTIMIZER):
-                copy_by_name({name: given[name] for name in names}, self.apart.views)
+                self.put_apart(given)
 
     def stepped(self, bank: int) -> Tensors:
         """What an optimiser steps where a version is made in a bank."""
-        return self.leaves[bank] if self.apart is None else self.apart.views
+        if self.apart is not None:
+            return self.apart.views
+        return self.leaves[bank] if self.part is None else self.part.views(self.banks[bank].flat)
 
     def round_into(self, bank: int) -> None:
         """Write the newest weights into a bank, where they are apart from it."""
         if self.apart is not None:
-            self.banks[bank].flat.copy_(self.apart.flat)
+            self._own(bank).copy_(self.apart.flat)
+
+    def begin(self, bank: int, newest: int, *, skips: bool) -> None:
+        """Let a bank be ready for a step of the newest weights; if that is skipped, let it be these."""
+        if self.part is not None:
+            if bank != newest and skips:
+                self.banks[bank].flat.copy_(self.banks[newest].flat)
+            elif bank != newest and self.apart is None:
+                self._own(bank).copy_(self._own(newest))
+        elif self.apart is None and bank != newest:
+            self.banks[bank].flat.copy_(self.banks[newest].flat)
+        elif skips:
+            self.round_into(bank)  # for the bank of the newest may be on another tier
+
+    def put_apart(self, weights: Tensors) -> None:
+        """Take over copies of weights where the newest ones are apart."""
+        if self.apart is not None:
+            part = self.part
+            own = {
+                name: part.piece(name, weights[name]) if part else weights[name] for name in self.apart.views
+            }
+            copy_by_name(own, self.apart.views)
+
+    def _own(self, bank: int) -> Tensor:
+        """What is stepped here of a bank."""
+        flat = self.banks[bank].flat
+        return flat if self.part is None else self.part.of(flat)
 
 
 def _leaves(bank: Arena, gradient_dtype: torch.dtype) -> dict[str, Tensor]:
@@ -73,3 +107,13 @@ def copy_by_name(source: Tensors, target: Tensors) -> None:
     """Copy each tensor of `source` over that of its name in `target`."""
     for name, tensor in source.items():
         target[name].copy_(tensor)
+
+
+def bank_dtype_of(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """What a parameter is computed with: in a dtype that was asked for, or in its own."""
+    return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def step_dtype_of(bank_dtype: torch.dtype) -> torch.dtype:
+    """What a parameter is stepped in: 32 bits at least."""
+    return torch.float32 if bank_dtype.itemsize < torch.float32.itemsize else bank_dtype

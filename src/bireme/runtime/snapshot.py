@@ -4,16 +4,20 @@ It is taken while other batches are under way: a stage's weights change at its u
 with a section: `weights/` the newest, in the precision that is stepped; `before/` those one update older,
 which the next batch runs on under delayed updates; `trial/REPLICA/STAGE/` those that a stage has made up for
 the next batch under fresh ones, each for itself; `optimizer/NAME/KEY`; `buffers/`;
-`principal/AGE/NAME/PART` what the gradients of the next batches go on from, where they are kept so.
+`principal/AGE/NAME/PART` what the gradients of the next batches go on from, where they are kept so. What
+replicas have pieces of, each saves its own (`piece_sections.py`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bireme.runtime.banks import WeightBanks
+from bireme.runtime.piece_sections import joined, piece_name
+from bireme.runtime.shared_weights import SharedWeights
 from bireme.runtime.stage import Stage
 
 __all__ = ["Snapshot", "load_stage", "sections_of"]
@@ -36,22 +40,25 @@ class Snapshot:
     shares: Mapping[str, Any] | None = None
 
 
-def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str, Tensor]:
-    """What a stage holds of the parameters and buffers named, and all of its trial version; copied."""
+def sections_of(
+    stage: Stage, names: Iterable[str], *, replica: int, pieces_of: Iterable[str] = (), alone: bool = False
+) -> dict[str, Tensor]:
+    """What a stage holds of the parameters and buffers named, and all of its trial version; copied.
+
+    Where replicas share the optimiser, there are this one's pieces of the parameters in `pieces_of`. With
+    `alone` there is what this rank needs to go on by itself: weights whole, and its pieces as they are. Then
+    all replicas must call it.
+    """
     banks, wanted = stage.banks, set(names)
-    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest().items() if name in wanted}
-    for name, tensor in banks.next_to_run_on().items():
-        if banks.is_fresh:
-            found[f"{TRIAL}/{replica}/{stage.index}/{name}"] = tensor
-        elif name in wanted:
-            found[f"{BEFORE}/{name}"] = tensor
+    if banks.shared is not None:
+        return _shared_sections(stage, banks.shared, wanted, {*pieces_of}, replica=replica, alone=alone)
+    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest(wanted).items()}
+    found |= _to_run_on(stage, wanted, replica)
     for name, state in banks.optimizer_state().items():
         for key, value in state.items() if name in wanted else ():
             if value is not None:
                 found[f"{OPTIMIZER}/{name}/{key}"] = _as_tensor(value)
-    found |= {
-        f"{BUFFERS}/{name}": tensor for name, tensor in stage.settled_buffers().items() if name in wanted
-    }
+    found |= _buffers(stage, wanted)
     principal = banks.gradients.principal
     if principal is not None:
         found |= {
@@ -59,6 +66,58 @@ def sections_of(stage: Stage, names: Iterable[str], *, replica: int) -> dict[str
             for key, tensor in principal.state(banks.newest_version).items()
             if _name_in(key) in wanted
         }
+    return _copied(found)
+
+
+def _shared_sections(
+    stage: Stage, shared: SharedWeights, wanted: set[str], pieces_of: set[str], *, replica: int, alone: bool
+) -> dict[str, Tensor]:
+    banks = stage.banks
+    newest = banks.newest(alone=not alone)
+    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in newest.items() if name in wanted}
+    found |= _to_run_on(stage, wanted, replica) | _buffers(stage, wanted)
+    pieces = {name: {} if alone else {f"{WEIGHTS}/{name}": one} for name, one in shared.own_newest().items()}
+    for name, state in banks.optimizer_state().items():
+        known = {
+            f"{OPTIMIZER}/{name}/{key}": _as_tensor(one) for key, one in state.items() if one is not None
+        }
+        pieces.setdefault(name, {}).update(known)
+    for name, own in pieces.items():
+        if alone and name in wanted:
+            found |= own
+        elif not alone and name in pieces_of:
+            found |= _named_pieces(shared, name, own)
+    return _copied(found)
+
+
+def _named_pieces(shared: SharedWeights, name: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this replica has of a parameter; the owner of its first element has what is there once for all."""
+    part, shape = shared.part_of[name], shared.shapes[name]
+    piece = part.pieces[name]
+    found: dict[str, Tensor] = {}
+    for key, value in own.items():
+        if value.ndim and value.shape == part.own.slots[name].shape:
+            found[piece_name(piece.start, shape, key)] = value
+        elif piece.start == 0:
+            found[key] = value
+    return found
+
+
+def _to_run_on(stage: Stage, wanted: Collection[str], replica: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in stage.banks.next_to_run_on().items():
+        if stage.banks.is_fresh:
+            found[f"{TRIAL}/{replica}/{stage.index}/{name}"] = tensor
+        elif name in wanted:
+            found[f"{BEFORE}/{name}"] = tensor
+    return found
+
+
+def _buffers(stage: Stage, wanted: Collection[str]) -> dict[str, Tensor]:
+    return {f"{BUFFERS}/{name}": tensor for name, tensor in stage.settled_buffers().items() if name in wanted}
+
+
+def _copied(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 
@@ -70,16 +129,16 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     weights.
     """
     banks = stage.banks
-    held, trained = banks.newest(), set(banks.trainable)
-    names = tuple(held)
+    saved = joined(saved)
+    trained = set(banks.trainable)
     newest = {
-        name: saved[key] if (key := f"{WEIGHTS}/{name}") in saved or name in trained else held[name]
-        for name in names
+        name: saved[key] for name in banks.names if (key := f"{WEIGHTS}/{name}") in saved or name in trained
     }
+    names = tuple(newest)
     section = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
     others = {name: saved.get(f"{section}/{name}", newest[name]) for name in names}
     number = version if banks.is_fresh else version - 1
-    banks.load(newest, _optimizer_state(saved, names), version=version, older={number: others})
+    banks.load(newest, _optimizer_state(banks, saved), version=version, older={number: others})
     principal = banks.gradients.principal
     if principal is not None:
         keys = (key.partition("/") for key in saved)
@@ -91,15 +150,19 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
             buffer.copy_(saved[key])
 
 
-def _optimizer_state(saved: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The states of some parameters, as they are in saved tensors."""
-    wanted = set(names)
+def _optimizer_state(banks: WeightBanks, saved: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """The states of a stage's parameters, as they are in saved tensors; of pieces, where it has pieces."""
+    wanted = set(banks.names)
     states: dict[str, dict[str, Any]] = {}
     for key in saved:
         section, _, rest = key.partition("/")
         name, _, what = rest.rpartition("/")
         if section == OPTIMIZER and name in wanted:
-            states.setdefault(name, {})[what] = saved[key]
+            value = saved[key]
+            if banks.shared is None:
+                states.setdefault(name, {})[what] = value
+            elif name in banks.shared.part_of:
+                states.setdefault(name, {})[what] = banks.shared.piece_of_state(name, what, value)
     return states
 
 

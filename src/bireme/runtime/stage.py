@@ -214,7 +214,8 @@ class Stage:
         given = {**one.micro_batch.inputs, **one.received}
         if stash is None or stash is UNPAGED:
             return self.function(leaves, buffers, given, device=self._device, seed=seed)
-        with stash.saving([*leaves.values(), *buffers.values(), *given.values()]):
+        constants = self.function.constants(self._device)
+        with stash.saving([*leaves.values(), *buffers.values(), *given.values(), *constants]):
             return self.function(leaves, buffers, given, device=self._device, seed=seed)
 
     def _leaves(self, received: Mapping[str, Tensor], stash: Stash) -> Tensors:

@@ -4,7 +4,7 @@ This is the interface by which weight banks and stages know of paging, and what 
 asked twice, nothing is copied.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -51,6 +51,10 @@ class StageMemory:
         """For the sums of one batch more."""
         return PLAIN
 
+    def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Weights that do not learn, where they stay for good; maybe copies."""
+        return weights
+
     def before_gradients(self, reserve: Callable[[], Carver]) -> None:
         """`reserve` is to be asked for memory of `gradients` when a batch's first is about to come."""
 
@@ -65,6 +69,12 @@ class StageMemory:
     def opened(self, _item: Item, _number: int = 0) -> AbstractContextManager[None]:
         """Within this context an item may be read and written between instructions."""
         return nullcontext()
+
+    def lent(self, _items: Sequence[tuple[Item, int]]) -> AbstractContextManager[bool]:
+        """Within this context items, each with its number, can be read where they lie, between instructions;
+        False if the device has no room for them.
+        """
+        return nullcontext(True)
 
     def read(self, tensor: Tensor) -> Tensor:
         """A tensor with its content, whichever tier has it; a copy if it is paged."""

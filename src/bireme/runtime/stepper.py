@@ -7,9 +7,9 @@ that it treats each parameter apart from the others, and that it keeps what it r
 """
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from bireme.errors import BiremeError
 from bireme.memory.carver import PLAIN, Carver
 from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.shelf import shelves_of
+from bireme.runtime.shelf import Shelf, shelves_of
+from bireme.runtime.shelf_part import ShelfPart
 from bireme.runtime.state_arenas import StateArenas
 
 __all__ = ["ELEMENTWISE", "Home", "Stepped", "Stepper"]
@@ -88,6 +89,7 @@ class Stepper:
 
     The factory's optimisers must hold every parameter once. `shelves` lay the parameters out so that those
     of one optimiser and dtype, and of equal entries in `alike`, lie together. `memory` is for the state.
+    With `cut` it steps only the part of each shelf that this gives: flat pieces of parameters, by name.
     """
 
     def __init__(
@@ -96,8 +98,11 @@ class Stepper:
         factory: OptimizerFactory,
         alike: Mapping[str, Hashable] | None = None,
         memory: Carver = PLAIN,
+        cut: Callable[[Shelf], ShelfPart] | None = None,
     ) -> None:
         self._factory = factory
+        self.parts: tuple[ShelfPart, ...] = ()
+        """Those of the shelves, if it steps parts only."""
         self._homes = self._made(parameters)
         numbers = {id(one): index for index, one in enumerate(self._optimizers)}
         self.shelves = shelves_of(
@@ -107,13 +112,21 @@ class Stepper:
                 for name, home in self._homes.items()
             },
         )
-        self._arenas = StateArenas(self.shelves, memory)
+        if cut is not None:
+            self.parts = tuple(map(cut, self.shelves))
+            self._homes = self._owned(self._homes)
+        self._arenas = StateArenas(self.own_shelves, memory)
         self._states: dict[str, dict[str, Any]] = {}
 
     @property
+    def own_shelves(self) -> Sequence[Shelf]:
+        """The layout of what it steps."""
+        return [part.own for part in self.parts] or self.shelves
+
+    @property
     def homes(self) -> Sequence[Home]:
-        """The parameters in the order of their shelves."""
-        return [self._homes[name] for shelf in self.shelves for name in shelf.slots]
+        """What it steps, in the order of the shelves."""
+        return [self._homes[name] for shelf in self.own_shelves for name in shelf.slots]
 
     def state(self, name: str) -> Mapping[str, Any]:
         """What is remembered of a parameter so far. Not a copy."""
@@ -180,13 +193,16 @@ class Stepper:
                 found.setdefault(name, {}).update({f"{GROUP}{key}": value for key, value in changed.items()})
         return found
 
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]], parameters: Tensors) -> None:
+    def load_state_dict(
+        self, states: Mapping[str, Mapping[str, Any]], parameters: Tensors, stepped: Tensors | None = None
+    ) -> None:
         """Take over copies of the entries of `states` under this stepper's names; the others are not for it.
 
         A parameter without an entry starts anew, as one that has never had a gradient. The factory is called
-        again to that end, with `parameters`.
+        again to that end, with `parameters`. Where it steps parts, states are of its pieces, and so are those
+        that are `stepped`.
         """
-        self._homes = self._made(parameters)
+        self._homes = self._owned(self._made(parameters))
         self._states = {}
         self._arenas.forget()
         for name, home in self._homes.items():
@@ -197,7 +213,7 @@ class Stepper:
                     remembered = key.removeprefix(GROUP)
                     group[remembered] = _as_before(value, group.get(remembered))
                 else:
-                    own[key] = _adopted(key, value, home, parameters[name])
+                    own[key] = _adopted(key, value, home, (stepped or parameters)[name])
             if own:
                 self.keep(Stepped(home, parameters[name], parameters[name], own))
 
@@ -226,6 +242,24 @@ class Stepper:
             for group in one.param_groups:
                 group["params"] = []
         return {name: found[name] for name in own}
+
+    def _owned(self, homes: dict[str, Home]) -> dict[str, Home]:
+        """The homes of the pieces, where it steps parts only."""
+        if not self.parts:
+            return homes
+        whole = next((home for home in homes.values() if not home.may_be_sliced), None)
+        if whole is not None:
+            raise BiremeError(
+                f"{type(whole.optimizer).__name__} steps {whole.name} as a whole, but replicas that share an "
+                'optimizer step parts of parameters. Set memory.shard = "none", or use an optimizer that '
+                "treats each element apart, such as adamw or sgd."
+            )
+        slots = {name: slot for part in self.parts for name, slot in part.own.slots.items()}
+        return {
+            name: replace(home, shape=torch.Size(slots[name].shape))
+            for name, home in homes.items()
+            if name in slots
+        }
 
     def _changed_in_group(self, home: Home) -> dict[str, Any]:
         """What an optimiser remembers in a group, which is what has changed there since it was made."""

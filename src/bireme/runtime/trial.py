@@ -4,7 +4,7 @@ Stand-ins are stepped with copies of the state, a chunk at a time, so the copies
 processor's cache; they lie in the same memory at every trial.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +15,7 @@ from bireme.codec.principal import Product
 from bireme.runtime.shelf import ALIGNED_ELEMENTS
 from bireme.runtime.stepper import Home, Stepped, Stepper
 
-__all__ = ["Piece", "Trials", "pieces_of"]
+__all__ = ["CHUNK_ELEMENTS", "Piece", "Trials", "Tried", "pieces_of"]
 
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | Product]
@@ -42,6 +42,16 @@ class Piece:
         return gradient.rows(self.rows) if isinstance(gradient, Product) else self.of(gradient)
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A piece to be tried: from `start` into `goal`, with its gradient, or copied where it has none."""
+
+    piece: Piece
+    start: Tensor
+    goal: Tensor
+    gradient: Tensor | None
+
+
 class Trials:
     """Makes trial steps with a stepper's optimisers."""
 
@@ -59,64 +69,57 @@ class Trials:
         """
         with self._stepper.unchanged_groups():
             for chunk in _chunks(self._stepper):
-                self._try(chunk, source, target, gradients, lr_factor, factor)
+                tried = [_tried(piece, source, target, gradients) for piece in chunk]
+                self.try_chunk(tried, lr_factor=lr_factor, factor=factor)
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the copies, which are kept from one trial to the next."""
         return self._workspace.num_bytes
 
-    def _try(
-        self,
-        chunk: list[Piece],
-        source: Tensors,
-        target: Tensors,
-        gradients: Gradients,
-        lr_factor: float,
-        factor: float,
-    ) -> None:
-        tried = [piece for piece in chunk if piece.home.name in gradients]
-        copies = iter(self._workspace.copies_of(self._to_copy(tried, source, target, gradients)))
+    @torch.no_grad()
+    def try_chunk(self, chunk: Sequence[Tried], *, lr_factor: float, factor: float) -> None:
+        """Try some pieces at once, with their gradients times `factor`."""
+        stepped = [one for one in chunk if one.gradient is not None]
+        copies = iter(self._workspace.copies_of(self._to_copy(stepped)))
+        for one in chunk:
+            if one.gradient is None or one.goal.dtype == one.start.dtype:
+                one.goal.copy_(one.start)
         stand_ins: list[Stepped] = []
-        for piece in chunk:
-            name = piece.home.name
-            start, goal = piece.of(source[name]), piece.of(target[name].detach())
-            if name not in gradients or goal.dtype == start.dtype:
-                goal.copy_(start)
-        for piece in tried:
-            name = piece.home.name
-            goal = piece.of(target[name].detach())
-            tensor = goal if goal.dtype == source[name].dtype else next(copies)
+        for one in stepped:
+            tensor = one.goal if one.goal.dtype == one.start.dtype else next(copies)
             gradient = next(copies)
             state = {
                 key: next(copies) if isinstance(value, Tensor) else value
-                for key, value in self._stepper.state(name).items()
+                for key, value in self._stepper.state(one.piece.home.name).items()
             }
-            stand_ins.append(Stepped(piece.home, tensor, gradient, state))
+            stand_ins.append(Stepped(one.piece.home, tensor, gradient, state))
         if factor != 1.0 and stand_ins:
             torch._foreach_mul_([one.gradient for one in stand_ins], factor)
         self._stepper.run(stand_ins, lr_factor)
-        for piece, one in zip(tried, stand_ins, strict=True):
-            goal = piece.of(target[piece.home.name].detach())
-            if goal.dtype != one.tensor.dtype:
-                goal.copy_(one.tensor)
+        for one, stand_in in zip(stepped, stand_ins, strict=True):
+            if one.goal.dtype != stand_in.tensor.dtype:
+                one.goal.copy_(stand_in.tensor)
 
-    def _to_copy(
-        self, tried: Iterable[Piece], source: Tensors, target: Tensors, gradients: Gradients
-    ) -> Iterator[tuple[Tensor, torch.dtype]]:
+    def _to_copy(self, stepped: Iterable[Tried]) -> Iterator[tuple[Tensor, torch.dtype]]:
         """What a trial must not change, each with the dtype that it is to be copied in: for each piece the
         weights, if the target cannot take their place, the gradient, and the state.
         """
-        for piece in tried:
-            name = piece.home.name
-            weights = source[name]
-            if target[name].dtype != weights.dtype:
-                yield piece.of(weights), weights.dtype
-            yield piece.of_gradient(gradients[name]), weights.dtype
-            for value in self._stepper.state(name).values():
+        for one in stepped:
+            assert one.gradient is not None, "what has none is not stepped"
+            if one.goal.dtype != one.start.dtype:
+                yield one.start, one.start.dtype
+            yield one.gradient, one.start.dtype
+            for value in self._stepper.state(one.piece.home.name).values():
                 if isinstance(value, Tensor):
-                    is_of_each_element = value.ndim > 0 and value.shape == piece.home.shape
-                    yield piece.of(value) if is_of_each_element else value, value.dtype
+                    is_of_each_element = value.ndim > 0 and value.shape == one.piece.home.shape
+                    yield one.piece.of(value) if is_of_each_element else value, value.dtype
+
+
+def _tried(piece: Piece, source: Tensors, target: Tensors, gradients: Gradients) -> Tried:
+    name = piece.home.name
+    gradient = piece.of_gradient(gradients[name]) if name in gradients else None
+    return Tried(piece, piece.of(source[name]), piece.of(target[name].detach()), gradient)
 
 
 class _Workspace:

@@ -182,12 +182,14 @@ class Updates:
         assert step.version is not None
         stage = self._stages[step.stage]
         part = stage.part(step.batch - 1)
+        flats = [arena.flat for arena in part.sums().arenas] if part.seen and stage.banks.shared else ()
         stage.banks.trial(
             step.version,
             dict(part.sums().all_items()) if part.seen else None,
             gradient_scale=1.0 / part.seen if part.seen else 1.0,
             lr_factor=self.settings.lr_factor(step.batch - 1),
             scale=self.scale,
+            flats=flats,
         )
 
     def take_finished(self) -> Iterator[Finished]:

@@ -1,18 +1,17 @@
 """The accesses of a tier: which chunk is read or written at which step. What paging is planned from."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import Mode, chunks_of, uses
+from bireme.schedule.uses import ChunkUses, Mode
 
 __all__ = ["Access", "accesses_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One use of a chunk in a tier, at a step.
 
     `label` is the same in every batch, `batch` tells which it is. `takes` where the chunk must have a slot
@@ -26,8 +25,12 @@ class Access:
     step: Instruction
     reads: bool
     writes: bool
-    takes: bool = True
     ends: bool = False
+    takes: bool = True
+
+
+ItemKey = tuple[Item, int, int]
+"""An item by its stage and number; its chunks are all used alike."""
 
 
 def accesses_of(
@@ -39,28 +42,26 @@ def accesses_of(
     the time from REDUCE to UPDATE.
     """
     found: dict[int, list[Access]] = {}
-    made: set[Chunk] = set()
-    summed: set[Chunk] = set()
+    made: set[ItemKey] = set()
+    summed: dict[ItemKey, tuple[Chunk, ...]] = {}
+    uses = ChunkUses(program, tiers)
     for index, step in enumerate(program.tracks[rank]):
-        named = uses(program, step, master=tiers.master)
-        used = {chunk: use for use in named for chunk in chunks_of(tiers, use)}
+        used = {(use.item, use.stage, use.number): (use, chunks) for use, chunks in uses.of(step)}
         if not used:
             continue
-        at, label = len(found), (step.kind, step.microbatch, step.half)
+        at, label, batch = len(found), (step.kind, step.microbatch, step.half), step.batch
+        others = sorted(chunk for key, chunks in summed.items() if key not in used for chunk in chunks)
         own = found[index] = [
-            Access(at, chunk, label, step.batch, step, reads=True, writes=False)
-            for chunk in sorted(summed - used.keys())
+            Access(at, chunk, label, batch, step, reads=True, writes=False) for chunk in others
         ]
-        for chunk, use in used.items():
-            is_new = use.mode is Mode.MAKE or (use.mode is Mode.ADD and chunk not in made)
-            made.add(chunk)
-            if use.ends:
-                made.discard(chunk)
-                summed.discard(chunk)
+        for key, (use, chunks) in used.items():
+            reads = not (use.mode is Mode.MAKE or (use.mode is Mode.ADD and key not in made))
+            writes, ends = use.mode is not Mode.READ, use.ends
+            made.add(key)
+            if ends:
+                made.discard(key)
+                summed.pop(key, None)
             elif is_summed and step.kind is Kind.REDUCE:
-                summed.add(chunk)
-            writes = use.mode is not Mode.READ
-            own.append(
-                Access(at, chunk, label, step.batch, step, reads=not is_new, writes=writes, ends=use.ends)
-            )
+                summed[key] = chunks
+            own += [Access(at, chunk, label, batch, step, reads, writes, ends) for chunk in chunks]
     return found

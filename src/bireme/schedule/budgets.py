@@ -5,7 +5,7 @@ its items and what it keeps at its peak. What is not paged has its place on the 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
@@ -71,17 +71,22 @@ def cut_memory(
     chunk_bytes: int | Sequence[int] | None = None,
     stashes: bool = True,
     most_chunks: int = MOST_CHUNKS,
+    page_bytes: int = 0,
 ) -> Cut:
     """How each rank's memory is cut into chunks and tiers.
 
     `chunk_bytes`, of all ranks or of each, is searched where it is not given or 0, for `most_chunks` of a
-    rank. Without `stashes`
-    activations stay on the device.
+    rank, in whole pages of `page_bytes` where those are known. Without `stashes` activations stay on the
+    device.
     """
     given = (chunk_bytes or 0,) * program.num_ranks if isinstance(chunk_bytes, int | None) else chunk_bytes
     items = tuple(item for item in Item if stashes or item is not Item.STASH)
+
+    def search(at_once: Mapping[float, int]) -> int:
+        return best_chunk_bytes(at_once, most_chunks, page_bytes)
+
     return tuple(
-        _cut(program, rank, sizes, own, size, items, most_chunks)
+        _cut(program, rank, sizes, own, size, items, search)
         for rank, (own, size) in enumerate(zip(budgets, given, strict=True))
     )
 
@@ -93,7 +98,7 @@ def _cut(
     budgets: Budgets,
     chunk_bytes: int,
     items: Sequence[Item],
-    most: int,
+    search: Callable[[Mapping[float, int]], int],
 ) -> RankTiers | None:
     """How a rank's memory is cut; None where it all fits on its device."""
     whole = resident(program, rank, sizes)
@@ -109,7 +114,7 @@ def _cut(
         for (item, stage), num_bytes in found.items():
             stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)
             at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: stashes}.get(item, 1)
-        chunk_bytes = best_chunk_bytes(at_once, most)
+        chunk_bytes = search(at_once)
     chunks = {
         what: num_chunks(num_bytes, chunk_bytes)
         for what, num_bytes in found.items()

@@ -60,6 +60,7 @@ def generate(
     recompute: Iterable[int] = (),
     first_batch: int = 0,
     updates_early: bool = False,
+    updates_halfway: bool = False,
     average_lag: int | None = None,
     lowered: bool = True,
 ) -> Program:
@@ -70,8 +71,8 @@ def generate(
     that is best for equal stages whose backward takes twice the forward. `lookahead` lets 1f1b, 2bw and
     2bw-fresh run further ahead where links are slow; it counts sweeps of `sweep` micro-batches, which go
     through a stage one after the other. `recompute` names the stages that keep only their
-    inputs. `updates_early` is for pipelines that sum no gradients over ranks, and `average_lag` for replicas
-    that average weights: see `weave.py`.
+    inputs. `updates_early` is for pipelines that sum no gradients over ranks, `updates_halfway` for replicas
+    that share an optimiser, and `average_lag` for replicas that average weights: see `weave.py`.
     """
     schedule = schedule_named(name)
     name = schedule.name
@@ -103,6 +104,7 @@ def generate(
             first_batch=first_batch,
             recompute=stages,
             updates_early=updates_early,
+            updates_halfway=updates_halfway,
             average_lag=average_lag,
         )
         return lower(program) if lowered else program

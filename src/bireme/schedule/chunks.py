@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from bireme.errors import BiremeError
 
-__all__ = ["MOST_CHUNKS", "best_chunk_bytes", "is_paged", "num_chunks"]
+__all__ = ["LARGE_PAGE_BYTES", "MOST_CHUNKS", "best_chunk_bytes", "is_paged", "num_chunks"]
 
 ALIGNED = 64
 """Chunks are a multiple of so many bytes, which suits every type of number."""
 PAGE_BYTES = 4096
-"""Larger ones are a multiple of this: a page of memory, and what a disk moves at a time."""
+"""Larger ones are a multiple of this: a page of memory of most machines, and what a disk moves at a time.
+Where pages are larger, the engine makes chunks larger (`Plan.on_pages`)."""
 LARGE_PAGE_BYTES = 2**21
 """Those of many such pages are a multiple of it: what accelerators map memory by."""
 MANY = 16
@@ -37,14 +38,18 @@ def is_paged(num_bytes: float, chunk_bytes: int) -> bool:
     return 0 < num_chunks(num_bytes, chunk_bytes) * chunk_bytes <= 2 * num_bytes
 
 
-def best_chunk_bytes(items: Mapping[float, int], most: int = MOST_CHUNKS) -> int:
-    """The chunk size for items of so many bytes, each with how many there are at once, in `most` chunks."""
+def best_chunk_bytes(items: Mapping[float, int], most: int = MOST_CHUNKS, page_bytes: int = 0) -> int:
+    """The chunk size for items of so many bytes, each with how many there are at once, in `most` chunks, and
+    in whole pages where those are known.
+    """
     sizes = {num_bytes: count for num_bytes, count in items.items() if num_bytes > 0 and count > 0}
     if not sizes:
         raise BiremeError(
             "Nothing can be paged: weights, gradients, optimiser and activations have no bytes."
         )
-    tried = sorted({_aligned(num_bytes / parts) for num_bytes in sizes for parts in range(1, TRIED + 1)})
+    tried = sorted(
+        {_aligned(num_bytes / parts, page_bytes) for num_bytes in sizes for parts in range(1, TRIED + 1)}
+    )
     few = [size for size in tried if _num_of_all(sizes, size) <= most] or tried[-1:]
     whole = sum(num_bytes * count for num_bytes, count in sizes.items())
     waste = {size: _waste(sizes, size) for size in few}
@@ -68,8 +73,8 @@ def _waste(sizes: Mapping[float, int], chunk_bytes: int) -> float:
     )
 
 
-def _aligned(num_bytes: float) -> int:
-    step = ALIGNED
+def _aligned(num_bytes: float, page_bytes: int) -> int:
+    step = page_bytes or ALIGNED
     if num_bytes > PAGE_BYTES / 2:
-        step = LARGE_PAGE_BYTES if num_bytes >= MANY * LARGE_PAGE_BYTES else PAGE_BYTES
+        step = max(LARGE_PAGE_BYTES if num_bytes >= MANY * LARGE_PAGE_BYTES else PAGE_BYTES, page_bytes)
     return max(math.ceil(num_bytes / step), 1) * step

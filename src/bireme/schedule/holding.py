@@ -13,7 +13,7 @@ from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import Mode, Use, chunks_of, uses
+from bireme.schedule.uses import ChunkUses, Mode, Use
 
 __all__ = ["Holding", "chunk_of"]
 
@@ -24,7 +24,7 @@ def chunk_of(program: Program, step: Instruction) -> Chunk:
     match step.page.item:
         case Item.WEIGHTS:
             number = (step.version or 0) % program.banks[step.stage]
-        case Item.OPTIMIZER:
+        case Item.OPTIMIZER | Item.FROZEN:
             number = 0
         case Item.GRADIENT if program.rule is not Rule.STASHED:
             number = step.batch
@@ -39,6 +39,7 @@ class Holding:
     def __init__(self, program: Program, tiers: RankTiers) -> None:
         self.program = program
         self.tiers = tiers
+        self.uses = ChunkUses(program, tiers)
         self.where: dict[Chunk, set[int]] = {chunk: {tier} for chunk, tier in tiers.begin.items()}
         self.held = [0] * len(tiers.tiers)
         for tier in tiers.begin.values():
@@ -57,26 +58,27 @@ class Holding:
         """A step starts; yields what is wrong with it."""
         if step.kind in PAGING:
             yield from self._move(step)
-        for use in self._uses(step):
-            for chunk in chunks_of(self.tiers, use):
-                yield from self._use(step, use, chunk)
+        for use, chunks in self.uses.of(step):
+            for chunk in chunks:
+                tiers = self.where.get(chunk)
+                if use.mode is Mode.READ and tiers is not None and 0 in tiers:
+                    self.fetched.discard(chunk)
+                else:
+                    yield from self._use(step, use, chunk)
 
     def end(self, step: Instruction) -> None:
         """A step ends, and with it what nobody needs any more."""
-        for use in self._uses(step):
+        for use, chunks in self.uses.of(step):
             if use.ends:
-                for chunk in chunks_of(self.tiers, use):
+                for chunk in chunks:
                     for tier in sorted(self.where.pop(chunk, ())):
                         self._give(chunk, tier)
 
     def finish(self) -> Iterator[str]:
         """What must be there after the window for training to go on."""
         for chunk in sorted(self.lost):
-            if chunk.item is Item.OPTIMIZER:
-                yield f"Chunk {chunk.chunk} of the optimiser of stage {chunk.stage} is lost: no tier has it."
-
-    def _uses(self, step: Instruction) -> Iterator[Use]:
-        return uses(self.program, step, master=self.tiers.master)
+            if chunk.item in (Item.OPTIMIZER, Item.FROZEN):
+                yield f"Chunk {chunk.chunk} of {_told(chunk)} is lost: no tier has it."
 
     def _use(self, step: Instruction, use: Use, chunk: Chunk) -> Iterator[str]:
         tiers = self.where.get(chunk)
@@ -159,4 +161,6 @@ def _told(chunk: Chunk) -> str:
             return f"bank {chunk.number} of the weights of stage {chunk.stage}"
         case Item.OPTIMIZER:
             return f"the optimiser of stage {chunk.stage}"
+        case Item.FROZEN:
+            return f"the frozen weights of stage {chunk.stage}"
     return f"{chunk.item} {chunk.number} of stage {chunk.stage}"

@@ -102,6 +102,8 @@ class Item(StrEnum):
     """Its state, with the master copy of the weights where it keeps one."""
     STASH = "activations"
     """What a micro-batch keeps between its forward and its backward."""
+    FROZEN = "frozen weights"
+    """The weights that do not learn; nobody writes to them, so a copy below is valid for good."""
 
 
 class Page(NamedTuple):

@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 from bireme.schedule.accesses import Access, accesses_of
 from bireme.schedule.budgets import Budgets, Cut, TierTooSmallError, cut_memory
-from bireme.schedule.eviction import Choice, Gap, OverfullError, decide, gaps_of, settle
+from bireme.schedule.eviction import decide
 from bireme.schedule.folding import WRITTEN_OUT, fold
-from bireme.schedule.holding import Holding
+from bireme.schedule.gaps import Choice, Gap, gaps_of, settle
 from bireme.schedule.instruction import Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Track
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Sizes
 from bireme.schedule.rule import Rule
-from bireme.schedule.tiers import RankTiers
+from bireme.schedule.tiers import Chunk, RankTiers
 
 __all__ = ["Budgets", "least_device_bytes", "page", "page_cut"]
 
@@ -74,26 +74,27 @@ def page_cut(
     repeats = {track.repeats for track in program.tracks}
     is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
     least = program.num_batches - (min(repeats) if is_loop else 0)
-    order = _updates_together if updates_together else _as_it_is
-    model = order(_of_length(program, least + STEADY) if is_loop else program)
+    model = program.of_length(least + STEADY) if is_loop else program
+    moved = _updates_together(model) if updates_together else model
+    is_moved = moved is not model and next(stage_problems(moved), None) is None
+    model = moved if is_moved else model
     plans = [
         None if tiers is None else _Planner(model, rank, tiers, ahead, is_summed).decided()
         for rank, tiers in enumerate(cut)
     ]
 
     def make(num_batches: int) -> Program:
-        shown = order(_of_length(program, num_batches) if is_loop else program)
+        shown = program.of_length(num_batches) if is_loop else program
+        shown = _updates_together(shown) if is_moved else shown
         made = [
             (Track(tuple(track), versions_per_batch=track.versions_per_batch), tiers)
             if tiers is None or plan is None
             else _Planner(shown, rank, tiers, ahead, is_summed).written(plan)
             for rank, (track, tiers, plan) in enumerate(zip(shown.tracks, cut, plans, strict=True))
         ]
-        paged = replace(
+        return replace(
             shown, tracks=tuple(track for track, _ in made), tiers=tuple(tiers for _, tiers in made)
         )
-        _check_lowest(paged)
-        return paged
 
     return fold(make, program.num_batches, shortest=least + 1) if is_loop else make(program.num_batches)
 
@@ -111,12 +112,8 @@ def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -
     )
 
 
-def _as_it_is(program: Program) -> Program:
-    return program
-
-
 def _updates_together(program: Program) -> Program:
-    """The program, written out, a rank's updates of a batch one after the other; itself if that is wrong."""
+    """The program, written out, a rank's updates of a batch one after the other."""
     tracks = []
     for track in program.tracks:
         own: defaultdict[int, list[Instruction]] = defaultdict(list)
@@ -125,30 +122,7 @@ def _updates_together(program: Program) -> Program:
                 own[step.batch].append(step)
         steps = (own.pop(step.batch, []) if step.kind is Kind.UPDATE else [step] for step in track)
         tracks.append(Track(tuple(chain.from_iterable(steps)), versions_per_batch=track.versions_per_batch))
-    moved = replace(program, tracks=tuple(tracks))
-    return program if next(stage_problems(moved), None) else moved
-
-
-def _of_length(program: Program, num_batches: int) -> Program:
-    more = num_batches - program.num_batches
-    tracks = tuple(track.repeated(track.repeats + more) for track in program.tracks)
-    return replace(program, tracks=tracks, num_batches=num_batches)
-
-
-def _check_lowest(program: Program) -> None:
-    """Refuse what the lowest tier cannot hold: nothing can be moved away from there."""
-    for rank, tiers in enumerate(program.tiers):
-        if tiers is None or tiers.tiers[-1].capacity is None:
-            continue
-        holding = Holding(program, tiers)
-        for step in program.tracks[rank]:
-            for _ in holding.start(step):
-                pass
-            holding.end(step)
-        lowest = tiers.tiers[-1]
-        if holding.peak[-1] > (lowest.capacity or 0):
-            advice = "a larger one" if lowest.name == "disk" else "more, or a disk"
-            raise TierTooSmallError(rank, lowest, holding.peak[-1] * tiers.chunk_bytes, advice)
+    return replace(program, tracks=tuple(tracks))
 
 
 class _Copy(NamedTuple):
@@ -156,6 +130,13 @@ class _Copy(NamedTuple):
 
     instruction: Instruction
     access: Access
+
+    @property
+    def goes_into(self) -> int | None:
+        """The tier that it copies the chunk into, if it copies it."""
+        step = self.instruction
+        assert step.page is not None, "FETCH and EVICT have a page"
+        return step.page.tier + (step.kind is Kind.EVICT) if step.page.is_copied else None
 
 
 Woven = list[Instruction | _Copy]
@@ -198,11 +179,32 @@ class _Planner:
             settle(lower, plan[1], num_steps)
             begin |= {gap.chunk: 2 for gap in lower if gap.before is None and gap.is_evicted}
             woven = self._woven_below(woven, lower, num_steps)
+        self._check_lowest(woven, begin)
         track = tuple(one.instruction if isinstance(one, _Copy) else one for one in woven)
         return (
             Track(track, versions_per_batch=self.track.versions_per_batch),
             replace(self.tiers, begin=dict(sorted(begin.items()))),
         )
+
+    def _check_lowest(self, woven: Woven, begin: Mapping[Chunk, int]) -> None:
+        """Refuse what the lowest tier cannot hold: nothing can be moved away from there."""
+        number = len(self.tiers.tiers) - 1
+        lowest = self.tiers.tiers[number]
+        if lowest.capacity is None:
+            return
+        there = {chunk for chunk, tier in begin.items() if tier == number}
+        most, index = len(there), 0
+        for one in woven:
+            if not isinstance(one, _Copy):
+                gone = (access.chunk for access in self.used.get(index, ()) if access.writes or access.ends)
+                there.difference_update(gone)
+                index += 1
+            elif one.goes_into == number:
+                there.add(one.access.chunk)
+                most = max(most, len(there))
+        if most > lowest.capacity:
+            advice = "a larger one" if lowest.name == "disk" else "more, or a disk"
+            raise TierTooSmallError(self.rank, lowest, most * self.tiers.chunk_bytes, advice)
 
     def _woven(self, gaps: Sequence[Gap]) -> Woven:
         """The track with the device's copies: out right after a step, back before one."""
@@ -229,7 +231,7 @@ class _Planner:
             if isinstance(one, _Copy):
                 if one.access.reads or one.access.writes:
                     there.add(one.access.chunk)
-                    found.append(replace(one.access, at=at))
+                    found.append(one.access._replace(at=at))
                     at += 1
                 continue
             for access in self.used.get(index, ()):
@@ -237,7 +239,7 @@ class _Planner:
                     there.discard(access.chunk)
                     label = ("stale", access.label)
                     found.append(
-                        replace(access, at=at, label=label, reads=False, writes=True, takes=False, ends=True)
+                        access._replace(at=at, label=label, reads=False, writes=True, takes=False, ends=True)
                     )
             index += 1
         return found, at
@@ -270,12 +272,7 @@ class _Planner:
             kept_bytes = self.tiers.unpaged_bytes if number == 0 else 0
             advice = "more, cut its stage into more parts, or use smaller micro-batches"
             raise TierTooSmallError(self.rank, tier, least * chunk_bytes + kept_bytes, advice)
-        while ahead > 0:
-            try:
-                return decide(accesses, gaps, num_steps, tier.capacity, ahead)
-            except OverfullError:
-                ahead //= 2
-        return decide(accesses, gaps, num_steps, tier.capacity, 0)
+        return decide(accesses, gaps, num_steps, tier.capacity, ahead)
 
     def _copies(
         self, gaps: Sequence[Gap], tier: int, num_steps: int
@@ -292,13 +289,13 @@ class _Planner:
             if gap.before is not None:
                 out = self._instruction(Kind.EVICT, gap.before, tier, is_copied=gap.is_copied)
                 label = (Kind.EVICT, gap.group)
-                access = replace(gap.before, label=label, reads=False, writes=gap.is_copied, ends=False)
+                access = gap.before._replace(label=label, reads=False, writes=gap.is_copied, ends=False)
                 outs[gap.start].append(_Copy(out, access))
             if gap.is_fetched and gap.after is not None:
                 end = gap.end(num_steps)
                 back = self._instruction(Kind.FETCH, gap.after, tier, is_copied=True)
                 label = (Kind.FETCH, gap.group)
-                access = replace(gap.after, label=label, reads=True, writes=False, ends=False)
+                access = gap.after._replace(label=label, reads=True, writes=False, ends=False)
                 backs[end - gap.lead].append(_Copy(back, access))
         return outs, backs
 

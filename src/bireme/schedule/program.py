@@ -9,7 +9,7 @@ thousand batches take the memory of a few.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
@@ -61,6 +61,15 @@ class Track(Sequence[Instruction]):
         more = repeats - self.repeats
         tail = tuple(step.shifted(more, more * self.versions_per_batch) for step in self.tail)
         return Track(self.head, self.body, repeats, tail, self.versions_per_batch)
+
+    def later(self, batches: int) -> "Track":
+        """The same so many batches later."""
+        versions = batches * self.versions_per_batch
+        head, body, tail = (
+            tuple(step.shifted(batches, versions) for step in steps)
+            for steps in (self.head, self.body, self.tail)
+        )
+        return Track(head, body, self.repeats, tail, self.versions_per_batch)
 
     def __len__(self) -> int:
         return len(self.head) + len(self.body) * self.repeats + len(self.tail)
@@ -153,6 +162,28 @@ class Program:
         """How many micro-batches of a batch go forward in halves on the first stage."""
         first = self.tracks[self.rank_of_stage[0]].written()
         return sum(i.half == 0 and i.kind is Kind.FORWARD and i.batch == self.first_batch for i in first)
+
+    def of_length(self, num_batches: int) -> "Program":
+        """The same loop, run for so many batches."""
+        more = num_batches - self.num_batches
+        if not more:
+            return self
+        tracks = tuple(track.repeated(track.repeats + more) for track in self.tracks)
+        return replace(self, tracks=tracks, num_batches=num_batches)
+
+    def later(self, batches: int) -> "Program":
+        """The same so many batches later, which is right where the rule asks for versions as much later."""
+        if not batches:
+            return self
+        return replace(
+            self,
+            tracks=tuple(track.later(batches) for track in self.tracks),
+            first_batch=self.first_batch + batches,
+            tiers=tuple(
+                None if one is None else one.later(batches * track.versions_per_batch, self.banks)
+                for one, track in zip(self.tiers, self.tracks, strict=False)
+            ),
+        )
 
     def version_of(self, step: Instruction) -> int:
         """The version that the rule asks for where a compute instruction of a micro-batch runs."""

@@ -37,7 +37,7 @@ class Sizes:
     messages that come into the stage from the stages before and after. `workspace` is what a pass of a
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
     the optimiser's own master copy, counted in `optimizer`. `buffers` are always there beside the optimiser's
-    bytes, and are never paged; empty stands for none.
+    bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for none.
     """
 
     version: tuple[float, ...]
@@ -50,6 +50,7 @@ class Sizes:
     master: bool = False
     workspace: tuple[float, ...] = ()
     buffers: tuple[float, ...] = ()
+    frozen: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def copied_in_bytes(program: Program, rank: int, num_batches: int) -> tuple[int,
 WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
 
 
-ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 3}
+ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 3, Item.FROZEN: 0}
 """Where chunks of an item are counted."""
 
 
@@ -129,11 +130,16 @@ def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: boo
     assert tiers is not None, "the rank pages"
     holding = Holding(program, tiers)
     ledger = _Ledger(program, rank, unpaged(program, sizes, tiers.chunks.keys()), series=series)
+    entries: dict[tuple[Kind, int, int | None], _Entry] = {}
     for index, step in enumerate(program.tracks[rank]):
         for _ in holding.start(step):
             pass
         ledger.hold({item: count * tiers.chunk_bytes for item, count in holding.on_device.items()})
-        ledger.book(index, ledger.entry(step), step.batch, step.microbatch)
+        what = step.kind, step.stage, step.half
+        entry = entries.get(what)
+        if entry is None:
+            entry = entries[what] = ledger.entry(step)
+        ledger.book(index, entry, step.batch, step.microbatch)
         holding.end(step)
     result = ledger.result()
     peaks = [result.peak_bytes, *(peak * tiers.chunk_bytes for peak in holding.peak[1:])]
@@ -158,6 +164,8 @@ def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
             return sizes.optimizer[stage] + (sizes.version[stage] if has_newest else 0.0)
         case Item.STASH:
             return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
+        case Item.FROZEN:
+            return sizes.frozen[stage] if sizes.frozen else 0.0
 
 
 def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
@@ -170,8 +178,16 @@ def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]])
         )
 
     recomputed = program.recomputed
+    buffers = sizes.buffers
+    if sizes.frozen:
+        beside = without(Item.FROZEN, sizes.frozen)
+        buffers = tuple(
+            all_of_it - whole + left
+            for all_of_it, whole, left in zip(buffers, sizes.frozen, beside, strict=True)
+        )
     return replace(
         sizes,
+        buffers=buffers,
         version=without(Item.WEIGHTS, sizes.version),
         gradient=without(Item.GRADIENT, sizes.gradient),
         optimizer=without(Item.OPTIMIZER, sizes.optimizer),

@@ -175,9 +175,9 @@ class _Given:
         if first_batch not in self.proved:
             # What holds for the loop run through once, twice and three times holds however often it is.
             for more in range(3) if least else (0,):
-                _prove(_at(_of_length(self.program, (least or num_batches) + more), first_batch))
+                _prove(_at(self.program.of_length((least or num_batches) + more), first_batch))
             self.proved.add(first_batch)
-        return _at(_of_length(self.program, num_batches), first_batch)
+        return _at(self.program.of_length(num_batches), first_batch)
 
 
 def _prove(program: Program) -> None:
@@ -194,42 +194,21 @@ def _as_loop(program: Program) -> Program:
     return replace(program, tracks=tuple(tracks))
 
 
-def _of_length(program: Program, num_batches: int) -> Program:
-    more = num_batches - program.num_batches
-    if not more:
-        return program
-    tracks = tuple(track.repeated(track.repeats + more) for track in program.tracks)
-    return replace(program, tracks=tracks, num_batches=num_batches)
-
-
 def _at(program: Program, first_batch: int) -> Program:
     """The same order of instructions, beginning with another batch, on the versions that the rule then asks
     for.
     """
-    late = first_batch - program.first_batch
-    if not late:
+    if first_batch == program.first_batch:
         return program
-    moved = replace(program, first_batch=first_batch)
-    tracks = tuple(
-        replace(
-            track,
-            head=_later(moved, track, track.head, late),
-            body=_later(moved, track, track.body, late),
-            tail=_later(moved, track, track.tail, late),
+    moved = program.later(first_batch - program.first_batch)
+
+    def asked(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        return tuple(
+            replace(step, version=moved.version_of(step)) if step.kind in COMPUTE else step for step in steps
         )
-        for track in program.tracks
-    )
-    tiers = tuple(
-        None if one is None else one.later(late * track.versions_per_batch, program.banks)
-        for one, track in zip(program.tiers, program.tracks, strict=False)
-    )
-    return replace(moved, tracks=tracks, tiers=tiers)
 
-
-def _later(
-    program: Program, track: Track, steps: tuple[Instruction, ...], late: int
-) -> tuple[Instruction, ...]:
-    shifted = (step.shifted(late, late * track.versions_per_batch) for step in steps)
-    return tuple(
-        replace(step, version=program.version_of(step)) if step.kind in COMPUTE else step for step in shifted
+    tracks = (
+        replace(track, head=asked(track.head), body=asked(track.body), tail=asked(track.tail))
+        for track in moved.tracks
     )
+    return replace(moved, tracks=tuple(tracks))

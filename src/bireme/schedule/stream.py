@@ -12,9 +12,10 @@ from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Block, Program, Track
 from bireme.schedule.tiers import RankTiers
 
-__all__ = ["Begins", "read_ahead", "stream"]
+__all__ = ["LONG", "Begins", "read_ahead", "stream"]
 
 LONG = 8 * WRITTEN_OUT
+"""Batches of the window whose loop is run, however many batches there are."""
 
 Make = Callable[[int, int], Program]
 """Gives the program of n batches from batch `first` on."""

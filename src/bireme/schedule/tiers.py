@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
     """A chunk by the memory that it is in.
 
     `number` is the bank of weights, the batch of gradients (or micro-batch, counted through all batches) and
-    the micro-batch of a stash, counted so; of an optimiser it is 0.
+    the micro-batch of a stash, counted so; of an optimiser and of frozen weights it is 0.
     """
 
     item: Item

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
-from bireme.schedule.instruction import Instruction, Item, Kind
+from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers
 
-__all__ = ["Mode", "Use", "chunks_of", "uses"]
+__all__ = ["ChunkUses", "Mode", "Use", "chunks_of", "uses"]
 
 
 class Mode(Enum):
@@ -41,6 +41,8 @@ class Use(NamedTuple):
 def uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
     """The items that must be on the device while a step runs; `master` as in `RankTiers`."""
     stage = step.stage
+    if step.kind in COMPUTE:
+        yield Use(Item.FROZEN, stage, 0, Mode.READ)
     match step.kind:
         case Kind.FORWARD:
             yield _weights(program, step, Mode.READ)
@@ -71,6 +73,26 @@ def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
     """The chunks of an item."""
     for chunk in range(tiers.chunks.get((use.item, use.stage), 0)):
         yield Chunk(use.item, use.stage, use.number, chunk)
+
+
+class ChunkUses:
+    """What instructions of a program do to chunks of a rank. The chunks of an item are listed once."""
+
+    def __init__(self, program: Program, tiers: RankTiers) -> None:
+        self._program, self._tiers = program, tiers
+        self._chunks: dict[tuple[Item, int, int], tuple[Chunk, ...]] = {}
+
+    def of(self, step: Instruction) -> list[tuple[Use, tuple[Chunk, ...]]]:
+        """The items of a step that have chunks, each with these."""
+        found = []
+        for use in uses(self._program, step, master=self._tiers.master):
+            key = use.item, use.stage, use.number
+            chunks = self._chunks.get(key)
+            if chunks is None:
+                chunks = self._chunks[key] = tuple(chunks_of(self._tiers, use))
+            if chunks:
+                found.append((use, chunks))
+        return found
 
 
 def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:

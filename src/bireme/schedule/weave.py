@@ -12,11 +12,16 @@ it kept two. The other stages cannot without waiting for it: they update before 
 the first stage sends after its update. So the delay that an update is goes down the pipeline once, and no
 stage waits for the sum.
 
+Where replicas share an optimiser (`updates_halfway`), what an update makes travels too. Under the DELAYED
+rule an update comes when half of the forwards between its REDUCE and the first use of its result have run:
+sums hide before it, and the weights after it.
+
 Where replicas average weights (`average_lag`), the sum stays inside the pipeline too, so updates are as
 early. AVERAGE_START follows each, and AVERAGE_END comes as late as the first use of the version allows: the
 exchange hides behind the next batch. With a lag the mean becomes part of the version of a later update.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +55,7 @@ def weave(
     first_batch: int = 0,
     recompute: Iterable[int] = (),
     updates_early: bool = False,
+    updates_halfway: bool = False,
     average_lag: int | None = None,
 ) -> Program:
     """A program from compute orders whose batches count from 0; communication is still missing.
@@ -79,9 +85,10 @@ def weave(
         and _are_whole(orders)
     )
     markers = _markers(orders[program.rank_of_stage[0]]) if is_early else None
+    is_halfway = updates_halfway and rule is Rule.DELAYED and not is_early
     tracks = []
     for rank, order in enumerate(orders):
-        early = _Early(first_batch, markers)
+        early = _Early(first_batch, markers, is_halfway=is_halfway)
         stages = {
             stage: _StageWeaver(program, stage, early, recompute=stage in recomputed)
             for stage in program.stages_of(rank)
@@ -133,6 +140,8 @@ class _Early:
 
     first_batch: int
     markers: Mapping[tuple[int, int | None], int] | None
+    is_halfway: bool = False
+    """Whether updates come halfway between their sum and their use instead."""
     num_reduced: int = 0
     """Batches of which the first stage has all gradients, as far as its rank has been woven."""
 
@@ -174,14 +183,19 @@ class _StageWeaver:
         self.num_gradients: dict[int, int] = {}
         self.pending: list[Instruction] = []
         self.newest_trial = program.first_batch
+        self.num_forwards = 0
+        self.halfway: dict[int, int] = {}
+        """For each update that is to come halfway, by its version, after how many forwards it comes."""
 
     def weave(self, step: Instruction) -> Iterator[Instruction]:
         if step.microbatch is None or step.kind not in _COMPUTE_TO_WEAVE:
             yield step
             return
         version = self.program.version_of(step)
+        yield from self._updates_halfway()
         if step.kind is Kind.FORWARD:
             yield from self._make(version, step.batch)
+            self.num_forwards += 1
         yield from self._updates_early(self.early.version(step))
         if self.recompute and step.kind in BACKWARDS:
             yield Instruction(Kind.RECOMPUTE, self.stage, step.batch, step.microbatch, version)
@@ -213,6 +227,10 @@ class _StageWeaver:
 
     def _updates_up_to(self, version: int) -> Iterator[Instruction]:
         while self.pending and (self.pending[0].version or 0) <= version:
+            yield self.pending.pop(0)
+
+    def _updates_halfway(self) -> Iterator[Instruction]:
+        while self.pending and self.num_forwards >= self.halfway.get(self.pending[0].version or 0, math.inf):
             yield self.pending.pop(0)
 
     def _updates_early(self, version: int) -> Iterator[Instruction]:
@@ -248,6 +266,10 @@ class _StageWeaver:
             yield Instruction(Kind.REDUCE, self.stage, batch)
             self.early.num_reduced += self.stage == 0
             self.pending.append(Instruction(Kind.UPDATE, self.stage, batch, version=batch + 1))
+            if self.early.is_halfway:
+                # Forwards of the batch after the next are the first to use it.
+                left = (batch + 2 - self.program.first_batch) * m - self.num_forwards
+                self.halfway[batch + 1] = self.num_forwards + -(-left // 2)
             self.pending.extend(self._averages(batch))
 
 

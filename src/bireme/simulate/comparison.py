@@ -122,6 +122,7 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         gradient_bytes=share(costs.gradient_bytes),
         optimizer_bytes=share(costs.optimizer_bytes),
         buffer_bytes=share(costs.buffer_bytes),
+        frozen_bytes=share(costs.frozen_bytes) if costs.frozen_bytes else (),
         stash_bytes=share(costs.stash_bytes),
         input_bytes=(costs.input_bytes[0], *borders[:-1]),
         workspace_bytes=tuple(costs.workspace_bytes[rank] for rank in rank_of_stage),

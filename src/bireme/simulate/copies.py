@@ -18,7 +18,7 @@ from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import PAGING, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import Mode, chunks_of, uses
+from bireme.schedule.uses import ChunkUses, Mode
 from bireme.timeline.timeline import Copies, RankCopies
 
 __all__ = ["RankMover", "TierLinks"]
@@ -80,6 +80,7 @@ class RankMover:
         self.rank = rank
         self.tiers = tiers
         self.links = links
+        self.uses = ChunkUses(program, tiers)
         self.steps: Iterator[Instruction] = iter(program.tracks[rank])
         self.step: Instruction | None = None
         self.index = -1
@@ -115,9 +116,9 @@ class RankMover:
     def end(self, now: float) -> None:
         """That instruction has ended."""
         assert self.step is not None, "what ends has started"
-        for use in uses(self.program, self.step, master=self.tiers.master):
+        for use, chunks in self.uses.of(self.step):
             if use.ends:
-                for chunk in chunks_of(self.tiers, use):
+                for chunk in chunks:
                     for tier in self.where.pop(chunk, ()):
                         self._give(tier, chunk, now)
                     self.moved_s.pop(chunk, None)
@@ -128,11 +129,18 @@ class RankMover:
 
     def _chunks_ready_s(self, step: Instruction) -> float:
         ready = 0.0
-        for use in uses(self.program, step, master=self.tiers.master):
-            for chunk in chunks_of(self.tiers, use):
-                tiers = self.where.setdefault(chunk, set())
-                ready = max(ready, self.fetched_s.pop(chunk, 0.0))
-                if use.mode is not Mode.READ:
+        where, fetched_s = self.where, self.fetched_s
+        for use, chunks in self.uses.of(step):
+            is_read = use.mode is Mode.READ
+            for chunk in chunks:
+                tiers = where.get(chunk)
+                if tiers is None:
+                    tiers = where[chunk] = set()
+                if chunk in fetched_s:
+                    ready = max(ready, fetched_s.pop(chunk))
+                if is_read and 0 in tiers:
+                    continue
+                if not is_read:
                     for tier in tiers - {0}:
                         self._give(tier, chunk, ready)
                     tiers.intersection_update({0})

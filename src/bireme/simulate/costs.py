@@ -40,7 +40,8 @@ class Costs:
     besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
     seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides.
     `workspace_bytes` is what a pass of a micro-batch takes and gives back, `buffer_bytes` what a stage always
-    keeps besides and never pages. Make one with `per_stage`.
+    keeps besides; of that `frozen_bytes` are weights that do not learn, which may be paged. Make one with
+    `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -67,6 +68,7 @@ class Costs:
     workspace_bytes: tuple[float, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
+    frozen_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -110,6 +112,7 @@ class Costs:
         engine: EngineCost = NO_ENGINE,
         workspace_bytes: PerStage = 0.0,
         buffer_bytes: PerStage = 0.0,
+        frozen_bytes: Sequence[float] = (),
     ) -> "Costs":
         """Costs with what is left out filled in.
 
@@ -169,6 +172,7 @@ class Costs:
             engine=engine,
             workspace_bytes=spread("workspace_bytes", workspace_bytes),
             buffer_bytes=spread("buffer_bytes", buffer_bytes),
+            frozen_bytes=spread("frozen_bytes", frozen_bytes) if any(frozen_bytes) else (),
         )
 
     def seconds(self, step: Instruction, rank: int, *, takes_bytes: float | None = None) -> float:
@@ -262,6 +266,7 @@ class Costs:
             master=self.master_weights,
             workspace=self.workspace_bytes,
             buffers=self.buffer_bytes,
+            frozen=self.frozen_bytes,
         )
 
 

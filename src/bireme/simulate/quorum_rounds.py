@@ -147,8 +147,9 @@ class QuorumRounds(Agreement):
             self.pool = self.pool.with_returned(replica, below=batch + 1)
         counts = {one.replica: one.num_samples for one in grant.parts}
         seconds = {replica: self.run.busy_s(replica, batch) for replica in parts}
-        dealing = self.dealing.with_batch(batch, counts, seconds, takes_effect=batch + READ_AHEAD + 1)
-        self.dealing = dealing.with_late(late)
+        after = batch + READ_AHEAD + 1
+        dealing = self.dealing.with_batch(batch, counts, seconds, takes_effect=after)
+        self.dealing = dealing.with_late(batch, late, takes_effect=after)
         self.line = self.line.after_commit()
         for replica in self.there.pop(batch, ()):
             self.run.update(replica, batch, now_s)

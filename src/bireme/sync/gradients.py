@@ -8,7 +8,10 @@ from torch import Tensor
 from bireme.codec.principal import Components, PrincipalStream
 from bireme.sync.norm import PieceNorms
 
-__all__ = ["BatchGradients"]
+__all__ = ["BatchGradients", "Parts"]
+
+Parts = tuple[int, ...]
+"""Where a flat tensor is cut: member i owns its elements from the i-th number up to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class BatchGradients:
     hold. `flats` are the arenas that replicas sum, the same ones in the same order on each. `norms` are
     those of the gradients where they were taken before; then nothing is summed, and no view is looked at.
     `streams` are the gradients that are kept as principal components, and `components` what those of all
-    replicas come to.
+    replicas come to. Where replicas share the optimiser, `parts` are those of each of `flats`, and `owned`
+    the piece of each gradient there that this replica owns and sums.
     """
 
     views: Mapping[str, Tensor]
@@ -28,3 +32,5 @@ class BatchGradients:
     norms: Sequence[PieceNorms] = ()
     streams: Mapping[str, PrincipalStream] = field(default_factory=dict)
     components: dict[str, Components] = field(default_factory=dict)
+    parts: Sequence[Parts] = ()
+    owned: Mapping[str, Tensor] = field(default_factory=dict)

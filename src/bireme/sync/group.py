@@ -21,6 +21,7 @@ __all__ = [
     "MessageGroup",
     "OwnedGroup",
     "Pending",
+    "SharingGroup",
     "SingleRankGroup",
     "Sums",
 ]
@@ -74,7 +75,22 @@ class Group(Sums, Protocol):
         """Return once every member has called this."""
 
 
-class OwnedGroup(Group, Protocol):
+class SharingGroup(Group, Protocol):
+    """A group whose members each own a part of what all of them use."""
+
+    def exchange(
+        self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
+    ) -> Pending:
+        """Begin to send every member its part of `given`, and to fill `taken` with what all send here.
+
+        Both are flat, and their parts lie in the members' order; `lengths` are counted in elements.
+        """
+
+    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+        """Begin to fill the tensor, which is flat, with that of the member `source`."""
+
+
+class OwnedGroup(SharingGroup, Protocol):
     """A group in the hands of who had it made, and ends it."""
 
     def abort(self) -> None:
@@ -132,6 +148,35 @@ class DistGroup:
         except RuntimeError as error:
             raise self._failed("gathering", error) from error
         return self._under_way("gathering", work)
+
+    def exchange(
+        self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
+    ) -> Pending:
+        """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
+        itemsize = given.itemsize
+        try:
+            # As bytes, because gloo does not know all types.
+            work = dist.all_to_all_single(
+                taken.view(torch.uint8),
+                given.view(torch.uint8),
+                [itemsize * length for length in taken_lengths],
+                [itemsize * length for length in lengths],
+                group=self._group,
+                async_op=True,
+            )
+        except RuntimeError as error:
+            raise self._failed("exchange", error) from error
+        return self._under_way("exchange", work)
+
+    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+        """Begin to fill the tensor with that of the member `source`."""
+        try:
+            work = dist.broadcast(
+                tensor.view(torch.uint8), group=self._group, group_src=source, async_op=True
+            )
+        except RuntimeError as error:
+            raise self._failed("copy", error) from error
+        return self._under_way("copy", work)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""
@@ -230,6 +275,17 @@ class SingleRankGroup:
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """The only member's tensor is its own."""
         into[0].copy_(tensor)
+        return _Done()
+
+    def exchange(
+        self, given: Tensor, _lengths: Sequence[int], taken: Tensor, _taken_lengths: Sequence[int]
+    ) -> Pending:
+        """The only member gets what it gives."""
+        taken.copy_(given)
+        return _Done()
+
+    def copy_from(self, _tensor: Tensor, _source: int) -> Pending:
+        """The tensor is its own source."""
         return _Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

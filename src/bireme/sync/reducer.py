@@ -18,8 +18,9 @@ from bireme.sync.coded import CodedSums
 from bireme.sync.exchange import SLICE_BYTES, SentBytes, sum_in_slices
 from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
-from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
+from bireme.sync.group import Group, Pending, SharingGroup, SingleRankGroup, Sums
 from bireme.sync.norm import PieceNorms, piece_norms, squared_norm, squared_norm_of
+from bireme.sync.parts import sum_parts
 from bireme.sync.principal_sums import merge_components
 from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
 
@@ -108,6 +109,8 @@ class Reducer:
     * `device`: where the gradients are, if that is an accelerator.
     * `coded`: what sums over the replicas go through, if they do not go as they are. Those of tied parameters
       always do.
+    * `sharers`: the same ranks as `replicas`, where they share the optimiser: each gets the sums of its own
+      parts of the gradients only, and adds these to the norm.
 
     Every rank must start the same batches in the same order.
     """
@@ -124,10 +127,12 @@ class Reducer:
         in_background: bool = True,
         device: torch.device | None = None,
         coded: CodedSums | None = None,
+        sharers: SharingGroup | None = None,
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         self._control = control
-        self._replicas = replicas or SingleRankGroup()
+        self._sharers = sharers
+        self._replicas: Group = sharers or replicas or SingleRankGroup()
         self._tied = dict(tied or {})
         self._counted = counted
         self._device = device
@@ -264,7 +269,9 @@ class Reducer:
         gradients = reduction.gradients
         own = [name for name in gradients.views if name not in self._tied]
         size, sent = self._slice_bytes, self.sent
-        if self._coded is None:
+        if self._sharers is not None:
+            sum_parts(self._sharers, own, gradients, size, sent)
+        elif self._coded is None:
             sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
         else:
             self._coded.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
@@ -279,7 +286,10 @@ class Reducer:
             held = {name: view for name, view in gradients.views.items() if name in gradients.held}
             # Their values alone have the norm of components.
             values = {name: one.values for name, one in gradients.components.items()}
-            squared = squared_norm(self._counted_of(held | values))
+            if self._sharers is not None:
+                held = {name: view for name, view in held.items() if name in self._tied}
+            owned = [view for name, view in gradients.owned.items() if name in gradients.held]
+            squared = squared_norm([*owned, *self._counted_of(held | values)])
         numbers = reduction.numbers = numbers_of(
             loss_sum=reduction.loss_sum,
             squared_norm=squared,

@@ -8,7 +8,7 @@ from bireme.schedule.rule import Rule
 from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.run_file import RunFile
 
-__all__ = ["first_delayed_step", "flush_twin"]
+__all__ = ["first_delayed_step", "flush_twin", "plans_of"]
 
 
 def first_delayed_step(run: RunFile, saved: SavedPlan, resumed: Manifest | None = None) -> int:
@@ -27,3 +27,9 @@ def flush_twin(plan: Plan) -> Plan | None:
     if plan.source.rule is Rule.SYNCHRONOUS:
         return None
     return replace(plan, schedule="1f1b")
+
+
+def plans_of(run: RunFile, saved: SavedPlan) -> tuple[Plan, ...]:
+    """The plans that a run trains with, one after the other."""
+    twin = flush_twin(saved.plan) if first_delayed_step(run, saved) else None
+    return (saved.plan,) if twin is None else (twin, saved.plan)

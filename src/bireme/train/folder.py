@@ -117,6 +117,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def windows(self) -> Path:
+        """The windows of a plan that pages, which ranks read; only where it does."""
+        return self.path / "windows.json"
+
+    @property
     def profile(self) -> Path:
         """What the plan was made from."""
         return self.path / "profile.json"
@@ -155,6 +160,11 @@ class RunFolder:
     def ledger(self) -> Path:
         """Which samples each committed round trained, where a coordinator deals them."""
         return self.path / LEDGER
+
+    @property
+    def hosts(self) -> Path:
+        """Where a host that is started again finds the others, where replicas may die."""
+        return self.path / "hosts.json"
 
     @property
     def private(self) -> Path:

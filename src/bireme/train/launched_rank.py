@@ -5,13 +5,12 @@ run's store. Every process may be anywhere and may have been started again: noth
 run file and the folder of the run is relied on.
 """
 
-import hashlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,14 @@ from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.stores import PrefixStore, Store
-from bireme.runtime.world import Backend, World
+from bireme.runtime.world import World
 from bireme.train.folder import RunFolder, load_asked
+from bireme.train.host_launcher import host_orders, meet_hosts, train_on_host, under_way
 from bireme.train.launching import DONE, Finished, finish
 from bireme.train.machine_devices import Member, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.network_card import let_gloo_use_the_way_to
+from bireme.train.orders import Orders, digest_of
 from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
 from bireme.train.prepare import Prepared
 from bireme.train.private_census import (
@@ -69,22 +70,6 @@ PARTING_S = 30.0
 Show = Callable[[Prepared, RunFolder], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Orders:
-    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan."""
-
-    folder: str
-    digest: str
-    checkpoint: str | None
-    passed_over: list[str]
-    places: list[int]
-    backend: Backend
-    device: str
-    threads: int | None
-    timeout_s: float
-    words: dict[str, Any]
-
-
 def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | None:
     """Take part in the run that the environment places this process in, to its end.
 
@@ -93,6 +78,8 @@ def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | N
     0, and ends all processes with status 2.
     """
     environment = Environment.of(os.environ)
+    if (back := under_way(environment, run_file, sets)) is not None:
+        return train_on_host(*back, None)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
     store = rendezvous(environment)
     joined = _Joined(environment, store)
@@ -130,11 +117,16 @@ class _Joined:
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            site = None
+            if not status and told is not None and told["hosts"] is not None:
+                site = meet_hosts(Orders(**told), rank, self._talk)
         if status:
             raise SystemExit(status)
         if told is None:
             return None
-        orders = _Orders(**told)
+        orders = Orders(**told)
+        if site is not None:
+            return train_on_host(orders, site, None if led is None else led.prepared)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:
@@ -149,7 +141,7 @@ class _Joined:
     def _members(self) -> list[Member]:
         own = self._environment
         has_cuda = own.local_rank < num_accelerators()
-        member = Member(own.rank, own.node or host_name(), host_name(), has_cuda)
+        member = Member(own.rank, own.node or host_name(), host_name(), has_cuda, num_accelerators())
         self._talk.say(f"member/{own.rank}", asdict(member))
         return [Member(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
 
@@ -194,12 +186,12 @@ class _Joined:
         for complaint in filter(None, told):
             raise BiremeError(complaint)
 
-    def _servers(self, nodes: dict[str, list[Member]]) -> Callable[[str], list[str]]:
-        """Asks all machines for their devices of a kind, and gives their texts in the order of nodes."""
+    def _servers(self, nodes: dict[str, list[Member]]) -> Callable[[str, list[int]], list[str]]:
+        """Asks all machines for so many devices of a kind, and gives their texts in the order of nodes."""
 
-        def ask(device: str) -> list[str]:
-            self._talk.say("device", device)
-            self._say_server(device, nodes)
+        def ask(device: str, counts: list[int]) -> list[str]:
+            self._talk.say("device", {"device": device, "counts": counts})
+            self._say_server(device, counts, nodes)
             told = [self._talk.hear(f"server/{members[0].rank}") for members in nodes.values()]
             for one in told:
                 if one["error"]:
@@ -208,29 +200,31 @@ class _Joined:
 
         return ask
 
-    def _say_server(self, device: str, nodes: dict[str, list[Member]]) -> None:
+    def _say_server(self, device: str, counts: list[int], nodes: dict[str, list[Member]]) -> None:
         """The first rank of a machine tells what the machine has."""
         rank = self._environment.rank
-        own = next((members for members in nodes.values() if members[0].rank == rank), None)
+        firsts = [(members[0], count) for members, count in zip(nodes.values(), counts, strict=True)]
+        own = next(((first, count) for first, count in firsts if first.rank == rank), None)
         if own is None:
             return
+        first, count = own
         try:
-            found = {"text": cluster_text(Cluster((server_here(device, len(own)),))), "error": ""}
+            found = {"text": cluster_text(Cluster((server_here(device, count),))), "error": ""}
         except BiremeError as error:
-            found = {"text": "", "error": f"On {own[0].host}: {error}"}
+            found = {"text": "", "error": f"On {first.host}: {error}"}
         self._talk.say(f"server/{rank}", found)
 
     def _follow(self, nodes: dict[str, list[Member]]) -> None:
         """The part of every other rank in preparing."""
-        device = self._talk.hear("device")
-        if device is None:
+        asked = self._talk.hear("device")
+        if asked is None:
             return
-        self._say_server(device, nodes)
+        self._say_server(asked["device"], asked["counts"], nodes)
         told = self._talk.hear("orders")
         if told is not None:
-            self._take(_Orders(**told), nodes)
+            self._take(Orders(**told), nodes)
 
-    def _take(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
+    def _take(self, orders: Orders, nodes: dict[str, list[Member]]) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
         census: Census = {}
         try:
@@ -241,7 +235,7 @@ class _Joined:
         self._talk.say(f"census/{self._environment.rank}", plain_census(census))
         self._talk.say(f"ready/{self._environment.rank}", complaint)
 
-    def _census(self, orders: _Orders, nodes: dict[str, list[Member]]) -> Census:
+    def _census(self, orders: Orders, nodes: dict[str, list[Member]]) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""
         rank = self._environment.rank
         here = next(ranks for node in nodes.values() if rank in (ranks := [one.rank for one in node]))
@@ -255,9 +249,9 @@ class _Joined:
         owned = sorted(own & run.data.private.keys())
         return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
 
-    def _check(self, orders: _Orders, nodes: dict[str, list[Member]]) -> None:
+    def _check(self, orders: Orders, nodes: dict[str, list[Member]]) -> None:
         folder = RunFolder(Path(orders.folder))
-        if not until(lambda: _digest(folder) == orders.digest, SEEN_S):
+        if not until(lambda: digest_of(folder) == orders.digest, SEEN_S):
             raise BiremeError(
                 f"This machine does not see in {folder.path}, the run's folder, what rank 0 wrote there. "
                 "Set log.folder to a folder that all machines share."
@@ -267,7 +261,7 @@ class _Joined:
             # Rank 0 has made the data ready on its own machine; here the first one does.
             check_files_here(folder)
 
-    def _train(self, orders: _Orders, num_local: int) -> None:
+    def _train(self, orders: Orders, num_local: int) -> None:
         """Train in the place that this process has, or wait until the others have."""
         rank, size = self._environment.rank, len(orders.places)
         store = PrefixStore("train", self._store)
@@ -317,10 +311,10 @@ class _Joined:
             raise cause.to_others()
 
 
-def _orders(led: RunSetup) -> _Orders:
-    return _Orders(
+def _orders(led: RunSetup) -> Orders:
+    return Orders(
         folder=str(led.folder.path),
-        digest=_digest(led.folder),
+        digest=digest_of(led.folder),
         checkpoint=None if led.checkpoint is None else str(led.checkpoint.folder),
         passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
         places=led.places,
@@ -329,15 +323,8 @@ def _orders(led: RunSetup) -> _Orders:
         threads=led.threads,
         timeout_s=led.prepared.run.cluster.timeout_s,
         words=led.words,
+        hosts=host_orders(led) if led.prepared.run.sync.mode == "quorum" else None,
     )
-
-
-def _digest(folder: RunFolder) -> str:
-    """What tells whether two machines see the same folder; nothing where they see none."""
-    try:
-        return hashlib.sha256(folder.run_file.read_bytes() + folder.plan.read_bytes()).hexdigest()
-    except OSError:
-        return ""
 
 
 def _outcome(told: dict[str, Any]) -> Outcome:

@@ -31,7 +31,7 @@ from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
 from bireme.train.worker import Start, train_rank
 
-__all__ = ["DONE", "Finished", "finish", "first_words", "start"]
+__all__ = ["DONE", "VISIBLE", "Finished", "finish", "first_words", "signals_passed_on", "start"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -87,8 +87,8 @@ def _run(
         may_replan,
         prepared.census,
     )
-    with _signals_passed_on(), _gpus_as_planned(prepared):
-        if prepared.run.sync.mode == "quorum":
+    with signals_passed_on(), _gpus_as_planned(prepared):
+        if prepared.run.sync.mode != "all":
             return run_replicas(prepared, folder, checkpoint, begin)
         return launch(
             train_rank,
@@ -151,7 +151,7 @@ def _gpus_as_planned(prepared: Prepared) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_passed_on() -> Iterator[None]:
+def signals_passed_on() -> Iterator[None]:
     """Pass signals to the ranks as a request to stop. The second interrupt ends everything.
 
     Processes that are started inside hold such requests back until they can take them, for this thread holds

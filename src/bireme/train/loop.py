@@ -19,6 +19,7 @@ from bireme.runtime.pipeline import Pipeline, Result
 from bireme.schedule.rule import Rule
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
+from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -41,6 +42,9 @@ RECORDED = 6
 SETTLING, LONG = 10, 40
 """So many batches go before them where so many are to come: the first ones of a process are slow."""
 
+MOST_TRIES = 3
+"""To save what another replica was to save, whose processes may not be gone yet."""
+
 SMOOTHED = 20
 """Batches whose mean is the training loss that a run ends with."""
 
@@ -61,7 +65,8 @@ class Loop:
 
     The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
     the weights in `not_saved`. `notes` are warnings about the data; `home` is what this rank reads in the
-    place of `data.training` where some is private. `member` is its replica where replicas may die.
+    place of `data.training` where some is private. `member` is its replica where replicas may die. Where they
+    average weights, they meet at the end of each window.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class Loop:
         notes: Sequence[str] = (),
         replicas: ReplicaNotes | None = None,
         home: HomeData | None = None,
-        member: Replica | None = None,
+        member: Replica | AveragingReplica | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
         self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
@@ -102,23 +107,32 @@ class Loop:
         self._sent: list[LinkBytes] = []
         """By pipelines that are closed."""
         self._newest: int | None = None
+        self._has_led = True
+        """Whether no other replica led to the end of the run, as far as is known here."""
+        self._asked: int | None = None
+        """The step of the last checkpoint that was asked for."""
         self._warnings: list[str] = []
         self._sum_bytes = SentBytes()
         """What sums sent before the schedule switch."""
         self._tiers: tuple[TierMoves, ...] = ()
         """What was paged before it."""
         self._notes, self._not_saved, self._home = notes, not_saved, home
+        self._averaging = member if isinstance(member, AveragingReplica) else None
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
         self._read: Iterator[PartlyRead] | None = None
-        self._to_record = member is None or not member.has_come_late
+        self._to_record = member is None or not (member.has_come_late or self._averaging)
         self._record_from = self._recorded_first()
+        self._shares: tuple[int, ...] = ()
+        """Samples of each replica in the last window, where they meet."""
+        self._noted = self.step
+        """The step of the last batch that was noted."""
 
     @property
     def step(self) -> int:
-        """Batches trained so far."""
-        return self.pipeline.num_trained
+        """Batches of the run trained so far."""
+        return self.pipeline.num_trained if self._averaging is None else self._averaging.step
 
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
@@ -139,9 +153,11 @@ class Loop:
         is_done = self._reason in (Reason.NONE, Reason.TIME) and not self._is_to_replan
         if is_done and self._evaluations.step != self.step:
             self._evaluate()
-        if self.run.checkpoint.at_end if is_done else not self._depends_on_drains:
+        is_whole = self._averaging is not None or not self._depends_on_drains
+        if self.run.checkpoint.at_end if is_done else is_whole:
             self._save()
         self.writer.wait()
+        self._save_for_others()
         if self.timeline is None and self.pipeline.recording is not None:
             self.timeline = self.pipeline.timeline()
         return self._outcome()
@@ -189,6 +205,8 @@ class Loop:
         """
         every, steps = self.run.training.evaluate_every, self.run.training.steps
         end = steps if not every else min(steps, (self.step // every + 1) * every)
+        if self._averaging is not None and (saves := self.run.checkpoint.every_steps):
+            end = min(end, (self.step // saves + 1) * saves)
         if self._switch is not None:
             return min(end, self._switch.step)
         marks = (self._record_from, self._recorded_end) if self._recorded_end < steps else ()
@@ -233,6 +251,23 @@ class Loop:
             self._note(result, is_first=number == 0)
         if records and self._ends is None:
             self.timeline = self.pipeline.timeline()
+        if self._averaging is not None:
+            self._meet(self._averaging)
+
+    def _meet(self, replica: AveragingReplica) -> None:
+        """Make one mean of all replicas' weights, and do what is due then."""
+        before, begin_s = self.step, perf_counter()
+        meeting = replica.meet(self.pipeline)
+        self._all[0] += perf_counter() - begin_s
+        self._all[1] += meeting.num_samples
+        self._all[2] += meeting.num_samples * self.run.data.length if self.data.is_text else 0
+        if meeting.shares != self._shares:
+            self._shares = meeting.shares
+            self.tell("shares", before, shares=list(meeting.shares))
+        if meeting.reason > Reason.SAVE:
+            self._reason, self._ends = meeting.reason, self.step
+        elif meeting.reason is Reason.SAVE or self._is_due(self.step):
+            self._save()
 
     def _batches(self, end: int) -> Iterator[PartlyRead]:
         """The batches of a window. It ends early where the ranks have agreed to stop.
@@ -244,8 +279,20 @@ class Loop:
         samples, order = self.data.training, self.data.order(asked.seed)
         if self._home is not None:
             samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
+        if self._averaging is not None:
+            yield from self._averaging.batches(
+                end,
+                self.pipeline.num_trained,
+                samples,
+                order,
+                self.run.training.batch_size,
+                prefetch=asked.prefetch,
+                num_workers=asked.num_workers,
+                wanted=self.pipeline.cutter.wanted,
+            )
+            return
         if self._read is None:
-            make = RankBatches if self._member is None else self._member.batches
+            make = self._member.batches if isinstance(self._member, Replica) else RankBatches
             loader = make(
                 samples,
                 order,
@@ -270,12 +317,14 @@ class Loop:
 
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the request to stop."""
-        step = result.batch + 1
+        step, num_samples = result.batch + 1, result.num_samples
         if self._member is not None:
             self._member.note(result)
-        tokens = result.num_samples * self.run.data.length if self.data.is_text else 0
+        if self._averaging is not None:
+            step, num_samples = self._averaging.step_after(result), self._averaging.num_samples(result)
+        tokens = num_samples * self.run.data.length if self.data.is_text else 0
         for sums in (self._since, self._all):
-            for place, value in enumerate((result.seconds, result.num_samples, tokens)):
+            for place, value in enumerate((result.seconds, num_samples, tokens)):
                 sums[place] += value
         if not is_first:
             self._batch_s.append(result.seconds)
@@ -287,8 +336,10 @@ class Loop:
         self._note_skipped(result)
         if not result.is_skipped:
             self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
-        if step % self.run.log.every_steps == 0 or step == self.run.training.steps:
+        if self._is_to_log(step):
             self._log(result, step)
+        if self._averaging is not None:
+            return  # all else is agreed when all replicas meet
         reason = Reason.of(result.votes) if result.votes else Reason.NONE
         if reason > Reason.SAVE and self._ends is None:
             # No rank has read further than this, and what was read is still trained on.
@@ -299,6 +350,13 @@ class Loop:
             self._save()
             if self._replicas.slow is not None and self._ends is None:
                 self._ends = step + self.pipeline.read_ahead
+
+    def _is_to_log(self, step: int) -> bool:
+        """Whether a line of the log is due. Where replicas train batches of their own, a slow one passes
+        several steps of the run at once, and a fast one is at the same step twice.
+        """
+        every, before, self._noted = self.run.log.every_steps, self._noted, max(step, self._noted)
+        return step > before and (step // every > before // every or step == self.run.training.steps)
 
     @property
     def _is_to_replan(self) -> bool:
@@ -329,7 +387,8 @@ class Loop:
     def _log(self, result: Result, step: int) -> None:
         seconds, samples, tokens = self._since
         self._since = [0.0, 0.0, 0.0]
-        num_steps = max(1, round(samples / max(1, result.num_samples)))
+        batch = result.num_samples if self._averaging is None else self.run.training.batch_size
+        num_steps = max(1, round(samples / max(1, batch)))
         self.tell(
             "train",
             step,
@@ -351,11 +410,12 @@ class Loop:
 
     def _save(self) -> None:
         self.stops.saved()
+        self._asked = self.step
         if self._member is not None and not self._member.leads:
             self.writer.close()
             return
         begin_s = perf_counter()
-        snapshot = self.pipeline.snapshot(but=self._not_saved)
+        snapshot = replace(self.pipeline.snapshot(but=self._not_saved), num_trained=self.step)
         extra = dict(self.meta.extra)
         if snapshot.shares is not None:
             extra[SHARES] = dict(snapshot.shares)
@@ -363,6 +423,22 @@ class Loop:
         self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
         if not self.run.checkpoint.background:
             self.writer.wait()
+
+    def _save_for_others(self) -> None:
+        """Save what the replica that led was asked to save last, if it died before it had."""
+        member, writer = self._member, self.writer
+        if not isinstance(member, Replica) or not isinstance(writer, LeaderWriter):
+            return
+        if self._asked is None or member.leads:
+            return
+        member.succeed()
+        for place in range(MOST_TRIES):
+            # All ranks of a replica do alike, whatever each of them sees.
+            if self.pipeline.gather([float(writer.has(self._asked))])[0][0]:
+                self._newest, self._has_led = self._asked, place > 0
+                return
+            self._save()
+            writer.wait()
 
     def _evaluate_if_due(self) -> None:
         every = self.run.training.evaluate_every
@@ -416,4 +492,5 @@ class Loop:
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
             placement=None if self._home is None else self._home.placement,
+            leads=self._member is None or (self._member.leads and self._has_led),
         )

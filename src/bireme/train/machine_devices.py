@@ -23,12 +23,15 @@ UNKNOWN_LINK = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process: its machine's name, which of the launcher's nodes it is of, whether a GPU is its own."""
+    """One process: its machine's name, which of the launcher's nodes it is of, whether a GPU is its own, and
+    how many the machine has.
+    """
 
     rank: int
     node: str
     host: str
     has_cuda: bool
+    num_cuda: int = 0
 
 
 def nodes_of(members: Sequence[Member]) -> dict[str, list[Member]]:

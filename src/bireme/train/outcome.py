@@ -61,7 +61,7 @@ class Outcome:
     step of the newest one. The figures of the last evaluation are None where they mean nothing;
     `eval_loss_through_codecs` also where borders have no codecs. A run that ended to be planned anew says
     which stage is slow. `placement` is what an epoch takes of private and public samples, None where all are
-    public.
+    public. `leads` says whether the rank's replica speaks for the run.
     """
 
     steps: int
@@ -81,6 +81,7 @@ class Outcome:
     slow: SlowStage | None = None
     placement: dict[str, Any] | None = None
     sync: SyncFigures | None = None
+    leads: bool = True
 
 
 def first_of(outcomes: Sequence[Outcome]) -> Outcome:

@@ -50,6 +50,7 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         value_bytes=2 if run.model.dtype == "bfloat16" else 4,
         memory=_tier_limits(run.memory, compiles=run.model.compile),
         whole_backwards=run.training.gradient_form is not None,
+        shard=run.memory.shard,
     )
 
 

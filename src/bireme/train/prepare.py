@@ -20,6 +20,7 @@ from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.homes import check_homes
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
 from bireme.plan.summary import summarize
+from bireme.plan.window_file import write_windows
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
@@ -31,6 +32,7 @@ from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
 from bireme.train.data.prepare import RunData
+from bireme.train.delay_warmup import plans_of
 from bireme.train.early_checks import check_depth, check_devices, check_samples
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
@@ -58,6 +60,7 @@ __all__ = [
     "Prepared",
     "prepare",
     "prepared_again",
+    "prepared_before",
     "prepared_document",
     "write_prepared",
 ]
@@ -155,18 +158,7 @@ def prepared_again(
         run = with_batch_of(run, folder.load_run())
     progress(0.0, "reading the run")
     if _keeps_plan(run, folder):
-        machines = _machines(run)
-        measured = load_profile(folder.profile) if folder.profile.is_file() else None
-        graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
-        model, plan = RunModel.of(run, 1), load_plan(folder.plan)
-        check_paging_disk(run, plan.plan)
-        if plan.plan.paging is not None:  # with the speeds that it was planned with
-            machines = replace(machines, cluster=read_cluster(folder.cluster))
-        data = data_of(run, model, progress)
-        check_samples(data, graph)
-        census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
-        identity = data_identity(run, data)
-        found = Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
+        found = prepared_before(run, folder, progress, is_alone=is_alone)
     else:
         tell("What the plan rests on was changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone)
@@ -179,6 +171,24 @@ def prepared_again(
         check_same_run(checkpoint, folder, run, found.graph, found.data, found.identity, tell)
     write_prepared(found, folder, checkpoint)
     return found
+
+
+def prepared_before(
+    run: RunFile, folder: RunFolder, progress: Progress, *, is_alone: bool = True
+) -> Prepared:
+    """A run that was begun, as what its folder holds says it was prepared."""
+    machines = _machines(run)
+    measured = load_profile(folder.profile) if folder.profile.is_file() else None
+    graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
+    model, plan = RunModel.of(run, 1), load_plan(folder.plan)
+    check_paging_disk(run, plan.plan)
+    if plan.plan.paging is not None:  # with the speeds that it was planned with
+        machines = replace(machines, cluster=read_cluster(folder.cluster))
+    data = data_of(run, model, progress)
+    check_samples(data, graph)
+    census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
+    identity = data_identity(run, data)
+    return Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
 
 
 def _keeps_plan(run: RunFile, folder: RunFolder) -> bool:
@@ -242,6 +252,7 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
     """Write what the processes of a run read, and what people may want to look up."""
     keep_base(folder.base, prepared.run, None if checkpoint is None else checkpoint.manifest)
     folder.write_run(prepared.run)
+    write_windows(folder.windows, plans_of(prepared.run, prepared.plan))
     write_plan(folder.plan, prepared.plan)
     save_graph(prepared.graph, folder.graph)
     save_graph(prepared.evaluation, folder.evaluation_graph)

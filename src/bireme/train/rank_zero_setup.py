@@ -7,6 +7,7 @@ was if the devices did, and is made anew if there are others.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,13 +23,14 @@ from bireme.report.progress import progress_bar
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
+from bireme.train.hosts import check_launchers, processes_of, within_servers
 from bireme.train.launching import first_words
 from bireme.train.loop import RECORDED
 from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
 from bireme.train.rendezvous import Environment
-from bireme.train.replica_checks import refuse_quorum_elsewhere
+from bireme.train.replica_checks import refuse_averages_elsewhere
 from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_file import RunFile
@@ -43,7 +45,8 @@ class RunSetup:
     """A run that is ready for all to join.
 
     `places[p]` is the rank that takes place p of the plan; `threads` are those of each process that were
-    asked for; `words` are the first of the log.
+    asked for; `words` are the first of the log. Where replicas may die, `nodes` are the processes that the
+    launchers of all hosts will start, and ranks are theirs.
     """
 
     prepared: Prepared
@@ -52,20 +55,24 @@ class RunSetup:
     places: list[int]
     threads: int | None
     words: dict[str, Any]
+    nodes: Nodes
 
 
 def set_up_run(
     environment: Environment,
     asked: RunFile,
     nodes: Nodes,
-    ask_servers: Callable[[str], list[str]],
+    ask_servers: Callable[[str, list[int]], list[str]],
     tell: Callable[[str], None],
 ) -> RunSetup | None:
     """Make a run ready, new or begun before; None if it has done all its steps.
 
-    `ask_servers` has every machine say its devices of a kind, `tell` is for sentences to people.
+    `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
     """
-    refuse_quorum_elsewhere(asked)
+    refuse_averages_elsewhere(asked)
+    if asked.sync.mode == "quorum":
+        check_launchers(nodes)
+        nodes = processes_of(asked, nodes)
     named = _named(asked, environment)
     begun = _begun(named, environment)
     if begun is not None:
@@ -80,7 +87,8 @@ def set_up_run(
         _check_progress(begun, at)
         tell(f"{begun.path} resumes after step {at} of {named.training.steps}.")
     device = _device(named, nodes)
-    cluster = _cluster(named, nodes, device, ask_servers(device), tell)
+    counts = [len(members) for members in nodes.values()]
+    cluster = _cluster(named, nodes, device, ask_servers(device, counts), tell)
     settled = _settled(named, nodes, device, cluster)
     if begun is not None and _is_for(begun, settled, cluster):
         folder = begun
@@ -98,7 +106,7 @@ def set_up_run(
         tell(f"The plan uses {len(places)} of {len(ranks)} processes; rank {idle} has no work.")
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
-    return RunSetup(prepared, folder, checkpoint, places, threads, first_words(prepared))
+    return RunSetup(prepared, folder, checkpoint, places, threads, first_words(prepared), nodes)
 
 
 def _check_progress(begun: RunFolder, step: int) -> None:
@@ -176,7 +184,10 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
     changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
     plan = run.plan
     is_free = plan.file is None and plan.depth is None and plan.width is None and not run.data.private
-    if asked.source is None and is_free:
+    if is_free and run.sync.mode == "quorum":
+        depth = gcd(*map(len, nodes.values()))  # whole replicas on each host
+        plan = plan.model_copy(update={"depth": depth, "width": num_ranks // depth})
+    elif asked.source is None and is_free:
         # What joins the machines is not known, and a pipeline needs least of it.
         plan = plan.model_copy(update={"depth": num_ranks})
     return run.model_copy(update={"cluster": asked.model_copy(update=changed), "plan": plan})
@@ -204,6 +215,9 @@ def _prepared_anew(
         if cluster is not None:
             save_cluster(cluster, path)
         prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False)
+    if run.sync.mode == "quorum":
+        plan = within_servers(prepared.plan.plan, prepared.machines.cluster)
+        prepared = replace(prepared, plan=replace(prepared.plan, plan=plan))
     if checkpoint is not None and begun is not None:
         check_same_run(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())

@@ -6,8 +6,10 @@ the checkpoints. All learn who leads from the batch's result, so all ranks of a 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from bireme.errors import BiremeError
 from bireme.runtime.pipeline import Result
@@ -18,6 +20,7 @@ from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
+from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT
@@ -42,10 +45,12 @@ class Replica:
         *,
         spare: int,
         balances: bool,
+        compare_every: int,
+        rebuilt: frozenset[str],
     ) -> None:
         self.number = order.life.replica
         rank = RankId(self.number, order.life.life, world.rank)
-        talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s)
+        talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty)
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
             rank,
@@ -56,14 +61,15 @@ class Replica:
             spare=spare,
         )
         world.watch.abort_on_failure(self._agent)
-        self.agreement = Agreement(self._agent, num_replicas, batch_size, balances)
+        self.agreement = Agreement(self._agent, num_replicas, batch_size, balances, compare_every, rebuilt)
         self.has_come_late = order.life.life > 0
-        self._leader = None if self.has_come_late else 0
+        self._order: tuple[int, ...] = () if self.has_come_late else (0,)
+        """The replicas that have a part in the last batch; the first of them leads."""
 
     @property
     def leads(self) -> bool:
         """Whether this replica writes the log and the checkpoints."""
-        return self._leader == self.number
+        return self._order[:1] == (self.number,)
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than
@@ -81,7 +87,7 @@ class Replica:
 
     def note(self, result: Result) -> None:
         """A batch is done, which says who leads now."""
-        self._leader = result.leader
+        self._order = result.order
 
     def votes(self, stops: Stops) -> Callable[[], float]:
         """What this rank gives along with a batch: time and saving are for who leads to ask for."""
@@ -100,41 +106,61 @@ class Replica:
         """The places in the run's order of the samples that this replica trains in a batch."""
         return [range(one.begin, one.end) for one in self._agent.dealt(batch).samples]
 
+    def succeed(self) -> None:
+        """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
+        for one in takewhile(lambda one: one != self.number, self._order):
+            self._agent.wait_until_gone(one)
+        self._order = (self.number,)
+
     def leave(self, step: int) -> None:
-        """This rank has done all steps up to that one. Who leads goes first, as it may still write."""
+        """This rank has done all steps up to that one. Who leads goes first."""
         self._agent.wait_until_kept_by_all(step)
-        if self._leader is not None and not self.leads:
-            self._agent.wait_until_gone(self._leader)
+        self.succeed()
         self._agent.close(is_leaving=True)
 
 
 class DealtBatches(RankBatches):
-    """Batches of the samples that are dealt to a replica; `deal` waits until they are."""
+    """Batches of the samples that are dealt to a replica; `deal` waits until they are, or gives None where
+    there are no more.
+    """
 
-    def __init__(self, *words: Any, deal: Callable[[int], Sequence[range]], **more: Any) -> None:
+    def __init__(self, *words: Any, deal: Callable[[int], Sequence[range] | None], **more: Any) -> None:
         super().__init__(*words, **more)
         self._deal = deal
 
     def _tasks(self) -> Iterator[Task]:
         assert self._end is not None, "a run has a last batch"
         for number in range(self._next, self._end):
-            places = self._deal(number)
+            if (places := self._deal(number)) is None:
+                return
             chosen = tuple(int(one) for own in places for one in self._order.numbers(own.start, len(own)))
             seed = (self._order.seed * SEED_FACTOR + (places[0].start if places else 0)) % SEED_LIMIT
             wanted = None if self._wants is None else self._wants(number, len(chosen))
             yield Task(number, chosen, seed, wanted)
 
 
-class LeaderLog:
-    """The log of a run, which is written by the first rank of the replica that leads."""
+class Leads(Protocol):
+    """One of several replicas."""
 
-    def __init__(self, make: Callable[[], RunLog], replica: Replica) -> None:
-        self._make, self._replica = make, replica
+    @property
+    def leads(self) -> bool:
+        """Whether it writes the log and the checkpoints."""
+
+
+class LeaderLog:
+    """The log of a run, which is written by the first rank of the replica that leads. Whoever led at first
+    may have died before it `has_begun`.
+    """
+
+    def __init__(self, make: Callable[[], RunLog], replica: Leads, has_begun: Callable[[], bool]) -> None:
+        self._make, self._replica, self._has_begun = make, replica, has_begun
         self._log: RunLog | None = None
 
     def tell(self, kind: str, step: int, **values: Any) -> None:
         """For the loop."""
         if self._replica.leads:
+            if self._log is None and not self._has_begun():
+                self._opened().begin(step)
             self._opened().tell(kind, step, **values)
 
     def begin(self, step: int) -> None:
@@ -155,11 +181,14 @@ class LeaderLog:
 class LeaderWriter:
     """Checkpoints of a run, which are written by the replica that leads. All its ranks save the same steps.
 
-    `make` opens a writer, if it can: its number tells apart what the ranks say to each other each time.
+    `make` opens a writer to `folder`, if it can: its number tells apart what the ranks say to each other each
+    time.
     """
 
-    def __init__(self, make: Callable[[int], CheckpointWriter], warn: Callable[[str], None]) -> None:
-        self._make, self._warn = make, warn
+    def __init__(
+        self, folder: Path, make: Callable[[int], CheckpointWriter], warn: Callable[[str], None]
+    ) -> None:
+        self._folder, self._make, self._warn = folder, make, warn
         self._num_tried = 0
         self._writer: CheckpointWriter | None = None
 
@@ -173,6 +202,10 @@ class LeaderWriter:
                 self._warn(f"There is no checkpoint of step {snapshot.num_trained}: {error}")
                 return
         self._writer.save(snapshot, meta, copied_s=copied_s)
+
+    def has(self, step: int) -> bool:
+        """Whether some replica has written the checkpoint of that step."""
+        return step_folder(self._folder, step).is_dir()
 
     def close(self) -> None:
         """Let another replica write, if this one did. One that leads again opens a writer again."""

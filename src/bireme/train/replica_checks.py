@@ -6,29 +6,36 @@ from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.run_file import RunFile
 
-__all__ = ["check_replicas", "refuse_quorum_elsewhere"]
+__all__ = ["check_replicas"]
 
 
 def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
     """Refuse a run whose replicas may die, but could not go on without each other."""
-    if run.sync.mode != "quorum":
+    mode = run.sync.mode
+    if mode == "all":
         return
     if plan.width < 2:
         raise BiremeError(
-            'sync.mode is "quorum", but the plan has one replica, which nobody could go on without. Set '
+            f'sync.mode is "{mode}", but the plan has one replica, which nobody could go on without. Set '
             'plan.width to 2 or more, or use sync.mode = "all".'
         )
     if isinstance(samples, StreamSamples):
         raise BiremeError(
-            'sync.mode is "quorum", in which samples may be trained in another order than they come, but the '
-            "data are a stream. Download them, or leave out streaming=true."
+            f'sync.mode is "{mode}", in which samples may be trained in another order than they come, but '
+            "the data are a stream. Download them, or leave out streaming=true."
+        )
+    most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
+    if run.sync.averages and most > 1:
+        raise BiremeError(
+            f'sync.mode is "{mode}", in which weights are averaged rank by rank, but {plan.schedule} has '
+            f'{most} stages on a rank. Use a schedule with one, such as 1f1b or 2bw, or sync.mode = "quorum".'
         )
 
 
-def refuse_quorum_elsewhere(run: RunFile) -> None:
-    """Refuse replicas that may die where something else has started the processes."""
-    if run.sync.mode == "quorum":
+def refuse_averages_elsewhere(run: RunFile) -> None:
+    """Refuse replicas that average weights where something else has started the processes."""
+    if run.sync.averages:
         raise BiremeError(
-            'sync.mode is "quorum", but torchrun has started the processes, and would end all of them when '
-            'one dies. Call bireme train itself, or use sync.mode = "all".'
+            f'sync.mode is "{run.sync.mode}", but torchrun has started the processes, and such a run is on '
+            'one machine. Call bireme train itself, or use sync.mode = "quorum".'
         )

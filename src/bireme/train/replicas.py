@@ -3,18 +3,21 @@
 import sys
 from dataclasses import replace
 
+from bireme.devices import Backend
 from bireme.runtime.quorum.launch import launch_replicas
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.runtime.quorum.site import Site
+from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures, first_of
 from bireme.train.prepare import Prepared
+from bireme.train.run_file import RunFile
 from bireme.train.samples_left import left_at
 from bireme.train.shares import share_limits
 from bireme.train.worker import Start, train_replica
 
-__all__ = ["run_replicas"]
+__all__ = ["launch_here", "replica_settings", "run_replicas", "with_delay"]
 
 
 def run_replicas(
@@ -24,12 +27,31 @@ def run_replicas(
 
     It is one that knows of the newest checkpoint, as the one that wrote it does.
     """
+    return launch_here(
+        prepared.run,
+        folder,
+        replica_settings(prepared, folder, checkpoint),
+        with_delay(prepared, checkpoint, begin),
+        threads=prepared.machines.threads,
+        backend="nccl" if prepared.machines.backend == "nccl" else "gloo",
+        device=prepared.machines.device,
+    )
+
+
+def with_delay(prepared: Prepared, checkpoint: Checkpoint | None, begin: Start) -> Start:
+    """With the step after which updates are delayed: who is started again has no checkpoint that says it."""
+    resumed = None if checkpoint is None else checkpoint.manifest
+    return replace(begin, first_delayed_step=first_delayed_step(prepared.run, prepared.plan, resumed))
+
+
+def replica_settings(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None) -> Settings:
+    """What coordinators are told of a run."""
     run, plan = prepared.run, prepared.plan.plan
     step = 0 if checkpoint is None else checkpoint.manifest.step
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
     limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
-    settings = Settings(
-        SyncMode.QUORUM,
+    return Settings(
+        SyncMode(run.sync.mode),
         plan.width,
         plan.source.num_ranks,
         run.training.batch_size,
@@ -40,30 +62,49 @@ def run_replicas(
         fresh=fresh,
         waiting=waiting,
         num_samples=prepared.data.order(run.data.seed).num_samples,
+        num_lines=run.sync.outer_fragments,
+        groups=GroupSettings(run.sync.connect_every),
     )
-    resumed = None if checkpoint is None else checkpoint.manifest
+
+
+def launch_here(
+    run: RunFile,
+    folder: RunFolder,
+    settings: Settings,
+    begin: Start,
+    *,
+    threads: int | None,
+    backend: Backend,
+    device: str,
+    site: Site | None = None,
+) -> list[Outcome]:
+    """What the ranks of a replica of this host come to, of one that leads at the end if it is here; nothing
+    if no replica here has come to the end. Without a `site` all replicas are here.
+    """
     launched = launch_replicas(
         train_replica,
         settings,
-        replace(begin, first_delayed_step=first_delayed_step(run, prepared.plan, resumed)),
+        begin,
         ledger=folder.ledger,
         tell=_tell,
         timeout_s=run.cluster.timeout_s,
-        threads_per_process=prepared.machines.threads,
-        backend="nccl" if prepared.machines.backend == "nccl" else "gloo",
-        device=prepared.machines.device,
+        threads_per_process=threads,
+        backend=backend,
+        device=device,
+        site=site,
     )
+    if not launched.results:
+        return []
     told = launched.ledger
-    figures = SyncFigures(
-        SyncMode.QUORUM, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone
-    )
+    mode = SyncMode(run.sync.mode)
+    figures = SyncFigures(mode, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone)
     outcomes = max(launched.results, key=_newest)
     return [replace(one, sync=figures) for one in outcomes]
 
 
-def _newest(outcomes: list[Outcome]) -> int:
-    step = first_of(outcomes).checkpoint
-    return -1 if step is None else step
+def _newest(outcomes: list[Outcome]) -> tuple[bool, int]:
+    own = first_of(outcomes)
+    return own.leads, -1 if own.checkpoint is None else own.checkpoint
 
 
 def _tell(sentence: str) -> None:

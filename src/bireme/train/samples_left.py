@@ -1,10 +1,13 @@
 """The samples before a step that a run has left to train, by the ledger of its coordinator."""
 
 from pathlib import Path
+from typing import Any
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
+from bireme.sync.coordinator.ledger_line import in_force
 from bireme.sync.coordinator.messages import Samples
+from bireme.sync.coordinator.samples import united
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
 
@@ -14,16 +17,32 @@ __all__ = ["check_none_left", "left_at"]
 def left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[Samples, ...]]:
     """The first sample that nobody was given before a step, and those before it that do not count yet."""
     fresh, waiting = step * batch_size, tuple[Samples, ...]()
-    records = read_json_lines(ledger, start="start").records.values() if ledger.exists() else ()
-    for record in records:
-        if record.get("kind") == "round" and record.get("batch") == step - 1:
+    records = read_json_lines(ledger, start="start").records if ledger.exists() else {}
+    averages = False
+    for record in in_force(records).values():
+        if record.get("kind") == "start":
+            averages = "mode" in record
+        if averages:  # each line is of one replica's batch, and all that was dealt before a meeting counts
+            if record["fresh"] <= step * batch_size:
+                fresh, waiting = step * batch_size, _before(record, step * batch_size)
+        elif record.get("kind") == "round" and record.get("batch") == step - 1:
             fresh, waiting = record["fresh"], tuple(Samples(*pair) for pair in record["open"])
     return fresh, waiting
 
 
+def _before(record: dict[str, Any], end: int) -> tuple[Samples, ...]:
+    """The places below `end` that do not count after a line."""
+    return united(
+        (
+            *(Samples(*pair) for pair in record["open"]),
+            *((Samples(record["fresh"], end),) if record["fresh"] < end else ()),
+        )
+    )
+
+
 def check_none_left(run: RunFile, folder: RunFolder, step: int) -> None:
     """Refuse to go on without a coordinator where only that knows which samples are left before a step."""
-    if run.sync.mode == "quorum":
+    if run.sync.mode != "all":
         return
     end = step * run.training.batch_size
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)

@@ -18,7 +18,8 @@ from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared
-from bireme.train.sums import idle_codec
+from bireme.train.slow_tiers import slow_tiers
+from bireme.train.sums import idle_keys
 
 __all__ = [
     "ControlSummary",
@@ -120,7 +121,8 @@ class LinkSummary:
 @dataclass(frozen=True, slots=True)
 class TierSummary:
     """A tier of a rank that pages: the most that its chunks took of it, and the bytes that were copied into
-    it while training, by the program and as measured. A budget of None is no limit.
+    it while training, by the program and as measured. A budget of None is no limit. What follows is as in
+    `TierMoves`.
     """
 
     rank: int
@@ -129,6 +131,10 @@ class TierSummary:
     peak_bytes: int
     predicted_bytes_moved: int
     bytes_moved: int
+    copied_bytes: int
+    copied_s: float
+    waited_s: float
+    window_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +235,12 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         num_skipped=own.num_skipped,
         checkpoint=own.checkpoint,
         sample=sample,
-        warnings=(*own.warnings, *idle_codec(prepared.run, saved.plan), *_diverged(own)),
+        warnings=(
+            *own.warnings,
+            *idle_keys(prepared.run, saved.plan),
+            *slow_tiers(saved.plan, prepared.machines.cluster, outcomes),
+            *_diverged(own),
+        ),
         shares=(shares := _shares(folder)),
         membership=() if own.sync is None else _membership(shares),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},

@@ -2,28 +2,30 @@
 
 from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
 from bireme.model.graph import Graph
-from bireme.model.linear_maps import chosen_maps
 from bireme.plan.plan import Plan
+from bireme.profile.kept_gradients import sum_cost_of
 from bireme.train.run_file import RunFile
 
-__all__ = ["idle_codec", "sums_of"]
+__all__ = ["idle_keys", "sums_of"]
 
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients."""
-    form = run.training.gradient_form
-    if form is None:
-        return sum_cost(parse_sum_codec(run.sync.codec), graph.gradient_shapes)
-    apart = chosen_maps(graph, form)  # these go by their components, and through no codec
-    shapes = [one.shape for one in graph.parameters if one.trainable and one.name not in apart]
-    return sum_cost(parse_sum_codec(run.sync.codec), shapes)
+    codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
+    return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
 
 
-def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
-    """A sentence if the run has a codec for sums and its plan has no sums."""
-    if run.sync.codec == "none" or plan.width > 1:
-        return ()
-    return (
-        f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums over "
-        "replicas. Set plan.width to 2 or more, or leave the codec out.",
-    )
+def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
+    """Sentences about what the run asks of its replicas, if its plan has just one."""
+    found = []
+    if run.sync.codec != "none":
+        found.append(
+            f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums "
+            "over replicas. Set plan.width to 2 or more, or leave the codec out."
+        )
+    if run.memory.shard != "none":
+        found.append(
+            f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, with nobody to "
+            "share with. Set plan.width to 2 or more, or leave it out."
+        )
+    return () if plan.width > 1 else tuple(found)

@@ -12,20 +12,22 @@ from bireme.balance.slow_stage import StageWatch
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
+from bireme.plan.window_file import read_windows
 from bireme.profile.control import Control
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
+from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
@@ -35,7 +37,7 @@ from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
-from bireme.train.delay_warmup import first_delayed_step, flush_twin
+from bireme.train.delay_warmup import first_delayed_step, flush_twin, plans_of
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import HomeData, home_data
 from bireme.train.link_codecs import link_codecs
@@ -43,6 +45,7 @@ from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.model import RunModel
+from bireme.train.optimizer import optimizer_of
 from bireme.train.outcome import Outcome
 from bireme.train.private_census import Census
 from bireme.train.rates import rate_factor
@@ -89,9 +92,10 @@ class Start:
 def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
     """Train as one rank of a replica that may die, whose ranks are the world.
 
-    One that was started again gets all from the others. What the run was resumed from may be deleted by then.
+    One that is started after others have trained gets all from them. What the run was resumed from may be
+    deleted by then.
     """
-    if order.life.life:
+    if order.is_empty:
         start = replace(start, checkpoint=None, passed_over=())
     return train_rank(world, start, order)
 
@@ -127,7 +131,7 @@ class _Part:
     data: RunData
     home: HomeData | None = None
     order: ReplicaOrder | None = None
-    member: Replica | None = None
+    member: Replica | AveragingReplica | None = None
 
     @property
     def samples(self) -> Samples:
@@ -160,11 +164,12 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     saved = load_plan(folder.plan)
     part = replace(part, home=_home(part, saved))
     manifest = None if checkpoint is None else checkpoint.manifest
+    read_windows(folder.windows, plans_of(run, saved))
     begin, step = part.start.first_delayed_step, 0 if manifest is None else manifest.step
     if begin is None:
         begin = first_delayed_step(run, saved, manifest)
     if part.order is not None:
-        part, saved = _as_member(part, part.order, saved)
+        part, saved = _as_member(part, part.order, saved, step)
     if part.member is not None:
         step = part.member.begin(step)
     pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
@@ -180,7 +185,9 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     log = _log(part) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
-    if part.member is not None:
+    if isinstance(part.member, AveragingReplica):
+        part.member.join(pipeline)
+    elif part.member is not None:
         pipeline.join()
     loop: Loop | None = None
 
@@ -200,6 +207,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         writer = open_writer(checkpoint, world.store)
     else:
         writer = LeaderWriter(
+            folder.checkpoints(run),
             lambda number: open_writer(
                 newest_good(folder.checkpoints(run)), PrefixStore(f"writer {number}", world.store)
             ),
@@ -219,7 +227,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             control=_control(part),
             later=later,
             first_delayed_step=begin,
-            not_saved=_not_saved(part, pipeline),
+            not_saved=_in_base(part, pipeline.graph),
             notes=() if log is None else data_notes(part.data),
             replicas=ReplicaNotes(
                 _stage_watch(part, saved.plan, pipeline),
@@ -244,14 +252,10 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     return outcome
 
 
-def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Part, SavedPlan]:
+def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan, step: int) -> tuple[_Part, SavedPlan]:
     """The part of a replica that may die, and the plan of this replica alone."""
     plan, replica = saved.plan, order.life.replica
-    balances = mode_of(part.run, plan, part.cluster) == "measured"
-    spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
-    member = Replica(
-        part.world, order, plan.width, part.run.training.batch_size, spare=spare, balances=balances
-    )
+    member = _member(part, order, plan, step)
     alone = replace(
         plan,
         width=1,
@@ -262,11 +266,28 @@ def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Par
     return replace(part, member=member), replace(saved, plan=alone)
 
 
+def _member(part: _Part, order: ReplicaOrder, plan: Plan, step: int) -> Replica | AveragingReplica:
+    if part.run.sync.averages:
+        return AveragingReplica(part.world, order, part.run, plan.width, step)
+    balances = mode_of(part.run, plan, part.cluster) == "measured"
+    spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
+    return Replica(
+        part.world,
+        order,
+        plan.width,
+        part.run.training.batch_size,
+        spare=spare,
+        balances=balances,
+        compare_every=part.run.sync.compare_every,
+        rebuilt=_in_base(part, load_graph(part.folder.graph)),
+    )
+
+
 def _log(part: _Part) -> RunLog | LeaderLog:
     def make() -> RunLog:
         return RunLog(part.folder, part.run, part.start.words, is_shown=part.start.is_shown)
 
-    return make() if part.member is None else LeaderLog(make, part.member)
+    return make() if part.member is None else LeaderLog(make, part.member, part.folder.metrics.is_file)
 
 
 def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:
@@ -323,15 +344,18 @@ def _pipelines(
 
 def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
     run, world, graph = part.run, part.world, load_graph(part.folder.graph)
+    lr, averaging = rate_factor(run.training), None
+    if isinstance(part.member, AveragingReplica):
+        lr, averaging = part.member.rate(lr), part.member.averaging
     return Pipeline(
         graph,
         plan,
         world,
         weights=part.model.weights(graph),
-        optimizer=_optimizer(run),
+        optimizer=optimizer_of(run.training),
         evaluation=load_graph(part.folder.evaluation_graph),
         clip_norm=run.training.clip_norm or None,
-        lr=rate_factor(run.training),
+        lr=lr,
         seed=run.training.seed,
         device=world.device,
         bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
@@ -342,8 +366,10 @@ def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
         gradient=run.training.gradient,
         gradient_of=run.training.gradient_of,
         codecs=link_codecs(run, plan.plan),
+        shard=run.memory.shard,
         paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
         agreement=None if part.member is None else part.member.agreement,
+        averaging=averaging,
     )
 
 
@@ -361,18 +387,6 @@ def _stage_watch(part: _Part, plan: Plan, pipeline: Pipeline) -> StageWatch | No
     return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))
 
 
-def _optimizer(run: RunFile) -> OptimizerFactory:
-    asked = run.training
-    return named_optimizer(
-        asked.optimizer,
-        lr=asked.learning_rate,
-        weight_decay=asked.weight_decay,
-        betas=asked.betas,
-        momentum=asked.momentum,
-        rest_lr=asked.rest_learning_rate,
-    )
-
-
 def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     plan = pipeline.plan
     return CheckpointMeta(
@@ -386,9 +400,9 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     )
 
 
-def _not_saved(part: _Part, pipeline: Pipeline) -> frozenset[str]:
-    """The weights that checkpoints leave out, because they are in the run's base."""
-    return frozenset() if load_base(part.folder.base) is None else names_in_base(pipeline.graph)
+def _in_base(part: _Part, graph: Graph) -> frozenset[str]:
+    """The weights that checkpoints and replicas that heal do without, because they are in the run's base."""
+    return frozenset() if load_base(part.folder.base) is None else names_in_base(graph)
 
 
 def _identity(part: _Part) -> DataIdentity:

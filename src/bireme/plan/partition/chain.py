@@ -95,6 +95,11 @@ class Chain:
         kept = np.round(share * self.bytes.gradient).astype(np.int64)
         return replace(self, bytes=replace(self.bytes, optimizer=self.bytes.optimizer + kept))
 
+    def with_sharers(self, sharers: int) -> "Chain":
+        """The chain of which so many replicas each keep and step a part of the optimiser's."""
+        kept = -(-self.bytes.optimizer // sharers)
+        return replace(self, bytes=replace(self.bytes, optimizer=kept), update_s=self.update_s / sharers)
+
 
 def chain_of(profile: Profile, micro_batch: int) -> Chain:
     """The chain of a profile's units at a micro-batch size that it knows."""

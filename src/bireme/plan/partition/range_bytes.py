@@ -29,7 +29,8 @@ class RangeBytes:
     """Tables whose entry [begin, end] is for the units from `begin` up to but without `end`.
 
     The fields mean what they do in a `StageCost`; where there is no unit they are zero. `input_bytes` is
-    what came into a micro-batch of the range, all that it keeps if it runs its forward again.
+    what came into a micro-batch of the range, all that it keeps if it runs its forward again; `frozen` is
+    what of `buffer` are weights that do not learn.
     """
 
     parameter: Bytes
@@ -40,6 +41,7 @@ class RangeBytes:
     kept: Bytes
     inputs: Bytes
     workspace: Bytes
+    frozen: Bytes
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -55,10 +57,10 @@ def range_bytes(profile: Profile, micro_batch: int) -> RangeBytes:
     """The tables of a profile at a micro-batch size."""
     units = profile.units
     costs = [unit.at(micro_batch) for unit in units]
-    parameter, gradient, optimizer, buffer = (
+    parameter, gradient, optimizer, buffer, frozen = (
         _sums(np.array([getattr(unit, name) for unit in units], np.int64)) for name in STATE
     )
-    for name, table in zip(STATE, (parameter, gradient, optimizer, buffer), strict=True):
+    for name, table in zip(STATE, (parameter, gradient, optimizer, buffer, frozen), strict=True):
         _count_tied_once(table, units, name)
     pieces, odd = _pieces(units, costs)
     saved, kept, inputs, peak = _Memory(units, costs, pieces).tables()
@@ -68,10 +70,10 @@ def range_bytes(profile: Profile, micro_batch: int) -> RangeBytes:
             saved[begin, end], kept[begin, end] = one.saved_bytes, one.kept_bytes
             peak[begin, end] = one.kept_bytes + one.workspace_bytes
     came = np.minimum(inputs, kept)
-    return RangeBytes(parameter, gradient, optimizer, buffer, saved, kept, came, peak - kept)
+    return RangeBytes(parameter, gradient, optimizer, buffer, saved, kept, came, peak - kept, frozen)
 
 
-STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes")
+STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "frozen_bytes")
 
 
 def _sums(values: Bytes) -> Bytes:

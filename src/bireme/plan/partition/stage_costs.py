@@ -38,6 +38,7 @@ def costs_between(chain: Chain, cuts: Cuts, *, half_forward_s: Seconds | None = 
         gradient_bytes=tables.gradient[begins, ends].tolist(),
         optimizer_bytes=tables.optimizer[begins, ends].tolist(),
         buffer_bytes=tables.buffer[begins, ends].tolist(),
+        frozen_bytes=tables.frozen[begins, ends].tolist(),
         workspace_bytes=tables.workspace[begins, ends].tolist(),
         stash_bytes=tables.kept[begins, ends].tolist(),
         input_bytes=tables.inputs[begins, ends].tolist(),

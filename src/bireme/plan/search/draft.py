@@ -84,6 +84,7 @@ class Draft:
             self.lookahead,
             self.recompute,
             outline.updates_early,
+            outline.updates_halfway,
             self.sweep,
             is_looped=self.paging is not None,
         )
@@ -104,6 +105,7 @@ class Draft:
             micro_batch_sizes=outline.sizes,
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
             updates_early=outline.updates_early,
+            updates_halfway=outline.updates_halfway,
             codecs=() if all(one.is_none for one in codecs) else codecs,
             sweep=self.sweep,
             paging=self.paging,
@@ -120,6 +122,7 @@ def _program(
     lookahead: int,
     recompute: tuple[int, ...],
     updates_early: bool,
+    updates_halfway: bool,
     sweep: int,
     *,
     is_looped: bool,
@@ -137,6 +140,7 @@ def _program(
         sweep=sweep,
         recompute=recompute,
         updates_early=updates_early,
+        updates_halfway=updates_halfway,
     )
 
 
@@ -166,6 +170,7 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         plan.micro_batch_sizes,
         plan.num_microbatches,
         plan.is_early,
+        plan.updates_halfway,
     )
     grid = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
     used = [device for row in grid for device in row]

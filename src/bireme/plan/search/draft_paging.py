@@ -8,6 +8,7 @@ from bireme.plan.paging import Paging
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.tier_budgets import budgets_of
+from bireme.schedule.chunks import LARGE_PAGE_BYTES
 from bireme.schedule.instruction import PAGING, Kind
 from bireme.schedule.program import Program
 from bireme.simulate.costs import Costs
@@ -48,7 +49,9 @@ def paging_of(
         is_summed=is_summed,
         stashes=asked is None or asked.stashes,
     )
-    cut = paging.cut(draft.resident_program())
+    devices = problem.cluster.devices()
+    is_mapped_large = any(devices[one].device.kind == "cuda" for row in draft.grid for one in row)
+    cut = paging.cut(draft.resident_program(), LARGE_PAGE_BYTES if is_mapped_large else 0)
     return paging.with_chunks(cut) if any(cut) else None
 
 

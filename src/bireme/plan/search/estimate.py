@@ -40,6 +40,7 @@ class _Totals:
     parameter_bytes: float
     gradient_bytes: float
     rest_bytes: float
+    optimizer_bytes: float
     kept_bytes: float
     boundary_bytes: float
     returned_bytes: float
@@ -112,6 +113,8 @@ class Estimator:
         under_way = {"gpipe": m, "sequential": 1}.get(outline.schedule, min(p, m))
         state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
         state += totals.workspace_bytes
+        sharers = self._problem.request.num_sharers(outline.width)
+        state -= (1 - 1 / sharers) * totals.optimizer_bytes / p
         if outline.width > 1:
             state += self._problem.request.sums.kept_share * totals.gradient_bytes / p
         allowed = self._problem.request.recompute
@@ -127,7 +130,7 @@ class Estimator:
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
         message = totals.boundary_bytes + totals.returned_bytes
-        ring = self._problem.request.sums.hop_share(w) * totals.gradient_bytes / p
+        ring = self._problem.request.sums.hop_bytes(totals.gradient_bytes, slice(None), w) / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (
@@ -172,6 +175,7 @@ class Estimator:
                 parameter_bytes=float(tables.parameter[0, -1]),
                 gradient_bytes=float(tables.gradient[0, -1]),
                 rest_bytes=float(tables.optimizer[0, -1] + tables.buffer[0, -1]),
+                optimizer_bytes=float(tables.optimizer[0, -1]),
                 kept_bytes=float(tables.kept[0, -1]),
                 boundary_bytes=float(np.median(chain.boundary_bytes[:-1])) if chain.num_units > 1 else 0.0,
                 returned_bytes=float(np.median(chain.returned_bytes[:-1])) if chain.num_units > 1 else 0.0,

@@ -26,6 +26,7 @@ from bireme.plan.search.draft_paging import busiest_wire, paging_of, tier_foreca
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.shared_cores import cores_needed, processors_of
+from bireme.plan.search.shared_optimizer import reduce_share, shared_costs, shared_key, sync_bytes
 from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
@@ -315,7 +316,8 @@ class PlanEvaluator:
         problem = self._problem
         kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
-        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share
+        shared = shared_key(problem.request, draft)
+        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share, shared
         if key not in self._works:
             half = None
             if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
@@ -325,6 +327,7 @@ class PlanEvaluator:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
             costs = coded(costs, codecs, problem.request.value_bytes)
+            costs = shared_costs(costs, problem.request, draft)
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
@@ -364,19 +367,18 @@ class PlanEvaluator:
         """The seconds that each stage's tied parameters take to sum, and the bytes of its other gradients."""
         num_stages = draft.outline.num_stages
         tied_s = [0.0] * num_stages
-        reduced = list(self._reduce_bytes(draft))
-        share = self._problem.request.sums.hop_share(draft.outline.width)
+        reduced = list(self._reduce_bytes(draft, before_update=True))
+        share = reduce_share(self._problem.request, draft.outline.width)
         for holders, ring in rings:
             for stage in holders:
                 tied_s[stage] += ring.seconds
                 reduced[stage] = max(reduced[stage] - share * ring.num_bytes, 0.0)
         return tuple(tied_s), tuple(reduced)
 
-    def _reduce_bytes(self, draft: Draft) -> tuple[float, ...]:
+    def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        share = self._problem.request.sums.hop_share(draft.outline.width)
-        gradients = self._work(draft, draft.outline.sizes[0]).costs.gradient_bytes
-        return tuple(share * one for one in gradients)
+        costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
+        return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
         costs = [self._work(draft, size).costs for size in draft.outline.sizes]

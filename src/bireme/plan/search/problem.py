@@ -78,7 +78,7 @@ class PlanningProblem:
         self.sizes = self._sizes()
         self._check_numbers()
         self._chains: dict[int, Chain] = {}
-        self._merged: dict[tuple[int, float], Chain] = {}
+        self._merged: dict[tuple[int, float, int], Chain] = {}
         self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
 
     @property
@@ -143,17 +143,19 @@ class PlanningProblem:
         return self._chains[micro_batch]
 
     def merged(self, micro_batch: int, width: int = 1) -> Chain:
-        """The chain of what may be cut apart, with the bytes that are sent over its cuts, and what a codec
-        keeps of the sums over so many replicas.
+        """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
+        of the sums over so many replicas, and the part of the optimiser that each of these has.
         """
         kept_share = self.request.sums.kept_share if width > 1 else 0.0
-        key = micro_batch, kept_share
+        sharers = self.request.num_sharers(width)
+        key = micro_batch, kept_share, sharers
         if key not in self._merged:
             chain = self.whole(micro_batch)
             is_plain = len(self.bounds) == chain.num_units + 1
             merged = chain if is_plain else chain.merged(self.bounds)
             coded = with_fewer_bytes(merged, self.codec, self.request.value_bytes)
-            self._merged[key] = coded.with_residuals(kept_share) if kept_share else coded
+            shared = coded.with_sharers(sharers) if sharers > 1 else coded
+            self._merged[key] = shared.with_residuals(kept_share) if kept_share else shared
         return self._merged[key]
 
     def codecs(
@@ -217,6 +219,11 @@ class PlanningProblem:
             raise BiremeError(
                 f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
                 "Give all devices their watts, or take another objective."
+            )
+        if self.request.shard != "none" and self.profile.optimizer == "muon":
+            raise BiremeError(
+                f"Replicas share the {self.request.shard}, but the profile is of muon, which steps whole "
+                "matrices. Profile with adamw or sgd, or leave out shard."
             )
         depth = self.request.depth or 1
         if depth > self.num_units:

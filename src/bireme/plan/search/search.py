@@ -28,7 +28,7 @@ from bireme.plan.search.shapes import Outlines
 from bireme.profile.profile import Profile
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Progress", "find_plan", "forecast_of", "timeline_of"]
+__all__ = ["Progress", "find_plan", "find_resident", "forecast_of", "timeline_of"]
 
 Progress = Callable[[float], None]
 """Told now and then which share of the work is done."""
@@ -62,6 +62,11 @@ def find_plan(
     if request.codec == AUTO:
         return with_best_codecs(profile, cluster, request, search)
     return search(request, 0, 1)
+
+
+def find_resident(profile: Profile, cluster: Cluster, request: PlanRequest) -> Answer | NothingFits:
+    """The best plans within the budgets that page nothing, or why there is none."""
+    return _found(profile, cluster, request, lambda _share: None, is_brief=False, is_tight=True)
 
 
 def _found(

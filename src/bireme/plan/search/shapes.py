@@ -25,6 +25,7 @@ from bireme.errors import BiremeError
 from bireme.plan.search.problem import PlanningProblem
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.generators.shape import Shape as ScheduleShape
+from bireme.schedule.rule import Rule
 
 __all__ = ["PARTS", "PATH_BOUND", "Outline", "Outlines"]
 
@@ -48,7 +49,8 @@ MOST_BATCHES = 16
 class Outline:
     """A plan without devices and cuts; `sizes` are the samples of each replica's micro-batches, falling.
 
-    `updates_early` lets stages update while the first rank has one set of gradients.
+    `updates_early` lets stages update while the first rank has one set of gradients, and `updates_halfway`
+    in time for what replicas make of a shared optimiser to travel.
     """
 
     schedule: str
@@ -57,6 +59,7 @@ class Outline:
     sizes: tuple[int, ...]
     num_microbatches: int
     updates_early: bool = False
+    updates_halfway: bool = False
 
     @property
     def width(self) -> int:
@@ -124,8 +127,10 @@ class Outlines:
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
                     continue
                 is_early = problem.updates_early(name, depth, sizes)
+                is_shared = problem.request.num_sharers(len(sizes)) > 1
+                is_halfway = is_shared and schedule_named(name).rule is Rule.DELAYED
                 for parts in PARTS.get(name, (1,)):
-                    outline = Outline(name, depth, parts, sizes, num_microbatches, is_early)
+                    outline = Outline(name, depth, parts, sizes, num_microbatches, is_early, is_halfway)
                     if self._is_possible(outline):
                         yield outline
 

@@ -40,13 +40,15 @@ def paging_of(
             "compile out, or plan with memory.stashes = false."
         )
     frozen_bytes = _frozen_bytes(graph, layout, tiers)
-    if frozen_bytes > tiers.chunk_bytes:
+    if frozen_bytes > tiers.unpaged_bytes:
         raise BiremeError(
-            f"Rank {layout.rank} has {frozen_bytes} bytes of frozen weights, which stay on the device, and "
-            "the plan pages the weights of their stages. Train all weights, or leave memory.device out."
+            f"Rank {layout.rank} has {frozen_bytes} bytes of frozen weights that the plan leaves on the "
+            f"device, where it counts on {tiers.unpaged_bytes:.0f} bytes beside its chunks. Make the plan "
+            "anew for the part of the model that learns."
         )
     keeps = _keeps_gradients(program, rank, tiers)
-    names = Counter(name for units in layout.units.values() for name in _parameters(units))
+    trained = {state.name for state in graph.parameters if state.trainable}
+    names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
     is_summed = layout.width > 1 or layout.tied or any(count > 1 for count in names.values())
     if is_summed and not keeps:
         raise BiremeError(
@@ -57,10 +59,12 @@ def paging_of(
 
 
 def _frozen_bytes(graph: Graph, layout: Layout, tiers: RankTiers) -> int:
-    """The bytes of weights that do not learn in stages whose weights are paged."""
+    """The bytes of weights that do not learn and stay on the device."""
     frozen = {state.name: state.num_bytes for state in graph.parameters if not state.trainable}
-    paged = {stage for item, stage in tiers.chunks if item is Item.WEIGHTS}
-    names = {name for stage, units in layout.units.items() if stage in paged for name in _parameters(units)}
+    paged = {stage for item, stage in tiers.chunks if item is Item.FROZEN}
+    names = {
+        name for stage, units in layout.units.items() if stage not in paged for name in _parameters(units)
+    }
     return sum(frozen.get(name, 0) for name in names)
 
 

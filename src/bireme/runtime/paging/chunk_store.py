@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from bireme.devices import is_accelerator, synchronize
+from bireme.devices import synchronize
 from bireme.errors import BiremeError
-from bireme.memory.address_range import ChunkMemory
+from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.disk_tier import DiskTier
-from bireme.memory.host_chunks import HostChunks
 from bireme.memory.lower_tier import HostTier, LowerTier
-from bireme.memory.system_memory import pages
+from bireme.memory.system_memory import copy_bytes, pages
 from bireme.runtime.paging.mover import Job, Wire
 from bireme.runtime.paging.ranges import Ranges
 from bireme.runtime.paging.settings import PagingSettings
@@ -53,10 +53,16 @@ class ChunkStore:
         self._under_way: deque[Job] = deque()
         self.moved_bytes: dict[Wire, int] = {}
         """The bytes that jobs have copied, by the tier that they came into and whether from below."""
+        self.copied_s: dict[Wire, float] = {}
+        """For how long jobs have copied, by the same."""
+        self.waited_s = 0.0
+        """For how long the rank has waited for jobs."""
         self.lower: list[LowerTier] = [_lower(tier.name, tiers, device, settings) for tier in tiers.tiers[1:]]
         peaks = _peaks(program, rank, tiers)
         on_device = tiers.tiers[0].capacity
-        self.memory: ChunkMemory = _chunk_memory(device, on_device or peaks[0], tiers.chunk_bytes, settings)
+        self.memory = chunk_memory(device, on_device or peaks[0], tiers.chunk_bytes, poisons=settings.poisons)
+        self.counted = peaks
+        """The most chunks that windows hold on each tier."""
         self.pools = [SlotPool("device", on_device or peaks[0])]
         for tier, lower, peak in zip(tiers.tiers[1:], self.lower, peaks[1:], strict=True):
             lower.grow(peak)
@@ -89,8 +95,11 @@ class ChunkStore:
 
     def wait(self, job: Job | None) -> None:
         """Wait for a job, if there is one."""
-        if job is not None:
-            self.mover.wait(job)
+        if job is None:
+            return
+        begin_s = 0.0 if job.is_done.is_set() else perf_counter()
+        self.mover.wait(job)
+        self.waited_s += perf_counter() - begin_s if begin_s else 0.0
 
     def settle(self) -> None:
         """Wait for all jobs that were posted."""
@@ -124,6 +133,12 @@ class ChunkStore:
         self.lower[tier - 1].grow(num_slots)
         self.pools[tier].grow(num_slots)
 
+    def keep_slots(self, tier: int, num_more: int) -> None:
+        """Have so many slots of a lower tier besides those that windows count with, as far as it may grow."""
+        wanted, capacity = self.counted[tier] + num_more, self.tiers.tiers[tier].capacity
+        wanted = wanted if capacity is None else min(wanted, capacity)
+        self.grow(tier, max(wanted - self.pools[tier].num_slots, 0))
+
     def has_room(self, tier: int) -> bool:
         """Whether a tier can take a chunk more; a lower one grows up to its capacity."""
         if self.pools[tier].num_free:
@@ -151,6 +166,42 @@ class ChunkStore:
             if source is not None:
                 self._copy(chunk, held, source, tier)
         self.drop(chunk, held, others)
+        synchronize(self.device)
+
+    def bring(self, chunk: Chunk) -> None:
+        """Have a chunk on the device, which has room, beside where it is; between windows, and at once."""
+        held = self.held(chunk)
+        self.wait(held.last)
+        held.arrival = self.last_read = None
+        source = min(held.where)
+        self.map_new(chunk, held)
+        self._copy(chunk, held, source, 0)
+        synchronize(self.device)
+
+    def lift(self, chunk: Chunk) -> None:
+        """Take a chunk off its only tier; its content is in `scratch`."""
+        held = self.held(chunk)
+        self.wait(held.last)
+        held.arrival = self.last_read = None
+        (tier,) = held.where
+        if tier == 0:
+            copy_bytes(self.scratch, self.ranges.place(chunk))
+        else:
+            self.lower[tier - 1].read(held.where[tier], self.scratch)
+        synchronize(self.device)
+        self.drop(chunk, held, (tier,))
+
+    def put_down(self, chunk: Chunk, tier: int) -> None:
+        """Put a chunk that was lifted on a tier that has room."""
+        held = self.held(chunk)
+        if tier == 0:
+            self.map_new(chunk, held)
+            copy_bytes(self.ranges.place(chunk), self.scratch)
+        else:
+            slot, after = self.take(tier)
+            self.wait(after)
+            held.where[tier] = slot
+            self.lower[tier - 1].write(slot, self.scratch)
         synchronize(self.device)
 
     def _copy(self, chunk: Chunk, held: Held, source: int, target: int) -> None:
@@ -181,6 +232,15 @@ class ChunkStore:
         """The bytes that instructions have copied into a tier."""
         return sum(count for (into, _), count in self.moved_bytes.items() if into == tier)
 
+    def wire_below(self, tier: int) -> tuple[int, float]:
+        """The bytes that instructions have copied from a tier to the one below and back, and the seconds that
+        took.
+        """
+        both = (tier + 1, False), (tier, True)
+        return sum(self.moved_bytes.get(one, 0) for one in both), sum(
+            self.copied_s.get(one, 0.0) for one in both
+        )
+
     def close(self) -> None:
         """End the mover. What there is can still be read."""
         self.mover.close()
@@ -192,16 +252,6 @@ def _lower(name: str, tiers: RankTiers, device: torch.device, settings: PagingSe
     if settings.folder is None:
         raise BiremeError("The plan pages to a disk, and no folder is named for it. Set memory.disk.")
     return DiskTier(settings.folder, tiers.chunk_bytes)
-
-
-def _chunk_memory(
-    device: torch.device, num_slots: int, slot_bytes: int, settings: PagingSettings
-) -> ChunkMemory:
-    if is_accelerator(device):
-        from bireme.memory.accelerator_chunks import AcceleratorChunks
-
-        return AcceleratorChunks(num_slots, slot_bytes, device)
-    return HostChunks(num_slots, slot_bytes, poisons=settings.poisons)
 
 
 def _peaks(program: Program, rank: int, tiers: RankTiers) -> list[int]:

@@ -4,6 +4,7 @@ It keeps the same account as `schedule/holding.py`, which proves programs, with 
 """
 
 from collections.abc import Callable
+from time import perf_counter
 
 from bireme.runtime.paging.chunk_store import ChunkStore, Held
 from bireme.runtime.paging.mover import Job
@@ -22,13 +23,16 @@ class Pager:
     def __init__(self, program: Program, store: ChunkStore) -> None:
         self._program = program
         self._store = store
+        self.waited_s = 0.0
+        """For how long instructions have waited for chunks."""
 
     def start(self, step: Instruction) -> None:
         """Return when all chunks that a step uses are on the device."""
-        tiers = self._store.tiers
+        tiers, before_s = self._store.tiers, self._store.waited_s
         for use in uses(self._program, step, master=tiers.master):
             for chunk in chunks_of(tiers, use):
                 self._use(step, chunk, use.mode)
+        self.waited_s += self._store.waited_s - before_s
 
     def end(self, step: Instruction) -> None:
         """A step has ended, and with it what nobody needs any more."""
@@ -109,11 +113,13 @@ class Pager:
         is done; what it has copied is counted.
         """
         store = self._store
-        num_bytes, moved = store.tiers.chunk_bytes, store.moved_bytes
+        num_bytes, moved, copied_s = store.tiers.chunk_bytes, store.moved_bytes, store.copied_s
         counted = tier if is_fetch else tier + 1, is_fetch
 
         def run() -> None:
+            begin_s = perf_counter()
             copy()
+            copied_s[counted] = copied_s.get(counted, 0.0) + perf_counter() - begin_s
             moved[counted] = moved.get(counted, 0) + num_bytes
 
         is_disk = store.tiers.tiers[tier + 1].name == "disk"

@@ -23,6 +23,9 @@ class Ranges:
         self._num_chunks = num_chunks
         self._of: dict[Key, AddressRange] = {}
         self._free_stashes: dict[int, list[AddressRange]] = {}
+        self._left: dict[Key, int] = {}
+        self.most_left_bytes = 0
+        """The most bytes that stashes had no room for at a time."""
         self._by_address: dict[int, tuple[AddressRange, Item, int]] = {}
         self._number_of: dict[int, int] = {}
         """The numbers of ranges by their addresses, of those that are lent for now."""
@@ -55,10 +58,16 @@ class Ranges:
 
     def end(self, item: Item, stage: int, number: int) -> None:
         """An item is gone; its range may be lent again."""
+        self._left.pop((item, stage, number), None)
         found = self._of.pop((item, stage, number), None)
         if found is not None and item is Item.STASH:
             found.clear()
             self._free_stashes.setdefault(stage, []).append(found)
+
+    def leave(self, key: Key, num_bytes: int) -> None:
+        """So many bytes of an item stay with torch while the item is there."""
+        self._left[key] = self._left.get(key, 0) + num_bytes
+        self.most_left_bytes = max(self.most_left_bytes, sum(self._left.values()))
 
     def find(self, tensor: Tensor) -> tuple[AddressRange, Item, int, int] | None:
         """The range that a tensor lies in, with its item, stage and number."""
@@ -72,8 +81,10 @@ class Ranges:
 
     @property
     def beyond_bytes(self) -> int:
-        """The bytes that chunks had no room for."""
-        return sum(one.beyond_bytes for one, _, _ in self._by_address.values())
+        """The bytes that chunks had no room for: what is there for good, and the most of what comes and
+        goes.
+        """
+        return sum(one.beyond_bytes for one, _, _ in self._by_address.values()) + self.most_left_bytes
 
     def _lent(self, item: Item, stage: int, _number: int) -> AddressRange:
         if item is Item.GRADIENT:

@@ -36,16 +36,25 @@ class _Copied:
 
 
 class PagedStash(Stash):
-    """Room in a range. `is_paged` tells of memory by its tensor whether it lies in any range."""
+    """Room in a range. `is_paged` tells of memory by its tensor whether it lies in any range; `leave` is told
+    the bytes of what stays with torch because the range has no room for it.
+    """
 
-    def __init__(self, own: AddressRange, is_paged: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        own: AddressRange,
+        is_paged: Callable[[Tensor], bool],
+        leave: Callable[[int], None] = lambda _num_bytes: None,
+    ) -> None:
         self._own = own
         self._is_paged = is_paged
+        self._leave = leave
 
     def keep(self, tensor: Tensor) -> Tensor:
         """As `Stash` says; what there is no room for stays where it is."""
-        flat = self._room(tensor.nbytes)
-        if flat is None or not tensor.is_contiguous():
+        flat = self._room(tensor.nbytes) if tensor.is_contiguous() else None
+        if flat is None:
+            self._leave(tensor.untyped_storage().nbytes())
             return tensor
         return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
@@ -53,7 +62,7 @@ class PagedStash(Stash):
     def saving(self, _others: Iterable[Tensor]) -> Iterator[None]:
         """As `Stash` says."""
         apart = {storage_id(tensor) for tensor in _others}
-        copies: dict[tuple[int, int], tuple[object, Tensor]] = {}
+        copies: dict[tuple[int, int], tuple[object, Tensor | None]] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Copied:
             # Itself it would hold the node that holds it, for ever.
@@ -65,12 +74,14 @@ class PagedStash(Stash):
             if key not in copies:
                 flat = self._room(storage.nbytes())
                 if flat is None:
-                    return saved
-                flat.copy_(torch.empty(0, dtype=torch.uint8, device=saved.device).set_(storage))
+                    self._leave(storage.nbytes())
+                else:
+                    flat.copy_(torch.empty(0, dtype=torch.uint8, device=saved.device).set_(storage))
                 copies[key] = storage_watch(saved), flat
-            return _Copied(
-                copies[key][1], saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset())
-            )
+            copy = copies[key][1]
+            if copy is None:
+                return saved
+            return _Copied(copy, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
 
         def unpack(saved: Tensor | _Copied) -> Tensor:
             return saved.tensor() if isinstance(saved, _Copied) else saved
@@ -86,9 +97,6 @@ class PagedStash(Stash):
     @torch.no_grad()
     def _room(self, num_bytes: int) -> Tensor | None:
         """So many bytes of the range, if its chunks have them."""
-        before = self._own.used_bytes
-        flat = self._own.carve(num_bytes, torch.uint8, self._own.bytes.device)
-        if self._own.used_bytes > self._own.paged_bytes or not num_bytes:
-            self._own.used_bytes = before
+        if not num_bytes or not self._own.has_room(num_bytes):
             return None
-        return flat
+        return self._own.carve(num_bytes, torch.uint8, self._own.bytes.device)

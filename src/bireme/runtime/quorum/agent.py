@@ -9,20 +9,18 @@ that it allows.
                        └─────────┘ the next attempt, same contribution  └─ the sum comes from a source
 """
 
-import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from bireme.runtime.quorum.job import Coordinator, DroppedError, Job, deal_in, heal_in, is_in, member_in
-from bireme.runtime.quorum.parcels import receive_into, receive_words, send_named, send_parcel
+from bireme.runtime.quorum.offers import Offers, summed_in
+from bireme.runtime.quorum.parcels import Parcel
 from bireme.runtime.quorum.results import Buffers, Result
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
-from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
@@ -35,21 +33,13 @@ from bireme.sync.coordinator.messages import (
     Word,
 )
 from bireme.sync.quorum.line import LineBroken, Stamp
-from bireme.sync.quorum.ring import Summed, sum_over
+from bireme.sync.quorum.ring import sum_over
 
 __all__ = ["Agent"]
 
-KEPT_BYTES = 1 << 30
-"""Committed sums that replicas which are late may still ask for take so much at most, but for a few."""
-LEAST_KEPT = 4
-HEAL_SHARE = 0.25
-"""The share of a link's time that a snapshot for another replica may take."""
 MOST_BEHIND = 8
 """A replica that has fallen further behind the others begins anew, for to heal it need not compute."""
 LOOK_S = 0.5
-
-
-Found = TypeVar("Found")
 
 
 class _SupersededError(Exception):
@@ -86,13 +76,12 @@ class Agent:
         """The sum that was made and is not yet committed."""
         self._failed: Grant | None = None
         """The attempt in which a member was lost."""
-        self._kept: dict[int, Result] = {}
-        self._snapshots: dict[int, Snapshot] = {}
-        self._due: set[int] = set()
+        self.offers = Offers(own.replica, self._buffers)
+        """What others may ask of this rank."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
+        self._board = Switchboard(own, self.offers.answer, timeout_s=timeout_s)
         coordinator.on_word(self._poke)
 
     def begin(self, first: int, *, is_healed: bool = False) -> None:
@@ -102,6 +91,7 @@ class Agent:
         with self._changed:
             self._at = RoundAt(committed=first)
             self._healed = first if is_healed else None
+        self.offers.begin(first)
         self._say()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="bireme agent", daemon=True)
@@ -153,25 +143,26 @@ class Agent:
         """The last word of the coordinator."""
         return self._coordinator.word
 
-    def is_due(self, batch: int) -> bool:
-        """Whether a snapshot after so many updates is wanted for another replica."""
-        return batch in self._due
-
-    def provide(self, snapshot: Snapshot) -> None:
-        """Here is one that was due."""
-        with self._changed:
-            self._due.discard(snapshot.num_trained)
-            self._snapshots[snapshot.num_trained] = snapshot
-            self._changed.notify_all()
-
     def tell_lost(self, donor: int) -> None:
         """A donor could not be reached."""
         self._change(lost=(donor,))
 
-    def fetch(self, heal: Heal) -> socket.socket:
-        """A connection on which the donor of this replica sends what `heal` says, as named tensors."""
-        donor = member_in(self.word, heal.donor)
-        return self._board.ask(heal.donor, donor.addresses[self.own.stage], SNAPSHOT, heal.batch)
+    @contextmanager
+    def fetch(self, heal: Heal) -> Iterator[Parcel]:
+        """The parcel in which the donor of this replica sends what `heal` says, as named tensors. It comes
+        once the donor is there, however long that takes. Raises `LineBroken` if there is another donor.
+        """
+
+        def look() -> None:
+            now = self._coordinator.word
+            self._check_usable(now)
+            known = heal_in(now, self.own)
+            if known is None or (known.donor, known.batch) != (heal.donor, heal.batch):
+                raise LineBroken(heal.donor, "it is the donor no more")
+
+        address = member_in(self.word, heal.donor).addresses[self.own.stage]
+        with self._board.ask(heal.donor, address, SNAPSHOT, heal.batch, look) as made:
+            yield Parcel(made, look, timeout_s=self._timeout_s)
 
     def abort(self) -> None:
         """Give up, from any thread: whoever waits here is told at once."""
@@ -204,7 +195,7 @@ class Agent:
                 while not self._is_closed:
                     word = self._coordinator.word
                     self._check_usable(word)
-                    self._note(word)
+                    self.offers.note(word)
                     if not self._step(word):
                         self._wait_for_news(word)
         except BaseException as error:
@@ -224,19 +215,6 @@ class Agent:
                 ),
                 LOOK_S,
             )
-
-    def _note(self, word: Word) -> None:
-        """Take notice of what others need, before any sum is given away that an update is made from."""
-        asked = {heal.batch for heal in word.heals if heal.donor == self.own.replica}
-        with self._changed:
-            self._due |= asked - self._snapshots.keys()
-            self._due &= asked
-            self._snapshots = {batch: one for batch, one in self._snapshots.items() if batch in asked}
-            kept = word.kept[0] if word.kept else 0
-            free = [self._kept.pop(batch) for batch in list(self._kept) if batch < kept]
-            self._changed.notify_all()
-        for result in free:
-            self._buffers.give_back(result)
 
     def _step(self, word: Word) -> bool:
         """Do the next thing that a word allows; False if there is none."""
@@ -260,7 +238,7 @@ class Agent:
         if job.contribution is None:
             return False
         if self._at.ready != batch:
-            if self._is_full:
+            if self.offers.is_full:
                 return False
             self._change(ready=batch, busy_s=job.busy_s)
             return True
@@ -271,15 +249,6 @@ class Agent:
             return False
         self._attempt(job, grant, word)
         return True
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether others have to catch up first, as this rank keeps all that it can for them."""
-        num = len(self._kept)
-        if num < LEAST_KEPT:
-            return False
-        size = sum(flat.nbytes for flat in next(iter(self._kept.values())).flats)
-        return num * size >= KEPT_BYTES
 
     def _attempt(self, job: Job, grant: Grant, word: Word) -> None:
         assert job.contribution is not None, "it is ready"
@@ -333,14 +302,13 @@ class Agent:
                 return False
         result.num_users = 2
         job.parts = tuple(part.replica for part in commit.parts)
+        self.offers.keep(job.batch, result)
         with self._changed:
-            self._kept[job.batch] = result
             self._failed = None
             del self._jobs[job.batch]
-            self._changed.notify_all()
         job.contribution = job.prepare = None
         job.result = result
-        self._at = RoundAt(committed=job.batch + 1)
+        self._at = RoundAt(committed=job.batch + 1, last=replace(commit, sources=()))
         self._say()
         try:
             if job.after is not None:
@@ -354,24 +322,35 @@ class Agent:
 
     def _pulled(self, job: Job, commit: Commit, word: Word) -> Result | None:
         """A committed sum that another replica has; None if it cannot be had from there."""
-        source = next((one.source for one in commit.sources if one.target == self.own.replica), None)
+        source = self._source(commit)
         if source is None or source in self._at.lost:
             return None
+
+        def look() -> None:
+            now = self._coordinator.word
+            self._check_usable(now)
+            known = [one for one in now.commits if (one.line, one.round) == (commit.line, commit.round)]
+            if source not in map(self._source, known):
+                raise _SupersededError
+
         result = self._buffers.take(job.like)
         try:
             address = member_in(word, source).addresses[self.own.stage]
-            with self._board.ask(source, address, SUM, job.batch) as made:
-                words = receive_words(made)
-                receive_into(made, result.flats)
-        except (LineBroken, OSError):
+            with self._board.ask(source, address, SUM, job.batch, look) as made:
+                parcel = Parcel(made, look, timeout_s=self._timeout_s)
+                result.summed = summed_in(parcel.words())
+                parcel.fill(result.flats)
+        except (_SupersededError, LineBroken, OSError) as error:
             self._buffers.give_back(result)
-            self._change(lost=(source,))
+            if not isinstance(error, _SupersededError):
+                self._change(lost=(source,))
             return None
         result.attempt = commit.attempt
-        result.summed = Summed(
-            bytes.fromhex(words["holds"]), words["weight"], tuple(words["means"]), tuple(words["numbers"])
-        )
         return result
+
+    def _source(self, commit: Commit) -> int | None:
+        """The replica from which this one gets a committed sum."""
+        return next((one.source for one in commit.sources if one.target == self.own.replica), None)
 
     def _let_go(self) -> None:
         if self._result is not None:
@@ -390,26 +369,6 @@ class Agent:
             )
 
     # Other threads.
-
-    def _answer(self, made: socket.socket, what: int, batch: int) -> None:
-        """Give another replica what it asks for, once it is there; hang up where it will not be."""
-        if what == SUM:
-            result = self._found(lambda: self._kept.get(batch))
-            if result is None or result.summed is None:
-                return
-            one = result.summed
-            words = {"holds": one.holds.hex(), "weight": one.weight, "means": one.means}
-            send_parcel(made, {**words, "numbers": one.numbers}, result.flats)
-        elif what == SNAPSHOT:
-            snapshot = self._found(lambda: self._snapshots.get(batch))
-            if snapshot is not None:
-                words = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
-                send_named(made, words, snapshot.tensors, share=HEAL_SHARE)
-
-    def _found(self, find: Callable[[], Found | None]) -> Found | None:
-        with self._changed:
-            self._changed.wait_for(lambda: find() is not None or self._is_closed, self._timeout_s)
-            return find()
 
     def _poke(self) -> None:
         with self._changed:
@@ -431,6 +390,7 @@ class Agent:
                 job.error = self._error
                 job.is_done.set()
             self._changed.notify_all()
+        self.offers.close()
 
 
 def _is_over(word: Word, batch: int) -> bool:

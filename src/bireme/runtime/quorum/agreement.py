@@ -4,7 +4,6 @@ The pipeline itself is of one replica, with a plan of width 1, and knows no rank
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.digests import Digests
 from bireme.runtime.quorum.job import DroppedError, heal_in
-from bireme.runtime.quorum.parcels import receive_named, receive_words
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.quorum.tied import TiedSums
 from bireme.runtime.snapshot import Snapshot, sections_of
@@ -24,7 +23,10 @@ from bireme.sync.coordinator.messages import Heal, Word
 from bireme.sync.group import Sums
 from bireme.sync.quorum.line import LineBroken
 
-__all__ = ["Agreement", "Donations", "join"]
+__all__ = ["Agreement", "join"]
+
+ClipScale = Callable[[], float]
+BeforeUpdate = Callable[[Stage, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class Agreement:
     num_samples: int
     balances: bool = True
     """Whether its ranks say how long batches keep them busy, so that samples are dealt by speed."""
+    compare_every: int = 0
+    """After so many batches all replicas compare their weights; 0 is only where one has come."""
+    rebuilt: frozenset[str] = frozenset()
+    """The weights that every life of a replica has by itself, and that none is sent."""
 
     def reducer(
         self, fabric: Fabric, layout: Layout, transport: Transport, device: torch.device
@@ -58,27 +64,45 @@ class Agreement:
             tied=TiedSums(tied),
         )
 
+    def before_updates(
+        self, reducer: QuorumReducer, stages: Mapping[int, Stage], device: torch.device, scale: ClipScale
+    ) -> BeforeUpdate:
+        """What a rank with these stages does before each of them makes the update of a batch."""
+        digests = Digests(reducer, stages, device, self.compare_every)
+        donations = Donations(self.agent, stages, scale, self.rebuilt)
+
+        def before(stage: Stage, batch: int) -> None:
+            digests.before_update(stage, batch)
+            donations.before_update(stage, batch)
+
+        return before
+
 
 class Donations:
-    """Takes snapshots for other replicas, of each stage right before the update that they go on with."""
+    """Takes snapshots for other replicas, of each stage right before the update that they go on with, but not
+    of what they have `rebuilt` by themselves.
+    """
 
-    def __init__(self, agent: Agent, stages: Mapping[int, Stage], clip_scale: Callable[[], float]) -> None:
+    def __init__(
+        self, agent: Agent, stages: Mapping[int, Stage], clip_scale: ClipScale, rebuilt: frozenset[str]
+    ) -> None:
         self._agent = agent
         self._stages = stages
         self._clip_scale = clip_scale
+        self._rebuilt = rebuilt
         self._begun: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def before_update(self, stage: Stage, batch: int) -> None:
         """A stage is about to make the update of a batch."""
-        if not self._agent.is_due(batch):
+        if not self._agent.offers.is_due(batch):
             return
-        names = [*stage.banks.newest(), *stage.buffers]
+        names = {*stage.banks.newest(), *stage.buffers} - self._rebuilt
         begun = self._begun.setdefault(batch, {})
         begun[stage.index] = sections_of(stage, names, replica=0)
         if len(begun) == len(self._stages):
             tensors = {name: tensor for part in begun.values() for name, tensor in part.items()}
             self._begun.clear()
-            self._agent.provide(Snapshot(batch, self._clip_scale(), tensors))
+            self._agent.offers.provide(Snapshot(batch, self._clip_scale(), tensors))
 
 
 def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: Callable[[int], None]) -> int:
@@ -133,9 +157,9 @@ def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: C
 def _fetched(agent: Agent, heal: Heal) -> Snapshot | None:
     """What the donor sends; None if it could not be had, and the coordinator is to name one again."""
     try:
-        with closing(agent.fetch(heal)) as made:
-            words = receive_words(made)
-            return Snapshot(words["num_trained"], words["clip_scale"], receive_named(made, words))
+        with agent.fetch(heal) as parcel:
+            words = parcel.words()
+            return Snapshot(words["num_trained"], words["clip_scale"], parcel.named(words))
     except (LineBroken, OSError):
         if heal in agent.word.heals:
             agent.tell_lost(heal.donor)

@@ -2,7 +2,7 @@
 
 A rank's death ends its replica, which is started again as long as another one goes on: that one gives it what
 it needs. Each crew has a store of its own, in names, so that the ranks of a replica know only each other. A
-mistake of the user ends all, as does the death of the last replica.
+mistake of the user ends all where a first start meets it, as does the death of the last replica.
 """
 
 import pickle
@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
+from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.failures import Failure, FailureKind
 from bireme.runtime.launch import Crew, pickled, preload_own
 from bireme.runtime.peer_sockets import own_address
+from bireme.runtime.quorum.averaging_tail import AveragingTail
 from bireme.runtime.quorum.ledger_tail import LedgerTail
+from bireme.runtime.quorum.site import BEAT_S, Observer, Site
 from bireme.runtime.rank_process import LOCALHOST, Order
 from bireme.sync.coordinator.messages import Life
-from bireme.sync.coordinator.settings import Settings
+from bireme.sync.coordinator.settings import Settings, SyncMode
 
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend
@@ -34,7 +37,11 @@ __all__ = ["Launched", "ReplicaOrder", "launch_replicas"]
 LOOK_S = 0.1
 TOKEN_BYTES = 16
 MOST_IN_VAIN = 3
-"""Lives of a replica in a row that end before they are members; then it is not started again."""
+"""Lives of a replica in a row that end before they have trained, or of what is told as a mistake; then it is
+not started again.
+"""
+LEAST_ROUNDS = 5
+"""So many batches count before a life has trained; by then it is known whether its weights are right."""
 PARTING_S = 30.0
 """How long replicas that train may take to end after the first one has."""
 
@@ -42,7 +49,8 @@ PARTING_S = 30.0
 @dataclass(frozen=True, slots=True)
 class ReplicaOrder:
     """What the processes of a replica are told: which start of it they are, and where the coordinator is. The
-    run began at `began_s`, by the clock of this machine (`time.monotonic`).
+    run began at `began_s`, by the clock of this machine (`time.monotonic`). One that `is_empty` is started
+    after something has been committed, and gets its weights from another replica.
     """
 
     life: Life
@@ -50,6 +58,7 @@ class ReplicaOrder:
     token: str
     lease_s: float
     began_s: float
+    is_empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +79,32 @@ def launch_replicas(
     threads_per_process: int | None = None,
     backend: "Backend" = "gloo",
     device: str | None = None,
+    site: Site | None = None,
 ) -> Launched:
     """Run `function(world, order, *args)` in new processes for each replica, until one replica is done.
 
     `world` is of the replica's own ranks. `tell` is given a sentence for each death and each return. Raises
-    what `launch` does where no replica is left to go on.
+    what `launch` does where no replica is left to go on. With a `site` there are other hosts, whose launchers
+    do the same with the other replicas. Its coordinator is closed.
     """
     from bireme.runtime.stores import PrefixStore, open_store
 
     preload_own(function)
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    token = secrets.token_hex(TOKEN_BYTES)
-    coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
-    tail = LedgerTail(ledger, settings.batch_size)
-    num_ranks = settings.num_replicas * settings.num_stages
-    began_s = time.monotonic()
+    is_quorum = settings.mode is SyncMode.QUORUM
+    tail = LedgerTail(ledger) if is_quorum else AveragingTail(ledger)
+    here = site or _only_site(settings, ledger)
+    observer = None if here.is_alone else Observer(here.hosts, here.token)
+    num_ranks = len(here.replicas) * settings.num_stages
+
+    def has_begun() -> bool:
+        committed = () if observer is None else observer.word.committed
+        if here.first_life and not committed:
+            return True  # the others went on without this host
+        return tail.num_rounds > 0 or max(committed, default=0) > settings.first
 
     def crew_of(life: Life) -> Crew:
-        own = ReplicaOrder(life, ((own_address(), coordinator.port),), token, settings.lease_s, began_s)
+        own = ReplicaOrder(life, here.hosts, here.token, settings.lease_s, here.began_s, has_begun())
         order = Order(
             port=store.port,
             num_processes=settings.num_stages,
@@ -96,34 +113,53 @@ def launch_replicas(
             backend=backend,
             device=device,
             prefix=f"replica {life.replica} life {life.life}",
-            first_local=life.replica * settings.num_stages,
+            first_local=here.replicas.index(life.replica) * settings.num_stages,
         )
         board = Board(PrefixStore(order.prefix, store), settings.num_stages)
         return Crew(order, pickled(function, (own, *args)), board)
 
-    replicas = [_Replica(number, crew_of) for number in range(settings.num_replicas)]
+    replicas = [_Replica(number, crew_of, here.first_life) for number in here.replicas]
     try:
-        coordinator.start()
+        if observer is not None:
+            for one in replicas if here.first_life else ():
+                observer.ended(one.life)  # and those before it
+            observer.start()
         for one in replicas:
             one.begin()
-        return _Supervision(replicas, coordinator, tail, tell).results()
+        supervision = _Supervision(
+            replicas, here, observer, tail, tell, has_begun, may_lose_coordinator=is_quorum
+        )
+        return supervision.results()
     finally:
         for one in replicas:
             one.give_up()
         for one in replicas:
             one.join()
-        coordinator.close()
+        if observer is not None:
+            observer.close()
+        here.coordinator.close()
+
+
+def _only_site(settings: Settings, ledger: Path) -> Site:
+    """This host, if it has all replicas."""
+    token = secrets.token_hex(TOKEN_BYTES)
+    coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
+    coordinator.start()
+    hosts = ((own_address(), coordinator.port),)
+    return Site(0, coordinator, hosts, token, tuple(range(settings.num_replicas)), time.monotonic())
 
 
 class _Replica:
     """A replica in all its lives; the thread of each ends with its crew."""
 
-    def __init__(self, number: int, crew_of: Callable[[Life], Crew]) -> None:
+    def __init__(self, number: int, crew_of: Callable[[Life], Crew], first_life: int) -> None:
         self.number = number
-        self.life = Life(number, -1)
+        self.life = Life(number, first_life - 1)
         self.num_in_vain = 0
         self.was_member = self.is_told = False
         """Whether it has trained in this life, and whether the others know that this life is over."""
+        self.first_round = 0
+        """How many batches counted when it began to train."""
         self.died_s: float | None = None
         """When it died, until it is back."""
         self.is_over = False
@@ -192,25 +228,45 @@ class _Supervision:
     def __init__(
         self,
         replicas: list[_Replica],
-        coordinator: CoordinatorProcess,
+        site: Site,
+        observer: Observer | None,
         tail: LedgerTail,
         tell: Callable[[str], None],
+        has_begun: Callable[[], bool],
+        *,
+        may_lose_coordinator: bool,
     ) -> None:
-        self._replicas, self._coordinator, self._tail, self._tell = replicas, coordinator, tail, tell
+        self._replicas, self._site, self._tail, self._tell = replicas, site, tail, tell
+        self._coordinator, self._may_lose_coordinator = site.coordinator, may_lose_coordinator
+        self._observer, self._has_begun = observer, has_begun
 
     def results(self) -> Launched:
-        """What the replicas have come to, once one is done and the others that train have ended."""
+        """What the replicas have come to, once one is done and the others that train have ended. It is
+        nothing where none of this host trained when the run ended on the others.
+        """
         while True:
-            if self._coordinator.keep():
-                self._tell("The coordinator had ended; it was started again, and the run goes on.")
+            if (trouble := self._coordinator.trouble()) is not None:
+                if not self._may_lose_coordinator:
+                    raise BiremeError(
+                        f"The coordinator {trouble}, and what it knew of batches under way is lost with it. "
+                        "Resume the run from its last checkpoint."
+                    )
+                self._coordinator.start_again()
+                self._tell(f"The coordinator {trouble}; it is started again, and the run goes on.")
             self._note_members()
-            if self._done():
+            if self._done() or self._is_over_elsewhere:
                 self._part()
                 self._tail.read()
                 return Launched(self._done(), self._tail)
             for one in self._replicas:
                 self._note_death(one)
             time.sleep(LOOK_S)
+
+    @property
+    def _is_over_elsewhere(self) -> bool:
+        """Whether all who trained, on other hosts, have ended."""
+        is_lost = self._observer is not None and self._observer.word.is_lost
+        return is_lost and not any(one.lives and one.was_member for one in self._replicas)
 
     def _done(self) -> list[list[Any]]:
         """What the ranks of those replicas returned that have come to their end."""
@@ -225,6 +281,8 @@ class _Supervision:
         if one.crew.cause is not None and not one.is_told:
             one.is_told = True
             self._coordinator.ended(one.life)
+            if self._observer is not None:
+                self._observer.ended(one.life)
         if not one.lives and one.cause is not None:
             self._after_death(one, one.cause)
 
@@ -233,28 +291,45 @@ class _Supervision:
         members = self._tail.read()
         for one in self._replicas:
             if one.number in members and one.lives and not one.was_member:
-                one.was_member, one.num_in_vain = True, 0
+                one.was_member, one.first_round = True, self._tail.num_rounds
                 if one.died_s is not None:
                     away_s, one.died_s = time.monotonic() - one.died_s, None
                     self._tell(f"Replica {one.number} is back after {away_s:.1f} s.")
 
     def _after_death(self, one: _Replica, cause: Failure) -> None:
         """What follows from a replica's death: it begins again, or nothing goes on."""
-        others = [other for other in self._replicas if other.lives and other.was_member]
-        if cause.blame is not FailureKind.PROGRAM or not others:
+        others = self._others(one)
+        # What stops one that was started again, as a full disk there, need not stop the others.
+        is_mistake = cause.blame is FailureKind.USER
+        has_ended = cause.blame is FailureKind.INTERRUPT or (self._has_begun() and not others)
+        if has_ended or (is_mistake and not one.life.life):
             raise cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()
-        one.num_in_vain = 0 if one.was_member else one.num_in_vain + 1
+        has_trained = one.was_member and self._tail.num_rounds >= one.first_round + LEAST_ROUNDS
+        one.num_in_vain = 0 if has_trained and not is_mistake else one.num_in_vain + 1
         rank = one.number * one.num_ranks + cause.rank
         what = f"Replica {one.number} ended: rank {rank}, {cause.summary}"
-        left = ", ".join(str(other.number) for other in others)
         if one.num_in_vain >= MOST_IN_VAIN:
             one.is_over = True
+            if all(other.is_over for other in self._replicas):
+                raise cause.to_starter() from None
             self._tell(f"{what} It has ended {MOST_IN_VAIN} times in a row and is not started again.")
             return
-        self._tell(f"{what} The run goes on with replica {left}; replica {one.number} starts again.")
+        left = ", ".join(map(str, others))
+        rest = f"The run goes on with replica {left}" if others else "Nothing is lost"
+        self._tell(f"{what} {rest}; replica {one.number} starts again.")
         self._tail.read()  # what counted before this life does not say that it trains
         one.begin()
+
+    def _others(self, one: _Replica) -> list[int]:
+        """The replicas that may go on without this one, here and elsewhere: those that train, or all that are
+        there if nothing has been trained.
+        """
+        has_begun, here = self._has_begun(), {other.number for other in self._replicas}
+        found = [each.number for each in self._replicas if each.lives and (each.was_member or not has_begun)]
+        if self._observer is not None and not self._observer.word.is_lost:
+            found += [each.replica for each in self._observer.word.members if each.replica not in here]
+        return sorted(found)
 
     def _part(self) -> None:
         """Let those that train come to their end too. Nobody needs the others any more."""
@@ -263,4 +338,12 @@ class _Supervision:
                 one.give_up()
         ends_s = time.monotonic() + PARTING_S
         while any(one.lives for one in self._replicas) and time.monotonic() < ends_s:
+            time.sleep(LOOK_S)
+        if self._observer is None:
+            return
+        # Replicas on other hosts may need the coordinator until they have left too.
+        while time.monotonic() < ends_s and self._site.coordinates(word := self._observer.word):
+            if word.is_lost:
+                time.sleep(2 * BEAT_S)  # for all to hear of it
+                return
             time.sleep(LOOK_S)

@@ -1,36 +1,45 @@
 """The ledger as who started a run reads it while it grows: who trains now, and how much counts."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
+
+from bireme.sync.coordinator.ledger_line import in_force
+from bireme.sync.coordinator.messages import TERM
 
 __all__ = ["LedgerTail"]
 
 
 class LedgerTail:
-    """What has been added to a ledger since this was made; a whole batch has `batch_size` samples."""
+    """What has been added to a ledger since this was made."""
 
-    def __init__(self, path: Path, batch_size: int) -> None:
-        self._path, self._batch_size = path, batch_size
+    def __init__(self, path: Path) -> None:
+        self._path = path
         # A half line at the end goes when the coordinator opens it.
         self._place = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
         self._epochs: set[int] = set()
+        self._last_term = -1
         self._samples: dict[int, int] = {}
         """The samples of each batch that counts."""
+        self._returned: dict[int, tuple[int, int]] = {}
+        """How many had come back by then, to be dealt again, since the term began that is named first."""
 
-    def read(self) -> tuple[int, ...]:
+    def read(self) -> Collection[int]:
         """The members of the last round that was added since this was last asked; nobody if none was."""
         members: tuple[int, ...] = ()
-        for line in self._lines():
-            record = json.loads(line)
+        lines = dict(enumerate(map(json.loads, self._lines())))
+        for record in in_force(lines, self._last_term).values():
+            self._last_term = record["epoch"] // TERM
             self._epochs.add(record["epoch"])
             if record["kind"] == "round":
                 members = tuple(record["members"])
                 own = (end - begin for pairs in record["samples"] for begin, end in pairs)
                 self._samples[record["batch"]] = sum(own)
+                self._returned[record["batch"]] = record["epoch"] // TERM, record.get("returned", 0)
             else:  # what was written after the last word of a coordinator that died is undone
                 undone = [batch for batch in self._samples if batch >= record["batch"]]
                 for batch in undone:
-                    del self._samples[batch]
+                    del self._samples[batch], self._returned[batch]
         return members
 
     @property
@@ -51,7 +60,7 @@ class LedgerTail:
     @property
     def num_redone(self) -> int:
         """How many samples were dealt and did not count in their batch, so that they are dealt again."""
-        return self.num_rounds * self._batch_size - self.num_committed
+        return sum(dict(sorted(self._returned.values())).values())
 
     def _lines(self) -> list[bytes]:
         """The whole lines that have been added."""

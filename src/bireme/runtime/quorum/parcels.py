@@ -1,24 +1,26 @@
 """Tensors on a connection of their own: a text that says what comes, and then the bytes, as they lie.
 
-It is for what one rank gives another beside the rounds: committed sums and snapshots. Both ends block, and
-give up when nothing moves for their socket's timeout.
+It is for what one rank gives another beside the rounds: committed sums and snapshots. Who sends gives up when
+nothing moves for its socket's timeout. Who receives waits for the beginning as long as it likes, and gives up
+when nothing moves after that.
 """
 
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["receive_into", "receive_named", "receive_words", "send_named", "send_parcel"]
+__all__ = ["Parcel", "send_named", "send_parcel"]
 
 LENGTH = Struct("<Q")
 PIECE_BYTES = 1 << 20
 MOST_WORDS_BYTES = 1 << 28
+LOOK_S = 0.1
 
 
 def send_parcel(
@@ -36,21 +38,6 @@ def send_parcel(
                 time.sleep((time.monotonic() - began_s) * (1.0 / share - 1.0))
 
 
-def receive_words(made: socket.socket) -> dict[str, Any]:
-    """The text of a parcel."""
-    (size,) = LENGTH.unpack(_received(made, LENGTH.size))
-    if size > MOST_WORDS_BYTES:
-        raise ConnectionError(f"a text of {size} bytes was announced")
-    found: dict[str, Any] = json.loads(_received(made, size))
-    return found
-
-
-def receive_into(made: socket.socket, tensors: Sequence[Tensor]) -> None:
-    """The tensors of a parcel."""
-    for tensor in tensors:
-        _fill(made, _bytes_of(tensor))
-
-
 def send_named(
     made: socket.socket, words: Mapping[str, Any], tensors: Mapping[str, Tensor], *, share: float
 ) -> None:
@@ -61,27 +48,58 @@ def send_named(
     send_parcel(made, {**words, "tensors": listed}, [*tensors.values()], share=share)
 
 
-def receive_named(made: socket.socket, words: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that a text has announced."""
-    found = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in words["tensors"]}
-    receive_into(made, [*found.values()])
-    return found
+class Parcel:
+    """A parcel that comes on a connection. `look` is called while nothing moves, and ends the wait by what it
+    raises. Once the parcel has begun to come, nothing may move for `timeout_s` at most.
+    """
+
+    def __init__(self, made: socket.socket, look: Callable[[], None], *, timeout_s: float) -> None:
+        made.settimeout(LOOK_S)
+        self._socket, self._look, self._timeout_s = made, look, timeout_s
+        self._has_begun = False
+
+    def words(self) -> dict[str, Any]:
+        """The text."""
+        (size,) = LENGTH.unpack(self._received(LENGTH.size))
+        if size > MOST_WORDS_BYTES:
+            raise ConnectionError(f"a text of {size} bytes was announced")
+        found: dict[str, Any] = json.loads(self._received(size))
+        return found
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """The tensors, into these."""
+        for tensor in tensors:
+            self._fill(_bytes_of(tensor))
+
+    def named(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors that a text has announced."""
+        found = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in words["tensors"]
+        }
+        self.fill([*found.values()])
+        return found
+
+    def _received(self, num_bytes: int) -> bytes:
+        found = bytearray(num_bytes)
+        self._fill(memoryview(found))
+        return bytes(found)
+
+    def _fill(self, view: memoryview) -> None:
+        moved_s = time.monotonic()
+        while len(view):
+            try:
+                num_bytes = self._socket.recv_into(view)
+            except TimeoutError:
+                self._look()
+                if self._has_begun and time.monotonic() > moved_s + self._timeout_s:
+                    raise
+                continue
+            if not num_bytes:
+                raise ConnectionResetError("the connection was closed")
+            self._has_begun, moved_s = True, time.monotonic()
+            view = view[num_bytes:]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return data
-
-
-def _received(made: socket.socket, num_bytes: int) -> bytes:
-    found = bytearray(num_bytes)
-    _fill(made, memoryview(found))
-    return bytes(found)
-
-
-def _fill(made: socket.socket, view: memoryview) -> None:
-    while len(view):
-        num_bytes = made.recv_into(view)
-        if not num_bytes:
-            raise ConnectionResetError("the connection was closed")
-        view = view[num_bytes:]

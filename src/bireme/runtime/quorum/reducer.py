@@ -19,6 +19,7 @@ from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Sums
 from bireme.sync.norm import squared_norm
+from bireme.sync.quorum.digest import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
 from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
 from bireme.sync.reducer import More, Reduction, nothing_more
@@ -61,6 +62,8 @@ class QuorumReducer:
         self._jobs: dict[Hashable, Job] = {}
         self.first = 0
         """The first batch that this replica has a part in."""
+        self.digest = NO_DIGEST
+        """The last one of this rank's weights."""
         self._copied: tuple[Result, torch.Event] | None = None
         """A sum that the device may still be reading."""
 
@@ -94,7 +97,7 @@ class QuorumReducer:
         samples, firsts = [0.0] * self._num_replicas, [0.0] * self._num_replicas
         samples[self.agent.own.replica] = float(own.num_samples)
         firsts[self.agent.own.replica] = float(self.first)
-        ready = self._event()
+        ready, digest = self._event(), self.digest
 
         def prepare(job: Job) -> None:
             job.busy_s = sum(more())
@@ -105,6 +108,7 @@ class QuorumReducer:
                 own.nominal,
                 (float(loss_sum),),
                 (votes, *samples, *firsts),
+                digest,
             )
 
         return self._begun(batch, gradients, prepare, stamp)

@@ -8,8 +8,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from struct import Struct
 
 from bireme.runtime.peer_sockets import called_locally, local_listener, own_address
@@ -23,6 +23,8 @@ GREETING = Struct(f"<{TOKEN_BYTES}sBiiq")
 """The token, what for, who calls (replica and life), and the batch that is asked for."""
 GREETING_S = 5.0
 LOOK_S = 0.05
+CALL_S = 3.0
+"""How long a call may take before the caller looks whether it is still wanted, and calls again."""
 LINE, SUM, SNAPSHOT = 1, 2, 3
 
 Answer = Callable[[socket.socket, int, int], None]
@@ -64,21 +66,32 @@ class Switchboard:
         self.drop(replica)
         if come is None:
             calls = self._own.replica > replica
-            come = self._call(replica, address, LINE) if calls else self._awaited(replica, life, check)
+            come = self._call(replica, address, LINE, check) if calls else self._awaited(replica, life, check)
         line = PeerLine(replica, come)
         self._lines[replica] = life, line
         return line
 
-    def ask(self, replica: int, address: str, what: int, batch: int) -> socket.socket:
-        """A connection to another rank, on which it answers; it blocks, for the timeout at most."""
-        return self._call(replica, address, what, batch)
+    @contextmanager
+    def ask(
+        self, replica: int, address: str, what: int, batch: int, check: Callable[[], None]
+    ) -> Iterator[socket.socket]:
+        """A connection to another rank, on which it answers. `check` is called while it waits for that."""
+        made = self._call(replica, address, what, check, batch)
+        try:
+            yield made
+        finally:
+            self._forget(made)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no connection to any other rank."""
+        return not self._open
 
     def drop(self, replica: int) -> None:
         """Let go of the line to a replica, if there is one."""
         known = self._lines.pop(replica, None)
         if known is not None:
             self._forget(known[1].socket)
-            known[1].close()
 
     def close(self) -> None:
         """Close everything, which wakes whoever waits on it."""
@@ -92,13 +105,16 @@ class Switchboard:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
-    def _call(self, replica: int, address: str, what: int, batch: int = 0) -> socket.socket:
+    def _call(
+        self, replica: int, address: str, what: int, check: Callable[[], None], batch: int = 0
+    ) -> socket.socket:
         try:
             host, port, token, local = address.split()
             made = called_locally(local, self._timeout_s) if host == self._host else None
             if made is None:
-                made = socket.create_connection((host, int(port)), timeout=self._timeout_s)
+                made = self._reached(host, int(port), check)
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.settimeout(self._timeout_s)
             greeting = (bytes.fromhex(token), what, self._own.replica, self._own.life, batch)
             made.sendall(GREETING.pack(*greeting))
         except (OSError, ValueError) as error:
@@ -107,6 +123,17 @@ class Switchboard:
             ) from error
         self._remember(replica, made)
         return made
+
+    def _reached(self, host: str, port: int, check: Callable[[], None]) -> socket.socket:
+        """A connection over the network, where nobody may answer."""
+        ends_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return socket.create_connection((host, port), timeout=min(CALL_S, self._timeout_s))
+            except TimeoutError:
+                check()
+                if time.monotonic() > ends_s or self._is_closed:
+                    raise
 
     def _remember(self, replica: int, made: socket.socket) -> None:
         with self._changed:
@@ -118,6 +145,7 @@ class Switchboard:
     def _forget(self, made: socket.socket) -> None:
         with self._changed:
             self._open.discard(made)
+        made.close()
 
     def _awaited(self, replica: int, life: int, check: Callable[[], None]) -> socket.socket:
         """The line that another rank calls for."""
@@ -150,16 +178,25 @@ class Switchboard:
                 return
             self._remember(replica, made)
             if what == LINE:
-                if made.family != socket.AF_UNIX:
-                    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                with self._changed:
-                    self._called[replica, life] = made
-                    self._changed.notify_all()
+                self._take_line(made, replica, life)
                 return
             made.settimeout(self._timeout_s)
-            with made:
+            try:
                 self._answer(made, what, batch)
-            self._forget(made)
+            finally:
+                self._forget(made)
+
+    def _take_line(self, made: socket.socket, replica: int, life: int) -> None:
+        """Somebody has called for a line. Whoever called before and was not heard is gone."""
+        if made.family != socket.AF_UNIX:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._changed:
+            stale = [key for key in self._called if key[0] == replica and key[1] <= life]
+            gone = [self._called.pop(key) for key in stale]
+            self._called[replica, life] = made
+            self._changed.notify_all()
+        for one in gone:
+            self._forget(one)
 
 
 def _exactly(made: socket.socket, num_bytes: int) -> bytes:

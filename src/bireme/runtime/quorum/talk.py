@@ -2,18 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bireme.runtime.coordinator_client import Address, CoordinatorClient
-from bireme.sync.coordinator.messages import RankId, RoundAt, Word
+from bireme.sync.coordinator.messages import RankId, Word
 
 __all__ = ["Talk"]
 
 
 class Talk:
-    """The client of one rank, which calls these hosts. Its agent must have said first where it is reached."""
+    """The client of one rank, which calls these hosts. Its agent must have said first where it is reached.
+    A rank that `is_empty` has no weights that the run could go on from.
+    """
 
-    def __init__(self, hosts: Sequence[Address], token: str, rank: RankId, *, lease_s: float) -> None:
+    def __init__(
+        self, hosts: Sequence[Address], token: str, rank: RankId, *, lease_s: float, is_empty: bool = False
+    ) -> None:
         self._hosts, self._token, self._rank, self._lease_s = tuple(hosts), token, rank, lease_s
+        self._is_empty = is_empty
         self._client: CoordinatorClient | None = None
         self._act: Callable[[], None] = lambda: None
         self._is_closed = False
@@ -26,16 +32,16 @@ class Talk:
         word = self._client.word
         return replace(word, is_dropped=True) if self._client.is_dropped else word
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
-        """Report this from now on. Does not wait."""
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
         if self._client is None:
             made = CoordinatorClient(self._hosts, self._token, self._rank, address, lease_s=self._lease_s)
             made.on_word(self._act)
-            made.say(wants=wants, rounds=rounds, healed=healed)
+            made.say(is_empty=self._is_empty, **fields)
             made.start()
             self._client = made
         elif not self._is_closed:
-            self._client.say(wants=wants, rounds=rounds, healed=healed)
+            self._client.say(**fields)
 
     def on_word(self, act: Callable[[], None]) -> None:
         """Have something called whenever there is a new word, from a thread that holds no lock."""

@@ -52,6 +52,8 @@ def _microbatch_problem(program: Program, instruction: Instruction) -> str | Non
         page = instruction.page
         if page is None or program.tiers_of(program.rank_of_stage[instruction.stage]) is None:
             return "it moves nothing" if page is None else "its rank keeps everything on the device"
+        if page.item is Item.FROZEN and instruction.kind is Kind.EVICT and page.is_copied:
+            return "frozen weights are never written back: their copy below is valid"
         needs_one = page.item is Item.STASH or (page.item is Item.GRADIENT and program.rule is Rule.STASHED)
     elif instruction.kind in (Kind.REDUCE, Kind.UPDATE):
         needs_one = program.rule is Rule.STASHED

@@ -9,16 +9,20 @@ from bireme.sync.coordinator.rounds import Line, is_broken, is_ready, is_summed,
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.windows import with_own_deals, with_trained
 
-__all__ = ["committed_rounds", "with_commit", "with_deals", "with_rounds", "with_sources", "with_trained"]
+__all__ = ["committed_rounds", "with_commit", "with_deals", "with_rounds", "with_sources"]
 
 Lines = list[Began | Committed]
 
 
 def with_rounds(state: State, now_s: float, lines: Lines) -> State:
-    """With what the reports lead to in each line of rounds."""
+    """With what the reports lead to in each line of rounds. One line has a round at a time: ranks that are in
+    two could each wait for the other one in the other.
+    """
     for number in range(len(state.lines)):
-        state = _with_line(state, number, now_s, lines)
+        if all(one.grant is None or one.number == number for one in state.lines):
+            state = _with_line(state, number, now_s, lines)
     return state
 
 
@@ -42,16 +46,32 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
         if membership.confirms(one.own_life)
         and membership.is_heard(one.own_life, line.broken_s)
         and is_ready(line, membership.reports(one.own_life))
+        and (_is_of_means(state, line) or _is_in_window(state, membership.reports(one.own_life)))
     }
+    if state.settings.mode is SyncMode.OUTER and not _is_of_means(state, line) and not any(ready.values()):
+        ready = {}  # those who drain have nothing to add, but hold what others do
     line = next_grant(
         line,
         ready,
         membership.replicas,
-        quorum=_quorum(state),
+        quorum=len(membership.members) + 1 if _is_of_means(state, line) else _quorum(state),
         grace_s=state.settings.grace_s,
         now_s=now_s,
     )
     return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
+
+
+def _is_of_means(state: State, line: Line) -> bool:
+    """Whether the rounds of a line are the means over all replicas, which need every member."""
+    return state.settings.mode is not SyncMode.QUORUM and line.number == len(state.lines) - 1
+
+
+def _is_in_window(state: State, reports: Iterable[Report]) -> bool:
+    """Whether all ranks of a replica are past the last mean: what they offered before it is void."""
+    if state.settings.mode is SyncMode.QUORUM:
+        return True
+    number = state.lines[-1].committed
+    return all(one.window is None or one.window.number == number for one in reports)
 
 
 def _quorum(state: State) -> int:
@@ -71,13 +91,16 @@ def with_commit(state: State, grant: Grant, lines: Lines) -> State:
     )
     if state.settings.mode is SyncMode.QUORUM:
         return _with_batch(state, grant, lines)
+    is_outer = state.settings.mode is SyncMode.OUTER
+    num_parts = len(state.lines) - 1 if is_outer else state.settings.num_stages
     trained = {
-        (part.replica, grant.line): min(
-            (_at(one, grant.line).trained for one in _reports(state, part.replica)), default=0
+        (one.replica, part): min(
+            (_at(report, grant.line).trained for report in _reports(state, one.replica)), default=0
         )
-        for part in grant.parts
+        for one in grant.parts
+        for part in (range(num_parts) if _is_of_means(state, line) else (grant.line,))
     }
-    return with_trained(replace(state, trained=state.trained | trained), len(state.lines), lines)
+    return with_trained(replace(state, trained=state.trained | trained), num_parts, lines)
 
 
 def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
@@ -96,22 +119,9 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
         for one in replicas
     }
     counts = {one.replica: one.num_samples for one in grant.parts}
-    dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt).with_late(late)
+    dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt)
+    dealing = dealing.with_late(batch, late, takes_effect=state.dealt)
     return replace(state, pool=pool, dealing=dealing)
-
-
-def with_trained(state: State, num_parts: int, lines: Lines) -> State:
-    """With the samples of each replica that count: those that are in weights that others have, in all parts
-    of the model (stages in `groups`, fragments in `outer`).
-    """
-    pool = state.pool
-    for replica, batch in sorted(state.pool.deals):
-        known = [state.trained.get((replica, part), 0) for part in range(num_parts)]
-        if batch < min(known):
-            samples = pool.deals[replica, batch]
-            pool = pool.without_deal(replica, batch)
-            lines.append(_line(state.membership.epoch, batch, 0, (replica,), (samples,), pool))
-    return state if pool is state.pool else replace(state, pool=pool)
 
 
 def with_deals(state: State) -> State:
@@ -125,17 +135,7 @@ def with_deals(state: State) -> State:
             pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
             state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
         return state
-    for one in members:
-        batch, end = state.dealt_to.get(one.replica, state.settings.first), _wants(state, one.replica)
-        if batch >= end:
-            continue
-        dealing = state.dealing.among(tuple(each.replica for each in members), batch)
-        pool = state.pool
-        while batch < end:
-            pool = pool.with_deal(batch, {one.replica: dealing.counts(batch)[one.replica]})
-            batch += 1
-        state = replace(state, dealing=dealing, pool=pool, dealt_to=state.dealt_to | {one.replica: batch})
-    return state
+    return with_own_deals(state)
 
 
 def _wants(state: State, replica: int) -> int:
@@ -157,7 +157,8 @@ def with_sources(state: State) -> State:
 
 def committed_rounds(state: State, *, donor: int | None = None) -> list[int]:
     """Of each line how many rounds all members have, and those that heal: all, or only those of a `donor`."""
-    heals = {one.replica: one.batch for one in state.heals if donor in (None, one.donor)}
+    is_quorum = state.settings.mode is SyncMode.QUORUM  # else a snapshot says which rounds are in it
+    heals = {one.replica: is_quorum * one.batch for one in state.heals if donor in (None, one.donor)}
     replicas = [*state.membership.replicas, *heals]
     return [
         min((_has_rounds(state, one, line, heals.get(one, 0)) for one in replicas), default=line.committed)
@@ -186,7 +187,9 @@ def _sourced(state: State, commit: Commit) -> Commit:
             source = holders[target % len(holders)] if holders else None
         if source is not None:
             sources.append(Source(target, source))
-    sources += [Source(one.replica, one.donor) for one in state.heals if one.batch <= commit.round]
+    is_quorum = state.settings.mode is SyncMode.QUORUM
+    late = [one for one in state.heals if one.batch <= commit.round or not is_quorum]
+    sources += [Source(one.replica, one.donor) for one in late]
     return replace(commit, sources=tuple(sources))
 
 
@@ -203,7 +206,7 @@ def _line(
     samples: tuple[tuple[Samples, ...], ...],
     pool: Pool,
 ) -> Committed:
-    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open)
+    return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open, pool.returned)
 
 
 def _num_samples(state: State, line: Line, member: Member) -> int:

@@ -17,7 +17,7 @@ from bireme.sync.coordinator.committing import (
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.grouping import with_groups
 from bireme.sync.coordinator.groups import next_deadline_s
-from bireme.sync.coordinator.joining import with_beginning, with_entries, with_heals, without_lost
+from bireme.sync.coordinator.joining import is_lost, with_beginning, with_entries, with_heals, without_lost
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership
 from bireme.sync.coordinator.messages import TERM, RankId, Report, Word
@@ -34,7 +34,10 @@ MOST_COMMITS = 32
 
 def begun(settings: Settings, *, term: int = 0) -> State:
     """Nobody has come yet."""
-    num_lines = 0 if settings.mode is SyncMode.GROUPS else settings.num_lines
+    # The last line of those that average weights has the means over all replicas.
+    num_lines = {SyncMode.GROUPS: 1, SyncMode.OUTER: settings.num_lines + 1}.get(
+        settings.mode, settings.num_lines
+    )
     first = settings.first if settings.mode is SyncMode.QUORUM else 0
     return State(
         settings,
@@ -127,11 +130,13 @@ def word_for(state: State, rank: RankId) -> Word:
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
         commits=tuple(commits[:MOST_COMMITS]) if membership.is_installed else (),
         deals=state.pool.listed(),
+        ends=state.ends,
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
         heals=state.heals,
         group=state.group_words.get((rank.stage, rank.replica)),
         is_dropped=membership.is_over(rank.own_life),
+        is_lost=is_lost(state),
     )
 
 
@@ -165,8 +170,10 @@ def _picture(state: State) -> tuple[object, ...]:
         state.lines and tuple((line.committed, line.grant) for line in state.lines),
         state.commits,
         state.pool,
+        state.ends,
         state.heals,
         state.group_words,
         state.membership.dropped,
         state.membership.is_installed,
+        is_lost(state),
     )

@@ -15,16 +15,24 @@ __all__ = ["Dealing"]
 
 POLICY = Policy()
 
+RECOVERY = 0.95
+"""What is left of a lateness after each round that its replica had a part in."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """What is known of the speeds: `paces` are the last known seconds per sample of each replica."""
+    """What is known of the speeds: `paces` are the last known seconds per sample of each replica, where they
+    are measured. Who came too late since is taken to be `late` times as slow.
+    """
 
     batch_size: int
     limits: Limits
     replicas: tuple[int, ...] = ()
     balance: Balance | None = None
     paces: dict[int, float] = field(default_factory=dict)
+    late: dict[int, float] = field(default_factory=dict)
+    known_until: dict[int, int] = field(default_factory=dict)
+    """Batches below were dealt before it was known that a replica is late."""
 
     def among(self, replicas: tuple[int, ...], batch: int) -> "Dealing":
         """For a batch that these replicas share."""
@@ -35,7 +43,8 @@ class Dealing:
         limits = self._own_limits(replicas)
         # What memory cannot hold is left for the next batches.
         batch_size = min(max(self.batch_size, sum(limits.least)), sum(limits.most))
-        shares = fair_shares(batch_size, [self.paces.get(one, usual) for one in replicas], limits)
+        paces = [self.paces.get(one, usual) * self.late.get(one, 1.0) for one in replicas]
+        shares = fair_shares(batch_size, paces, limits)
         return replace(self, replicas=replicas, balance=begun(shares, batch))
 
     def counts(self, batch: int) -> dict[int, int]:
@@ -48,10 +57,11 @@ class Dealing:
     ) -> "Dealing":
         """After a batch in which each of these replicas trained so many samples, and was busy for so long."""
         if min(seconds.values(), default=0.0) <= 0:
-            return self
+            return self._recovered(counts)
         paces = self.paces | {one: seconds[one] / count for one, count in counts.items() if count}
+        late = {one: slowness for one, slowness in self.late.items() if one not in counts}
         if self.balance is None or seconds.keys() != set(self.replicas) or counts != self.counts(batch):
-            return replace(self, paces=paces)
+            return replace(self, paces=paces, late=late)
         busy = [seconds[one] for one in self.replicas]
         balance = rebalance(
             self.balance,
@@ -61,18 +71,28 @@ class Dealing:
             policy=POLICY,
             takes_effect=takes_effect,
         )
-        return replace(self, balance=balance, paces=paces)
+        return replace(self, balance=balance, paces=paces, late=late)
 
-    def with_late(self, replicas: Collection[int]) -> "Dealing":
-        """After a round that had to go on without these: each is taken to be twice as slow as was known.
+    def with_late(self, batch: int, replicas: Collection[int], *, takes_effect: int) -> "Dealing":
+        """After a round that had to go on without these: each is taken to be twice as slow as was known, from
+        the batch `takes_effect` on.
 
-        What was never in a round was never measured, and would be too slow for ever with the share it has.
+        Speeds are known from rounds, and it was in none: with the share it has it would be left out for ever.
+        That it is late in those rounds too that were dealt before is no news.
         """
-        if not replicas:
+        found = [one for one in replicas if batch >= self.known_until.get(one, 0)]
+        if not found:
             return self
-        usual = fmean(self.paces.values()) if self.paces else 1.0
-        slower = {one: 2 * self.paces.get(one, usual) for one in replicas}
-        return replace(self, paces=self.paces | slower, replicas=())
+        slower = {one: 2 * self.late.get(one, 1.0) for one in found}
+        until = dict.fromkeys(found, takes_effect)
+        return replace(self, late=self.late | slower, known_until=self.known_until | until, replicas=())
+
+    def _recovered(self, replicas: Collection[int]) -> "Dealing":
+        """After a round that nobody measured: who came in time is given more again, little by little."""
+        if not self.late.keys() & set(replicas):
+            return self
+        eased = {one: slow * RECOVERY if one in replicas else slow for one, slow in self.late.items()}
+        return replace(self, late={one: slow for one, slow in eased.items() if slow > 1.0}, replicas=())
 
     def _own_limits(self, replicas: tuple[int, ...]) -> Limits:
         limits = self.limits

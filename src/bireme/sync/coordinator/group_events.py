@@ -7,13 +7,12 @@ from bireme.sync.coordinator.messages import GroupMember
 __all__ = [
     "Arrived",
     "Came",
+    "Drained",
     "Event",
     "Formed",
     "Gone",
     "Group",
-    "MeanAsked",
     "Settled",
-    "StopAsked",
     "Summed",
     "Tick",
     "Unreached",
@@ -61,6 +60,14 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """A rank has no batch left before the next mean over all replicas: no group waits for it."""
+
+    stage: int
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """A replica is dead, or has left."""
 
@@ -68,37 +75,22 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanAsked:
-    """Somebody wants the mean over all replicas, as before a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """All replicas are to stop and drain."""
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Summed | Unreached | Came | Gone | MeanAsked | StopAsked | Tick
+Event = Arrived | Summed | Unreached | Came | Drained | Gone | Tick
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Replicas that average the weights of a stage; `summed` hold the mean of this attempt.
-
-    For those in `last` it is the last group before they drain.
-    """
+    """Replicas that average the weights of a stage; `summed` hold the mean of this attempt."""
 
     stage: int
     number: int
     members: tuple[GroupMember, ...]
     attempt: int = 0
     is_forced: bool = False
-    is_mean: bool = False
-    last: frozenset[int] = frozenset()
     summed: frozenset[int] = frozenset()
 
     @property

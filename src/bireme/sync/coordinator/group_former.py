@@ -30,7 +30,7 @@ def next_wait_s(wait_s: float, size: int) -> float:
 @dataclass(frozen=True, slots=True)
 class Former:
     """One stage. `ready` wait in the order in which they came; the first is the opener, whose wait is over
-    at `deadline_s`. `for_mean` wait for the mean over all replicas.
+    at `deadline_s`.
 
     `present` are the replicas that do not drain, `pairs` those that were in one group since the last forced
     one, `updates` what was done since one was last wanted.
@@ -39,7 +39,6 @@ class Former:
     ready: tuple[GroupMember, ...] = ()
     deadline_s: float = 0.0
     is_forced: bool = False
-    for_mean: tuple[GroupMember, ...] = ()
     present: frozenset[int] = frozenset()
     pairs: frozenset[tuple[int, int]] = frozenset()
     updates: int = 0
@@ -81,7 +80,7 @@ class Former:
         )
 
     def is_due(self, members: Collection[int], now_s: float) -> bool:
-        """Whether the group closes now."""
+        """Whether the group closes now, of members that do not drain."""
         if not self.ready:
             return False
         if self.is_forced:
@@ -101,10 +100,8 @@ class Former:
         groups: Sequence[Sequence[GroupMember]],
         num_members: int,
         settings: GroupSettings,
-        *,
-        drains: frozenset[int],
     ) -> "Former":
-        """After those who waited have formed these groups; some of them drain from now on."""
+        """After those who waited have formed these groups."""
         pairs = frozenset() if self.is_forced else self.pairs | {p for one in groups for p in _pairs(one)}
         updates = self.updates + len(self.ready)
         period = settings.connect_every * num_members
@@ -112,7 +109,6 @@ class Former:
             self,
             ready=(),
             is_forced=False,
-            present=self.present - drains,
             pairs=pairs,
             updates=updates % period,
             wants_forced=(self.wants_forced and not self.is_forced) or updates >= period,
@@ -125,16 +121,19 @@ class Former:
             self,
             ready=ready,
             is_forced=self.is_forced and bool(ready),
-            for_mean=tuple(one for one in self.for_mean if one.replica != replica),
             present=self.present - {replica},
             pairs=frozenset(pair for pair in self.pairs if replica not in pair),
             latest={one: batch for one, batch in self.latest.items() if one != replica},
         )
 
-    def mean_made(self, drains: frozenset[int]) -> "Former":
-        """After the mean over all: everyone is connected, as by a forced group."""
-        present = self.present - drains
-        return replace(self, for_mean=(), present=present, pairs=frozenset(), wants_forced=False)
+    def drained(self, replica: int, members: Collection[int]) -> "Former":
+        """After a replica has come to the end of its batches. Where all of the members have, the mean over
+        all comes next: everyone is connected, as by a forced group.
+        """
+        present = self.present - {replica}
+        if not self.present.isdisjoint(members) and present.isdisjoint(members):
+            return replace(self, present=present, pairs=frozenset(), wants_forced=False, updates=0)
+        return replace(self, present=present)
 
 
 def _pairs(members: Sequence[GroupMember]) -> list[tuple[int, int]]:

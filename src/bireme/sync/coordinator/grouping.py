@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-from bireme.sync.coordinator.committing import with_trained
 from bireme.sync.coordinator.group_events import (
     Arrived,
     Came,
+    Drained,
     Event,
     Formed,
     Gone,
-    MeanAsked,
     Settled,
     Summed,
     Tick,
@@ -19,6 +18,7 @@ from bireme.sync.coordinator.groups import begun, step
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.messages import GroupAt, GroupWord, Report
 from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.windows import with_trained
 
 __all__ = ["with_groups"]
 
@@ -38,32 +38,37 @@ def with_groups(state: State, now_s: float, lines: Lines) -> State:
     for replica in sorted(there - now):
         state = _with_event(state, Gone(replica), now_s)
         words = {key: word for key, word in state.group_words.items() if key[1] != replica}
-        state = replace(state, group_words=words)
+        state = replace(state, group_words=words, paces=state.paces.without(replica))
     for replica in sorted(now - there):
         state = _with_event(state, Came(replica), now_s)
     for _, heard in sorted(membership.heard.items()):
         report = heard.report
         if report.epoch == membership.epoch and report.rank.replica in now and report.group is not None:
-            for event in _events(state, report, report.group):
-                state = _with_event(state, event, now_s)
-    wanted = max((one.report.means for one in membership.heard.values()), default=0)
-    while state.means < wanted:
-        state = _with_event(replace(state, means=state.means + 1), MeanAsked(), now_s)
+            state = _with_report(state, report, report.group, now_s)
     state = _with_event(state, Tick(), now_s)
     return with_trained(state, state.settings.num_stages, lines)
 
 
-def _events(state: State, report: Report, at: GroupAt) -> list[Event]:
+def _with_report(state: State, report: Report, at: GroupAt, now_s: float) -> State:
     stage, replica = report.rank.stage, report.rank.replica
-    found: list[Event] = []
-    if at.arrived is not None:
-        found.append(Arrived(stage, replica, at.arrived, at.wait_s, at.patient_s))
+    if at.arrived is not None and _is_new(state, stage, replica, at.arrived):
+        state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
+        wait_s, patient_s = state.paces.waits_s(stage, replica, at.wait_s)
+        state = _with_event(state, Arrived(stage, replica, at.arrived, wait_s, patient_s), now_s)
     word = state.group_words.get((stage, replica))
     if at.summed is not None:
-        found.append(Summed(stage, replica, at.summed, at.attempt))
+        state = _with_event(state, Summed(stage, replica, at.summed, at.attempt), now_s)
     elif at.is_broken and word is not None:
-        found.append(Unreached(stage, replica, word.number, at.attempt))
-    return found
+        state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
+    if at.is_drained:
+        state = _with_event(state, Drained(stage, replica), now_s)
+    return state
+
+
+def _is_new(state: State, stage: int, replica: int, batch: int) -> bool:
+    """Whether a replica was not at a stage with that batch before."""
+    assert state.groups is not None, "with_groups makes it"
+    return batch > state.groups.formers[stage].latest.get(replica, -1)
 
 
 def _with_event(state: State, event: Event, now_s: float) -> State:
@@ -78,8 +83,6 @@ def _with_event(state: State, event: Event, now_s: float) -> State:
                 group.attempt,
                 group.members,
                 is_settled=isinstance(reply, Settled),
-                is_mean=group.is_mean,
-                is_last=one.replica in group.last,
             )
             # What a replica did alone goes with it if it dies.
             is_shared = len(group.members) > 1 or len(done.state.members) == 1

@@ -4,9 +4,8 @@ A pure state machine: `step(state, event, now_s)` gives the next state and what 
 former of its own, and groups of different stages need not be equal. The rules that tie stages together:
 
 * Only one stage forces a group at a time, the *owner*. Two stages could wait for each other's replicas.
-* No group is forced while a replica drains.
-* The last stage decides after which batch a replica stops, or takes part in a mean over all. Its other stages
-  follow at the same batch; where one of them is heard of first, it waits for the last stage's word.
+* No group is forced while a replica drains, and none that is forced waits for one: it has no batch left until
+  the mean over all replicas, which connects it anyway.
 
 A group's mean counts once every member holds it. If a member dies before, the others make it again from the
 weights that they kept. Replicas come and go: who is gone counts nowhere.
@@ -20,13 +19,12 @@ from dataclasses import dataclass, field, replace
 from bireme.sync.coordinator.group_events import (
     Arrived,
     Came,
+    Drained,
     Event,
     Formed,
     Gone,
     Group,
-    MeanAsked,
     Settled,
-    StopAsked,
     Summed,
     Tick,
     Unreached,
@@ -46,11 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """All stages. `owner` is the stage that forces a group, `stops` after which batch each replica stops.
-
-    `to_stop` are replicas whose stop is not decided, `mean_at` the batch after which each takes part in the
-    mean that is being made, `early` those who came before their replica's last stage.
-    """
+    """All stages. `owner` is the stage that forces a group."""
 
     settings: GroupSettings
     members: frozenset[int]
@@ -59,15 +53,6 @@ class GroupState:
     """Groups whose mean does not count yet, by stage and number."""
     num_groups: int = 0
     owner: int | None = None
-    to_stop: frozenset[int] = frozenset()
-    stops: dict[int, int] = field(default_factory=dict)
-    updates: int = 0
-    num_means: int = 0
-    """Means that are wanted and not made, the one that is being made among them."""
-    mean_at: dict[int, int] | None = None
-    mean_of: frozenset[int] = frozenset()
-    """Those who take part in it: who comes later does not."""
-    early: tuple[Arrived, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,122 +89,51 @@ def step(state: GroupState, event: Event, now_s: float) -> Step:
             state = replace(state, members=state.members | {event.replica}, formers=formers)
         case Gone():
             state = _gone(state, event.replica, replies)
-        case MeanAsked():
-            state = replace(state, num_means=state.num_means + 1)
-        case StopAsked():
-            state = replace(state, to_stop=state.members)
+        case Drained():
+            former = state.formers[event.stage].drained(event.replica, state.members)
+            state = _with_former(state, event.stage, former)
         case Tick():
             pass
-    state = _mean_begun(state)
     for stage in range(len(state.formers)):
         state = _closed_if_due(state, stage, now_s, replies)
     return Step(state, tuple(replies))
 
 
 def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
-    last_stage = len(state.formers) - 1
-    seen = state.formers[event.stage].latest.get(event.replica, -1)
-    if event.replica not in state.members or event.batch <= seen or event in state.early:
-        return state
-    decided = state.formers[last_stage].latest.get(event.replica, -1)
-    if event.stage != last_stage and event.batch > decided:
-        return replace(state, early=(*state.early, event))
-    state = _waiting(state, event, now_s)
-    followers = [one for one in state.early if _follows(one, event)] if event.stage == last_stage else []
-    state = replace(state, early=tuple(one for one in state.early if one not in followers))
-    for one in followers:
-        state = _waiting(state, one, now_s)
-    return state
-
-
-def _follows(one: Arrived, event: Arrived) -> bool:
-    return one.replica == event.replica and one.batch <= event.batch
-
-
-def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
-    """With a rank that waits at its stage, for a group or for the mean over all."""
-    replica, one = event.replica, GroupMember(event.replica, event.batch)
+    """With a rank that waits at its stage."""
     former = state.formers[event.stage]
-    former = replace(former, latest=former.latest | {replica: event.batch})
-    if event.stage == len(state.formers) - 1:
-        if replica in state.to_stop:
-            state = replace(
-                state, to_stop=state.to_stop - {replica}, stops=state.stops | {replica: event.batch}
-            )
-        if state.mean_at is not None and replica in state.mean_of - state.mean_at.keys():
-            state = replace(state, mean_at=state.mean_at | {replica: event.batch})
-    if state.mean_at is not None and state.mean_at.get(replica) == event.batch:
-        former = replace(former, for_mean=(*former.for_mean, one), present=former.present | {replica})
-        return _with_former(state, event.stage, former)
+    if event.replica not in state.members or event.batch <= former.latest.get(event.replica, -1):
+        return state
+    former = replace(former, latest=former.latest | {event.replica: event.batch})
     # The one that arrives does not drain any more.
-    is_whole = state.members <= former.present | {replica}
-    may_force = state.owner is None and state.mean_at is None and not state.num_means and is_whole
+    is_whole = state.members <= former.present | {event.replica}
     former = former.with_arrival(
-        one,
+        GroupMember(event.replica, event.batch),
         event.wait_s,
         now_s,
         patient_s=event.patient_s,
         members=state.members,
-        may_force=may_force,
+        may_force=state.owner is None and is_whole,
     )
     state = _with_former(state, event.stage, former)
     return replace(state, owner=event.stage) if former.is_forced else state
-
-
-def _mean_begun(state: GroupState) -> GroupState:
-    """Begin the next mean over all replicas if one is wanted and no stage forces a group.
-
-    Each takes part with the next batch that its last stage comes with: the other stages cannot be past that.
-    """
-    if not state.num_means or state.mean_at is not None or state.owner is not None:
-        return state
-    return replace(state, mean_at={}, mean_of=state.members)
 
 
 def _closed_if_due(
     state: GroupState, stage: int, now_s: float, replies: list[Formed | Settled]
 ) -> GroupState:
     former = state.formers[stage]
-    if former.for_mean and {one.replica for one in former.for_mean} >= state.mean_of:
-        everyone = tuple(sorted(former.for_mean, key=lambda one: one.replica))
-        state = _with_former(state, stage, former.mean_made(_drains(state, everyone)))
-        state = _formed(state, stage, everyone, replies, is_mean=True)
-        former = state.formers[stage]
-        if _mean_is_made(state):
-            state = replace(state, num_means=state.num_means - 1, mean_at=None)
-    if not former.is_due(state.members, now_s):
+    if not former.is_due(state.members & former.present, now_s):
         return state
     groups = former.cut(len(state.members), state.settings)
-    drains = _drains(state, former.ready)
-    num_updates, was_forced = len(former.ready), former.is_forced
-    former = former.closed(groups, len(state.members), state.settings, drains=drains)
+    was_forced = former.is_forced
+    former = former.closed(groups, len(state.members), state.settings)
     state = _with_former(state, stage, former)
     if was_forced:
         state = replace(state, owner=None)
     for members in groups:
         state = _formed(state, stage, members, replies, is_forced=was_forced)
-    if stage == len(state.formers) - 1 and state.settings.stop_every:
-        period = state.settings.stop_every * len(state.members)
-        updates = state.updates + num_updates
-        to_stop = state.members if updates >= period else state.to_stop
-        state = replace(state, updates=updates % period, to_stop=to_stop)
     return state
-
-
-def _drains(state: GroupState, members: Iterable[GroupMember]) -> frozenset[int]:
-    """Those of them that stop after the batch that they are here with."""
-    return frozenset(one.replica for one in members if state.stops.get(one.replica) == one.batch)
-
-
-def _mean_is_made(state: GroupState) -> bool:
-    """Whether every stage has made the mean after the batches that were agreed."""
-    agreed = state.mean_at
-    if agreed is None or not state.mean_of <= agreed.keys():
-        return False
-    return all(
-        not former.for_mean and all(former.latest.get(one, -1) >= agreed[one] for one in state.mean_of)
-        for former in state.formers
-    )
 
 
 def _formed(
@@ -228,17 +142,9 @@ def _formed(
     members: tuple[GroupMember, ...],
     replies: list[Formed | Settled],
     *,
-    is_forced: bool = False,
-    is_mean: bool = False,
+    is_forced: bool,
 ) -> GroupState:
-    group = Group(
-        stage,
-        state.num_groups,
-        members,
-        is_forced=is_forced,
-        is_mean=is_mean,
-        last=_drains(state, members),
-    )
+    group = Group(stage, state.num_groups, members, is_forced=is_forced)
     replies.append(Formed(group))
     state = replace(state, num_groups=state.num_groups + 1)
     return _settled_or_open(state, group, replies)
@@ -286,15 +192,7 @@ def _gone(state: GroupState, replica: int, replies: list[Formed | Settled]) -> G
         state,
         members=state.members - {replica},
         formers=tuple(one.without(replica) for one in state.formers),
-        to_stop=state.to_stop - {replica},
-        stops={one: batch for one, batch in state.stops.items() if one != replica},
-        early=tuple(one for one in state.early if one.replica != replica),
     )
-    if state.mean_at is not None:
-        mean_at = {one: batch for one, batch in state.mean_at.items() if one != replica}
-        state = replace(state, mean_at=mean_at, mean_of=state.mean_of - {replica})
-        if _mean_is_made(state):
-            state = replace(state, mean_at=None, num_means=state.num_means - 1)
     if any(not state.formers[stage].is_forced for stage in forced):
         state = replace(state, owner=None)  # nobody is left of its group
     for group in list(state.open.values()):

@@ -12,9 +12,9 @@ from bireme.sync.coordinator.coordinator import step as coordinator_step
 from bireme.sync.coordinator.joining import is_cut_off
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard
-from bireme.sync.coordinator.messages import TERM, RankId, Report, Word
+from bireme.sync.coordinator.messages import TERM, Life, RankId, Report, Word
 from bireme.sync.coordinator.settings import Settings
-from bireme.sync.coordinator.state import Event, State, Step, Tick
+from bireme.sync.coordinator.state import Ended, Event, State, Step, Tick
 from bireme.sync.coordinator.succession import Candidate, taken_up
 
 __all__ = ["Host", "HostStep", "beginner", "host_step", "host_wake_s", "waiting"]
@@ -25,12 +25,15 @@ LATENESS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One that has a `state` coordinates. One that has none has `heard` ranks since `since_s`."""
+    """One that has a `state` coordinates. One that has none has `heard` ranks since `since_s`, and of
+    lives that have `ended`.
+    """
 
     settings: Settings
     candidate: Candidate
     state: State | None = None
     heard: dict[RankId, Heard] = field(default_factory=dict)
+    ended: frozenset[Life] = frozenset()
     since_s: float = 0.0
 
 
@@ -91,9 +94,11 @@ def _gathered(host: Host, event: Event, now_s: float) -> HostStep:
         last = heard.get(event.rank)
         if last is None or last.report.number < event.number:
             heard[event.rank] = Heard(event, now_s)
-    host = replace(host, heard=heard, since_s=now_s if len(heard) <= 1 else host.since_s)
+    ended = host.ended | {event.life} if isinstance(event, Ended) else host.ended
+    heard = {rank: one for rank, one in heard.items() if rank.own_life not in ended}
+    host = replace(host, heard=heard, ended=ended, since_s=now_s if len(heard) <= 1 else host.since_s)
     is_late = now_s >= host.since_s + LATENESS * host.settings.lease_s
-    taken = taken_up(host.settings, host.candidate, heard, is_late=is_late)
+    taken = taken_up(host.settings, host.candidate, heard, ended=ended, is_late=is_late)
     if taken is None:
         return HostStep(host)
     return _begun(host, taken, now_s)
@@ -104,5 +109,5 @@ def _begun(host: Host, taken: Step, now_s: float) -> HostStep:
     state = done.state
     candidate = replace(host.candidate, used=state.membership.epoch // TERM)
     words = tuple((rank, word_for(state, rank)) for rank in sorted(state.membership.heard))
-    host = replace(host, candidate=candidate, state=state, heard={})
+    host = replace(host, candidate=candidate, state=state, heard={}, ended=frozenset())
     return HostStep(host, words, (*taken.lines, *done.lines))

@@ -2,34 +2,79 @@
 
 from dataclasses import replace
 
+from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership, heard_replicas
 from bireme.sync.coordinator.messages import Heal, Life, Member, Report
+from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
 
-__all__ = ["is_cut_off", "with_beginning", "with_entries", "with_heals", "without_lost"]
+__all__ = ["is_cut_off", "is_lost", "with_beginning", "with_entries", "with_heals", "without_lost"]
 
 Lines = list[Began | Committed]
 
 
 def with_beginning(state: State, now_s: float, lines: Lines) -> State:
-    """With the first epoch, once all replicas are there; a lease after the first, once more than half are."""
+    """With the first epoch, once all replicas are there; a lease after the first, once more than half are.
+
+    If all its members end before anything counts there is another beginning. One that begins in the place of
+    another coordinator needs all replicas, and all of them must confirm it: who was started again does not
+    know what was told before.
+    """
+    if state.membership.have_ended and not _counts(state):
+        state = _anew(state)
     membership, settings = state.membership, state.settings
     if membership.members or membership.voters:
         return state
     lives = heard_replicas(membership, now_s - settings.lease_s)
+    lives = [one for one in lives if not membership.is_empty(one)]
     if lives and state.first_heard_s is None:
         state = replace(state, first_heard_s=now_s)
     are_late = state.first_heard_s is not None and now_s >= state.first_heard_s + settings.lease_s
-    if len(lives) < settings.num_replicas and not (are_late and 2 * len(lives) > settings.num_replicas):
+    are_enough = are_late and 2 * len(lives) > settings.num_replicas and not membership.is_strict
+    if len(lives) < settings.num_replicas and not are_enough:
         return state
     members = [_as_member(membership, life) for life in lives]
-    begun = membership.begun(members)
-    begun = replace(begun, voters=(frozenset(lives),), is_strict=False)
+    voters = [frozenset([one]) for one in lives] if membership.is_strict else [frozenset(lives)]
+    begun = replace(membership.begun(members), voters=tuple(voters))
     pool = state.pool
-    lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open))
+    mode = "" if settings.mode is SyncMode.QUORUM else str(settings.mode)
+    lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open, mode))
     return replace(state, membership=begun)
+
+
+def is_lost(state: State) -> bool:
+    """Whether rounds count, and nobody is left who has their weights."""
+    membership = state.membership
+    if membership.members:
+        return membership.have_ended
+    return any(one.report.is_empty for one in membership.heard.values())
+
+
+def _counts(state: State) -> bool:
+    """Whether anything has been committed in this run."""
+    first = state.settings.first if state.settings.mode is SyncMode.QUORUM else 0
+    return bool(state.trained) or any(line.committed > first for line in state.lines)
+
+
+def _anew(state: State) -> State:
+    """As before the first epoch, but for what is known of lives."""
+    settings = state.settings
+    return replace(
+        state,
+        membership=replace(state.membership, members=(), voters=()),
+        lines=tuple(one.with_epoch() for one in state.lines),
+        pool=Pool(settings.fresh, settings.waiting),
+        dealing=Dealing(settings.batch_size, settings.limits),
+        heals=(),
+        commits=(),
+        dealt=settings.first,
+        dealt_to={},
+        groups=None,
+        group_words={},
+        first_heard_s=None,
+    )
 
 
 def is_cut_off(state: State, now_s: float) -> bool:
@@ -53,12 +98,10 @@ def without_lost(state: State, now_s: float) -> State:
 
     lost = [one for one in membership.members if not stays(one)]
     left = [one for one in membership.members if one not in lost]
-    if not lost or not left:
-        return state
     for one in lost:
         if any(report.is_leaving for report in membership.reports(one.own_life)):
             membership = membership.with_over(one.own_life)
-    if not membership.can_be(left):
+    if not lost or not left or not membership.can_be(left):
         return replace(state, membership=membership)
     for one in lost:
         if not membership.is_over(one.own_life):
@@ -71,6 +114,7 @@ def without_lost(state: State, now_s: float) -> State:
         _in_new_epoch(state, membership, left),
         pool=pool,
         dealt_to={one: batch for one, batch in state.dealt_to.items() if one not in gone},
+        ends=tuple(one for one in state.ends if one.replica not in gone),
         trained={key: batch for key, batch in state.trained.items() if key[0] not in gone},
     )
 
@@ -95,9 +139,16 @@ def with_heals(state: State, now_s: float) -> State:
         if life.replica in donors or any(one.replica == life.replica for one in kept):
             continue
         avoided = next((one.donor for one in state.heals if one.replica == life.replica), None)
-        free = sorted(donors, key=lambda one: (one == avoided, sum(h.donor == one for h in kept), one))
+        # Who is late itself has the sums too late for anybody to catch up by them.
+        late = {one.replica for one in membership.members if not _has_caught_up(state, one.own_life)}
+        free = sorted(
+            donors,
+            key=lambda one: (one == avoided, one in late, sum(h.donor == one for h in kept), one),
+        )
         addresses = tuple(one.address for one in membership.reports(life))
         batch = max((line.committed for line in state.lines), default=0) + 1
+        if settings.mode is not SyncMode.QUORUM:  # the donor's own, which it has not begun
+            batch = state.dealt_to.get(free[0], settings.first)
         kept.append(Heal(life.replica, free[0], batch, addresses))
     heals = tuple(kept)
     return state if heals == state.heals else replace(state, heals=heals, pool=pool)
@@ -115,7 +166,8 @@ def with_entries(state: State) -> State:
         reports = [] if life is None else membership.reports(life)
         is_healed = bool(reports) and all(one.healed == heal.batch for one in reports)
         found = heal
-        if is_healed and heal.first is None and all(_is_close(state, one) for one in reports):
+        has_caught_up = not is_quorum or (bool(reports) and _has_caught_up(state, reports[0].rank.own_life))
+        if is_healed and heal.first is None and has_caught_up:
             found = replace(heal, first=state.dealt if is_quorum else heal.batch)
         if found.first is None or (is_quorum and not _has_all(state, found.first, reports)):
             heals.append(found)
@@ -124,6 +176,8 @@ def with_entries(state: State) -> State:
     if tuple(heals) == state.heals:
         return state
     state = replace(state, heals=tuple(heals))
+    if not is_quorum:
+        state = replace(state, dealt_to=state.dealt_to | {one.replica: one.first for one in entering})
     return _in_new_epoch(state, membership, [*membership.members, *entering]) if entering else state
 
 
@@ -161,10 +215,13 @@ def _has_all(state: State, first: int, reports: list[Report]) -> bool:
     )
 
 
+def _has_caught_up(state: State, life: Life) -> bool:
+    """Whether all ranks of a replica have all committed rounds, but for one of each line."""
+    return all(_is_close(state, one) for one in state.membership.reports(life))
+
+
 def _is_close(state: State, report: Report) -> bool:
     """Whether a rank has all committed rounds, but for one of each line."""
-    if len(report.rounds) < len(state.lines):
-        return state.settings.mode is SyncMode.GROUPS
-    return all(
+    return len(report.rounds) == len(state.lines) and all(
         at.committed >= line.committed - 1 for at, line in zip(report.rounds, state.lines, strict=True)
     )

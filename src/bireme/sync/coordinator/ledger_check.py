@@ -3,6 +3,10 @@
 Each line says which places of the run's order it commits, and which below `fresh` are not committed yet. So
 after each line all places below `fresh` are committed once, or open. An epoch of the data is finished once
 all its places have been dealt and none of them is open.
+
+What a start says is not taken on trust. It may undo what lines before it commit, as after a resume from a
+checkpoint. That a place is committed it can say only of what was trained before the first line, or without a
+coordinator since the last one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +16,7 @@ from typing import Any
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
+from bireme.sync.coordinator.ledger_line import in_force
 from bireme.sync.coordinator.messages import Samples
 from bireme.sync.coordinator.samples import united
 
@@ -20,10 +25,13 @@ __all__ = ["CheckedLedger", "MembersFrom", "check_ledger"]
 
 @dataclass(frozen=True, slots=True)
 class MembersFrom:
-    """From a batch on these replicas had a part in the rounds."""
+    """From a batch on these replicas had a part in the rounds; in that membership epoch, if each line is of
+    one replica's batch.
+    """
 
     batch: int
     members: tuple[int, ...]
+    epoch: int | None = None
 
 
 @dataclass(slots=True)
@@ -42,7 +50,10 @@ class CheckedLedger:
     damaged: tuple[int, ...] = ()
     """The numbers of lines that nobody can read."""
     members: list[MembersFrom] = field(default_factory=list)
+    is_of_single_replicas: bool = False
     committed: tuple[Samples, ...] = ()
+    next_batch: int | None = None
+    """After all that lines tell of, if there are any."""
 
     @property
     def is_whole(self) -> bool:
@@ -100,7 +111,7 @@ def check_ledger(path: Path) -> CheckedLedger:
         )
     read = read_json_lines(path, start="start")
     found, damaged = CheckedLedger(), list(read.damaged)
-    for number, record in read.records.items():
+    for number, record in in_force(read.records).items():
         try:
             _take(found, record)
         except (KeyError, TypeError, ValueError):
@@ -114,27 +125,58 @@ def check_ledger(path: Path) -> CheckedLedger:
 
 def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
     """Learn one line."""
-    kind, fresh, open_ = record["kind"], int(record["fresh"]), _read(record["open"])
+    kind, fresh, batch = record["kind"], int(record["fresh"]), int(record["batch"])
+    open_ = _read(record["open"], fresh)
     if kind == "start":
         found.per_epoch = int(record["num_samples"])
-        found.committed = _without((Samples(0, fresh),) if fresh else (), open_)
+        found.is_of_single_replicas = "mode" in record
+        told = _without((Samples(0, fresh),) if fresh else (), open_)
+        found.committed = told if found.is_of_single_replicas else _committed_at(found, batch, told)
+        found.next_batch = max(batch, found.next_batch or 0)
     elif kind == "round":
-        samples = [one for own in record["samples"] for one in _read(own)]
+        samples = [one for own in record["samples"] for one in _read(own, fresh)]
         for one in samples:
             found.doubled = _union(found.doubled, _common(found.committed, (one,)))
             found.committed = _union(found.committed, (one,))
+        found.next_batch = max(batch + 1, found.next_batch or 0)
         found.rounds += 1
         found.samples += sum(one.count for one in samples)
-        members = tuple(record["members"])
-        if not found.members or found.members[-1].members != members:
-            found.members.append(MembersFrom(int(record["batch"]), members))
+        _note_members(found, batch, tuple(record["members"]), int(record.get("epoch", 0)))
     else:
         raise ValueError(kind)
     found.fresh, found.open = fresh, open_
 
 
-def _read(pairs: Sequence[Sequence[int]]) -> tuple[Samples, ...]:
-    return tuple(Samples(int(begin), int(end)) for begin, end in pairs)
+def _committed_at(found: CheckedLedger, batch: int, told: tuple[Samples, ...]) -> tuple[Samples, ...]:
+    """What is committed where a coordinator begins before a batch, and says that it is these places."""
+    if found.next_batch is None:
+        return told
+    # Batches that no line tells of were trained without a coordinator, in order.
+    known = (Samples(0, found.fresh),) if found.fresh else ()
+    alone = _without(told, known) if batch > found.next_batch else ()
+    return _common(told, _union(found.committed, alone))
+
+
+def _note_members(found: CheckedLedger, batch: int, members: tuple[int, ...], epoch: int) -> None:
+    last = found.members[-1] if found.members else None
+    if not found.is_of_single_replicas:
+        if last is None or last.members != members:
+            found.members.append(MembersFrom(batch, members))
+    elif last is None or last.epoch != epoch:
+        found.members.append(MembersFrom(batch, members, epoch))
+    else:
+        found.members[-1] = MembersFrom(last.batch, tuple(sorted({*last.members, *members})), epoch)
+
+
+def _read(pairs: Sequence[Sequence[int]], fresh: int) -> tuple[Samples, ...]:
+    """Places below the first that nobody was given."""
+    found = tuple(Samples(int(begin), int(end)) for begin, end in pairs)
+    begins = [0, *(one.end for one in found)]
+    if any(one.begin < begin or one.end <= one.begin for one, begin in zip(found, begins, strict=False)):
+        raise ValueError(pairs)
+    if begins[-1] > fresh:
+        raise ValueError(pairs)
+    return found
 
 
 def _union(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples, ...]:

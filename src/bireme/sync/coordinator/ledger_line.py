@@ -1,11 +1,12 @@
 """What is written down of each committed round, and what a coordinator writes when it begins."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.sync.coordinator.messages import Samples
+from bireme.sync.coordinator.messages import TERM, Samples
 
-__all__ = ["LEDGER", "Began", "Committed"]
+__all__ = ["LEDGER", "Began", "Committed", "in_force"]
 
 LEDGER = "ledger.jsonl"
 """Its name in the folder of a run."""
@@ -14,7 +15,7 @@ LEDGER = "ledger.jsonl"
 @dataclass(frozen=True, slots=True)
 class Began:
     """A coordinator begins, or takes up, before the batch `batch`: the places below `fresh` are committed,
-    but for those in `open`.
+    but for those in `open`. The `mode` is named where each line is of one replica's batch.
     """
 
     epoch: int
@@ -22,6 +23,7 @@ class Began:
     num_samples: int
     fresh: int
     open: tuple[Samples, ...]
+    mode: str = ""
 
     def document(self) -> dict[str, Any]:
         """As a line of the ledger."""
@@ -32,7 +34,7 @@ class Began:
             "num_samples": self.num_samples,
             "fresh": self.fresh,
             "open": _pairs(self.open),
-        }
+        } | ({"mode": self.mode} if self.mode else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Committed:
     samples: tuple[tuple[Samples, ...], ...]
     fresh: int
     open: tuple[Samples, ...]
+    returned: int = 0
+    """Samples that came back so far because they did not count where they were dealt first."""
 
     @property
     def num_samples(self) -> int:
@@ -63,7 +67,22 @@ class Committed:
             "samples": [_pairs(own) for own in self.samples],
             "fresh": self.fresh,
             "open": _pairs(self.open),
-        }
+        } | ({"returned": self.returned} if self.returned else {})
+
+
+def in_force(records: Mapping[int, dict[str, Any]], last_term: int = -1) -> dict[int, dict[str, Any]]:
+    """The lines that count, by their numbers, after lines of that term at the latest.
+
+    A coordinator that was stopped, and wakes up after another one has taken up, may still write: nobody hears
+    of it. Its lines are of an earlier term than some before them.
+    """
+    found = {}
+    for number, record in records.items():
+        epoch = record.get("epoch")
+        term = epoch // TERM if isinstance(epoch, int) else last_term
+        if term >= last_term:
+            found[number], last_term = record, term
+    return found
 
 
 def _pairs(samples: tuple[Samples, ...]) -> list[list[int]]:

@@ -85,6 +85,12 @@ class Membership:
         return next((one for one in self.members if one.own_life == life), None)
 
     @property
+    def have_ended(self) -> bool:
+        """Whether there are members, and all of them are known to have ended."""
+        ended = (one.life < self.over.get(one.replica, 0) for one in self.members)
+        return bool(self.members) and all(ended)
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """The members' numbers."""
         return tuple(one.replica for one in self.members)
@@ -98,6 +104,10 @@ class Membership:
         """Whether all of its ranks have been heard since then."""
         ranks = [RankId(life.replica, life.life, stage) for stage in range(self.num_stages)]
         return all(rank in self.heard and self.heard[rank].at_s >= since_s for rank in ranks)
+
+    def is_empty(self, life: Life) -> bool:
+        """Whether it has no weights to begin with."""
+        return any(one.is_empty for one in self.reports(life))
 
     def confirms(self, life: Life) -> bool:
         """Whether all ranks of a life know this epoch."""
@@ -125,7 +135,7 @@ class Membership:
     def _are_enough(self, there: Collection[Life]) -> bool:
         for own in self.voters:
             num, needed = len(own & set(there)), len(own)
-            if 2 * num < needed or (self.is_strict and 2 * num == needed):
+            if 2 * num < needed or (self.is_strict and 2 * num == needed > 0):
                 return False
         return True
 

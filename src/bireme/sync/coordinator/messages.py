@@ -1,4 +1,5 @@
-"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`, which are JSON.
+"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`, which are JSON. A launcher
+says a `Notice`, and is answered too.
 
 Both say all that holds now, not what has changed. So a later one replaces an earlier one, a lost one is made
 good by the next, and one that comes twice or late changes nothing. A rank reports whenever something has
@@ -25,6 +26,10 @@ up after another begins at a later multiple of `TERM`. What carries an older epo
 **Rounds.** In `quorum` a round is the sum of the gradients of a batch, and there is one line of rounds. In
 `outer` each fragment has a line of its own, and a round is the mean of its drift. Rounds of a line are
 numbered from 0 without gaps. `committed` is how many of them are committed, so it is the number of the next.
+
+**Windows.** In `groups` and `outer` replicas train batches of their own until the places of a window are
+dealt. Then they drain, and all of them make one mean: a round of the last line, which all members have a part
+in. The number of that round is the number of the window.
 """
 
 from collections.abc import Hashable
@@ -40,6 +45,7 @@ __all__ = [
     "TERM",
     "Commit",
     "Deal",
+    "End",
     "Grant",
     "GroupAt",
     "GroupMember",
@@ -48,12 +54,14 @@ __all__ = [
     "Known",
     "Life",
     "Member",
+    "Notice",
     "Part",
     "RankId",
     "Report",
     "RoundAt",
     "Samples",
     "Source",
+    "Window",
     "Word",
     "decode",
     "encode",
@@ -121,9 +129,10 @@ class RoundAt:
 
     It has `committed` rounds: it has the results of all of them, and has heard that they count. `ready` is
     the round whose contribution it has kept, `summed` the one whose sum it holds, made in `attempt`. `lost`
-    are replicas that it could not reach in that attempt, or as the source of a committed sum. `busy_s` are
-    the seconds that its device was busy with the contribution. In `outer` it says of its contribution how
-    many samples it is of, and that the first `trained` batches are in it or in earlier ones.
+    are replicas that it could not reach in that attempt, or as the source of a committed sum. `last` is the
+    committed round that it took last, without sources. `busy_s` are the seconds that its device was busy with
+    the contribution. In `outer` it says of its contribution how many samples it is of, and that the first
+    `trained` batches are in it or in earlier ones.
     """
 
     committed: int = 0
@@ -134,24 +143,32 @@ class RoundAt:
     busy_s: float = 0.0
     num_samples: int = 0
     trained: int = 0
+    last: "Commit | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAt:
     """Where a rank is in `groups`: it waits to average its weights after the batch `arrived`.
 
-    `wait_s` is how long it would wait for others, if it opens the group, and `patient_s` how long if it is
-    connected to half of the members at most: about as long as they take for a batch. `summed` is the group
+    `wait_s` is how long it would wait for others, if it opens the group. `summed` is the group
     that it holds the mean of, made in `attempt`; `is_broken` says that it could not reach another member in
-    that attempt.
+    that attempt. One that `is_drained` has no batch left in its window.
     """
 
     arrived: int | None = None
     wait_s: float = 0.0
-    patient_s: float = 0.0
     summed: int | None = None
     attempt: int = 0
     is_broken: bool = False
+    is_drained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The batches between two means over all replicas, in which the places below `until` are dealt."""
+
+    number: int
+    until: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +177,9 @@ class Report:
 
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
-    has loaded the snapshot after `healed` batches. `means` counts the means over all replicas that it has
-    asked for (`groups`). One that `is_leaving` will say no more.
+    has loaded the snapshot after `healed` batches. It is in a `window`, and has asked for the first `means`
+    windows to end (`groups` and `outer`). One that `is_leaving` will say no more. One that `is_empty` was
+    started after rounds counted: it has no weights that the run could go on from, and can only heal.
     `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
     needs no more than this from a majority of the members.
     """
@@ -174,9 +192,18 @@ class Report:
     rounds: tuple[RoundAt, ...] = ()
     group: GroupAt | None = None
     healed: int | None = None
+    window: Window | None = None
     means: int = 0
     is_leaving: bool = False
+    is_empty: bool = False
     known: "Known | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What the launcher of a host says: these starts of its replicas are over for certain."""
+
+    ended: tuple[Life, ...]
 
 
 # What the coordinator answers.
@@ -247,6 +274,18 @@ class Deal:
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """In that window a replica has no batch from `batch` on; the window ends at the place `until`, which is
+    the end of a batch of the run.
+    """
+
+    replica: int
+    window: int
+    batch: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heal:
     """`replica` gets a snapshot of every stage from `donor`: weights and optimiser after `batch` updates.
 
@@ -274,17 +313,13 @@ class GroupMember:
 class GroupWord:
     """The group of a rank's last arrival. The members are the same, in the same order, for all of them.
 
-    Everyone makes the plain mean over `members` from the kept weights, and uses it once it `is_settled`. With
-    `is_mean` it is the mean over all replicas that somebody asked for. With `is_last` the replica drains: it
-    trains what is in its pipeline alone.
+    Everyone makes the plain mean over `members` from the kept weights, and uses it once it `is_settled`.
     """
 
     number: int
     attempt: int
     members: tuple[GroupMember, ...]
     is_settled: bool = False
-    is_mean: bool = False
-    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +329,14 @@ class Word:
     `committed` rounds of each line count; `commits` are the first of them that the rank has not said it has.
     All members have the sums of the rounds of each line below `kept`, so nobody need keep these. `deals` are
     the samples in batches that are not committed, of all replicas; `waiting` were dealt and lost, and are
-    dealt again first, and from the place `fresh` on none have been dealt. `voters` are sets of replicas: of
+    dealt again first, and from the place `fresh` on none have been dealt. `ends` are those of the replicas'
+    last windows. `voters` are sets of replicas: of
     each set enough must know the epoch before it `is_installed`, and nothing is granted or committed before.
     A coordinator that took up did so from the word with the epoch and the number that `after` says.
 
     `group` is of the rank's own last arrival. A rank that `is_dropped` is of a life that is over: it ends,
-    for its replica to begin the next one.
+    for its replica to begin the next one. The run `is_lost` if rounds count and nobody is
+    left who has their weights.
     """
 
     epoch: int
@@ -313,11 +350,13 @@ class Word:
     grants: tuple[Grant, ...] = ()
     commits: tuple[Commit, ...] = ()
     deals: tuple[Deal, ...] = ()
+    ends: tuple[End, ...] = ()
     waiting: tuple[Samples, ...] = ()
     fresh: int = 0
     heals: tuple[Heal, ...] = ()
     group: GroupWord | None = None
     is_dropped: bool = False
+    is_lost: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -353,10 +392,10 @@ class Known:
         return Known(word) if word.is_installed else Known(held, word)
 
 
-Message = TypeVar("Message", Report, Word)
+Message = TypeVar("Message", Report, Notice, Word)
 
 
-def encode(message: Report | Word) -> bytes:
+def encode(message: Report | Notice | Word) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
     return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 

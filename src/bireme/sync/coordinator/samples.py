@@ -15,11 +15,14 @@ __all__ = ["Pool", "united"]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`deals` by replica and batch; `waiting` in rising order, without overlaps."""
+    """`deals` by replica and batch; `waiting` in rising order, without overlaps. So many samples were
+    `returned` so far.
+    """
 
     fresh: int = 0
     waiting: tuple[Samples, ...] = ()
     deals: dict[tuple[int, int], tuple[Samples, ...]] = field(default_factory=dict)
+    returned: int = 0
 
     def with_deal(self, batch: int, counts: Mapping[int, int]) -> "Pool":
         """After so many samples of a batch have been dealt to each of these replicas."""
@@ -40,7 +43,10 @@ class Pool:
             return self
         waiting = united((*self.waiting, *(one for key in back for one in self.deals[key])))
         return replace(
-            self, waiting=waiting, deals={key: own for key, own in self.deals.items() if key not in back}
+            self,
+            waiting=waiting,
+            deals={key: own for key, own in self.deals.items() if key not in back},
+            returned=self.returned + sum(one.count for key in back for one in self.deals[key]),
         )
 
     def count(self, replica: int, batch: int) -> int:
@@ -50,6 +56,10 @@ class Pool:
     def listed(self) -> tuple[Deal, ...]:
         """All deals."""
         return tuple(Deal(replica, batch, own) for (replica, batch), own in self.deals.items())
+
+    def num_left(self, until: int) -> int:
+        """How many samples can still be dealt: those that wait, and the fresh ones below a place."""
+        return sum(one.count for one in self.waiting) + max(until - self.fresh, 0)
 
     @property
     def open(self) -> tuple[Samples, ...]:

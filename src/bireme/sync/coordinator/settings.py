@@ -24,13 +24,11 @@ class SyncMode(StrEnum):
 class GroupSettings:
     """How groups form: they connect all replicas at least every `connect_every` batches of each.
 
-    With more than `pairs_above` replicas a group that is not forced is cut into pairs. After so many batches
-    of each replica all of them stop and drain; 0 is never.
+    With more than `pairs_above` replicas a group that is not forced is cut into pairs.
     """
 
     connect_every: int = 10
     pairs_above: int = 8
-    stop_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)

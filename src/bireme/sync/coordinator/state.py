@@ -6,7 +6,8 @@ from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.groups import GroupState
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership
-from bireme.sync.coordinator.messages import Commit, GroupWord, Heal, Life, RankId, Report, Word
+from bireme.sync.coordinator.messages import Commit, End, GroupWord, Heal, Life, RankId, Report, Word
+from bireme.sync.coordinator.paces import Paces
 from bireme.sync.coordinator.rounds import Line
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings
@@ -50,9 +51,10 @@ class State:
     dealt: int = 0
     dealt_to: dict[int, int] = field(default_factory=dict)
     trained: dict[tuple[int, int], int] = field(default_factory=dict)
+    ends: tuple[End, ...] = ()
     groups: GroupState | None = None
     group_words: dict[tuple[int, int], GroupWord] = field(default_factory=dict)
-    means: int = 0
+    paces: Paces = field(default_factory=Paces)
     first_heard_s: float | None = None
     after: tuple[int, int] = (0, 0)
     """The word from which it took up."""

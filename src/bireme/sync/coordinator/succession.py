@@ -13,12 +13,13 @@ call it; but then none of the batches in the ledger may be missing among them.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from bireme.sync.coordinator.committing import with_commit
 from bireme.sync.coordinator.coordinator import begun
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.membership import Heard, Membership
-from bireme.sync.coordinator.messages import TERM, Commit, Life, RankId, Word
+from bireme.sync.coordinator.membership import Heard, Membership, heard_replicas
+from bireme.sync.coordinator.messages import TERM, Commit, Life, RankId, Report, Word
 from bireme.sync.coordinator.rounds import is_summed
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
@@ -49,11 +50,16 @@ class Candidate:
 
 
 def taken_up(
-    settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard], *, is_late: bool
+    settings: Settings,
+    candidate: Candidate,
+    heard: Mapping[RankId, Heard],
+    *,
+    ended: Collection[Life] = (),
+    is_late: bool,
 ) -> Step | None:
     """The state with which the candidate goes on, if those that it has heard are enough.
 
-    It waits for all members, until it `is_late`.
+    It waits for all members, until it `is_late`. Lives that have `ended` elect nobody.
     """
     # A rank that does not say what it knows is none that counts.
     heard = {rank: each for rank, each in heard.items() if each.report.known is not None}
@@ -62,6 +68,8 @@ def taken_up(
     if not held:
         return _fresh(settings, candidate, heard)
     last = max(held, key=lambda word: word.place)
+    # Where another one has coordinated since, the own ledger does not say that this one was never replaced.
+    recorded = candidate.recorded if last.epoch // TERM == candidate.used else None
     offered = {one.offered for one in known if one.offered is not None and one.offered.place > last.place}
     sets = [frozenset(own) for own in last.voters]
     # They may have been installed without any caller's knowledge.
@@ -71,16 +79,19 @@ def taken_up(
         last.epoch,
         last.members,
         tuple(sets),
-        is_strict=candidate.recorded is None,
+        is_strict=recorded is None,
         heard=dict(heard),
     )
-    for rank in heard:
-        there = there.with_over(Life(rank.replica, rank.life - 1))
+    for life in (*ended, *(Life(rank.replica, rank.life - 1) for rank in heard)):
+        there = there.with_over(life)
     callers = [one for one in last.members if there.reports(one.own_life)]
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
         return None
     term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
-    state = replace(_state(settings, there, last, term * TERM), commits=_commits(last, held, heard.values()))
+    state = replace(
+        _state(settings, there, last, term * TERM),
+        commits=_commits(last, held, [each.report for each in heard.values()]),
+    )
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
     epoch = term * TERM + 1
@@ -89,7 +100,7 @@ def taken_up(
     ]
     state = replace(state, membership=replace(state.membership, epoch=epoch))
     state = _with_summed(state, [one.own_life for one in callers], lines)
-    if candidate.recorded is not None and state.lines and state.lines[0].committed < candidate.recorded:
+    if recorded is not None and state.lines and state.lines[0].committed < recorded:
         return None
     pool = state.pool
     for replica in {replica for replica, _ in pool.deals} - {one.replica for one in callers}:
@@ -102,12 +113,17 @@ def taken_up(
 
 
 def _fresh(settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard]) -> Step | None:
-    """The beginning, where the other coordinator ended before it: all are there, and in their first life."""
-    everyone = {RankId(r, 0, s) for r in range(settings.num_replicas) for s in range(settings.num_stages)}
-    if heard.keys() != everyone:
+    """The beginning, where the other coordinator ended before anything that a caller knows of: all replicas
+    are there, in whatever life.
+    """
+    there = Membership(settings.num_stages, 0, heard=dict(heard))
+    for rank in heard:
+        there = there.with_over(Life(rank.replica, rank.life - 1))
+    if len(heard_replicas(there, -inf)) < settings.num_replicas:
         return None
     state = begun(settings, term=candidate.next_term(max(e.report.epoch for e in heard.values()) // TERM))
-    return Step(replace(state, membership=replace(state.membership, heard=dict(heard))))
+    membership = replace(state.membership, heard=there.heard, over=there.over, is_strict=True)
+    return Step(replace(state, membership=membership))
 
 
 def _state(settings: Settings, membership: Membership, last: Word, first_attempt: int) -> State:
@@ -131,17 +147,15 @@ def _state(settings: Settings, membership: Membership, last: Word, first_attempt
     )
 
 
-def _commits(last: Word, held: Collection[Word], heard: Collection[Heard]) -> tuple[Commit, ...]:
-    """The rounds that count and that a caller may lack: as a word tells of them, or as they were granted."""
-    found: dict[tuple[int, int], Commit] = {}
-    for word in sorted(held, key=lambda one: one.place):
-        for grant in word.grants:
-            if grant.round < last.committed[grant.line]:
-                key = (grant.line, grant.round)
-                found[key] = Commit(grant.line, grant.round, grant.attempt, grant.parts)
-        found |= {(one.line, one.round): one for one in word.commits}
+def _commits(last: Word, held: Collection[Word], reports: Collection[Report]) -> tuple[Commit, ...]:
+    """The rounds that count and that a caller may lack, as a word or who has taken them tells of them. In
+    which attempt a round was committed does not follow from its grants: a later one may be unknown here.
+    """
+    told = [one.last for report in reports for one in report.rounds if one.last is not None]
+    known = [*told, *(one for word in held for one in word.commits)]
+    found = {(one.line, one.round): replace(one, sources=()) for one in known if one.attempt != UNKNOWN}
     for line, committed in enumerate(last.committed):
-        places = [each.report.rounds[line].committed for each in heard if line < len(each.report.rounds)]
+        places = [one.rounds[line].committed for one in reports if line < len(one.rounds)]
         for number in range(min(places, default=committed), committed):
             found.setdefault((line, number), Commit(line, number, UNKNOWN, ()))
     return tuple(found[key] for key in sorted(found))

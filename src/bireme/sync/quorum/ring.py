@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.sync.quorum.digest import NO_DIGEST, Digest, check_same
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp, Tag
 
 __all__ = ["PIECE_BYTES", "Contribution", "Summed", "sum_over"]
@@ -35,7 +36,7 @@ class Contribution:
 
     `weight` is what in truth counts in its samples. `holds` says for each parameter whether it has a gradient
     there; where it has none, `flats` are zero. `numbers` are further ones to add up: those in `means` as the
-    gradients, the others as they are.
+    gradients, the others as they are. `digest` is the last one of the member's weights.
     """
 
     flats: Sequence[Tensor]
@@ -44,6 +45,7 @@ class Contribution:
     nominal: float
     means: tuple[float, ...] = ()
     numbers: tuple[float, ...] = ()
+    digest: Digest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,15 @@ def sum_over(
     """The sum over some members, of which this is one; its gradients are written into flats like its own.
 
     `check` is called now and then; what it raises ends the attempt. Raises `LineBroken` where a member is
-    gone, or where nothing moves for the timeout.
+    gone, where nothing moves for the timeout, or where a member has other weights than the rest of them, and
+    `OtherWeightsError` where that one is this.
     """
     lines = {member: line_to(member) for member in members if member != me}
     for line in lines.values():
         line.begin(stamp)
     traffic = _Traffic(lines, timeout_s, check)
     told = _told(own, traffic, me, members, stamp)
+    check_same({member: one.digest for member, one in zip(members, told, strict=True)}, me)
     weight = sum(one.weight for one in told)
     factors = [one.nominal / weight if weight else 0.0 for one in told]
     _Ring(own, into, factors[members.index(me)], traffic, me, members, stamp).go()
@@ -135,7 +139,9 @@ def _told(
 ) -> list[Contribution]:
     """What all members say of their contributions, without the gradients, in the order of the members."""
     plain = array("d", [own.weight, own.nominal, *own.means, *own.numbers])
-    message = memoryview(plain.tobytes() + own.holds)
+    of_weights = own.digest
+    digest = array("q", [of_weights.version, of_weights.value, of_weights.kind, of_weights.first])
+    message = memoryview(plain.tobytes() + digest.tobytes() + own.holds)
     tag = Tag(stamp, NUMBERS, 0)
     come = {member: bytearray(len(message)) for member in traffic.lines}
     missing = set(come)
@@ -149,8 +155,10 @@ def _told(
             return own
         size = len(plain) * plain.itemsize
         weight, nominal, *rest = array("d", bytes(come[member][:size]))
+        end = size + len(digest) * digest.itemsize
+        its_digest = Digest(*array("q", bytes(come[member][size:end])))
         means, numbers = tuple(rest[: len(own.means)]), tuple(rest[len(own.means) :])
-        return Contribution((), bytes(come[member][size:]), weight, nominal, means, numbers)
+        return Contribution((), bytes(come[member][end:]), weight, nominal, means, numbers, its_digest)
 
     return [read(member) for member in members]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bireme.errors import BiremeError
+from bireme.runtime.piece_sections import joined
 from bireme.runtime.snapshot import Snapshot
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import SHARES, FileEntry, Manifest, read_manifest
@@ -37,7 +38,7 @@ class Checkpoint:
 
     def snapshot(self) -> Snapshot:
         """What all ranks held, by name; a tensor is read from its file whenever it is asked for."""
-        tensors = SavedTensors(self.folder, self.manifest.files)
+        tensors = joined(SavedTensors(self.folder, self.manifest.files))
         shares = self.manifest.extra.get(SHARES)
         known = shares if isinstance(shares, dict) else None
         return Snapshot(self.manifest.step, self.manifest.clip_scale, tensors, known)

@@ -14,6 +14,7 @@ from bireme.train.run_file.tables import (
     Memory,
     Model,
     Planning,
+    Sync,
     Tables,
     Training,
 )
@@ -42,12 +43,14 @@ def check_together(tables: Tables) -> None:
         )
     _check_links(tables.links)
     _check_memory(tables.memory, tables.plan)
+    _check_shard(tables)
     if tables.memory.is_on and tables.training.gradient != "whole":
         raise BiremeError(
             f'training.gradient is "{tables.training.gradient}", but memory.device is set, and only whole '
             "gradients are paged. Leave one of the two out."
         )
     _check_quorum(tables)
+    _check_averages(tables.sync)
 
 
 def _check_model_and_data(tables: Tables) -> None:
@@ -85,11 +88,12 @@ def _check_model_and_data(tables: Tables) -> None:
 def _check_quorum(tables: Tables) -> None:
     """With replicas that may die the coordinator deals out samples, and sums go over lines of their own."""
     sync, balance, data = tables.sync, tables.balance, tables.data
-    if sync.mode != "quorum":
+    if sync.mode == "all":
         return
+    unused = ("start", "measured") if sync.averages else ("start",)
     refused = {
         "sync.codec": (sync.codec, "none"),
-        "balance.mode": (balance.mode, balance.mode if balance.mode != "start" else "measured"),
+        "balance.mode": (balance.mode, None if balance.mode in unused else balance.mode),
         "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
         "balance.replan": (balance.replan, False),
         "data.private": (data.private, None),
@@ -98,9 +102,30 @@ def _check_quorum(tables: Tables) -> None:
     }
     for key, (value, usual) in refused.items():
         if value != usual:
+            what = "weights" if sync.averages else "gradients"
             raise BiremeError(
-                f'{key} is {value!r}, but sync.mode is "quorum", in which samples are dealt out by speed and '
-                f'gradients are sent as they are. Leave {key} out, or use sync.mode = "all".'
+                f'{key} is {value!r}, but sync.mode is "{sync.mode}", in which samples are dealt out by '
+                f'speed and {what} are sent as they are. Leave {key} out, or use sync.mode = "all".'
+            )
+
+
+def _check_averages(sync: Sync) -> None:
+    """Keys of one way to average have no effect in another one."""
+    usual = Sync()
+    for name in Sync.model_fields:
+        own = {"connect_every": "groups"}.get(name, "outer" if name.startswith("outer_") else sync.mode)
+        if own != sync.mode and getattr(sync, name) != getattr(usual, name):
+            raise BiremeError(
+                f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}". Leave it out, or set '
+                f'sync.mode = "{own}".'
+            )
+    if sync.mode != "outer":
+        return
+    for name, value in (("outer_fragments", sync.outer_fragments), ("outer_overlap", sync.outer_overlap)):
+        if value > sync.outer_every:
+            raise BiremeError(
+                f"sync.{name} is {value}, but there are only {sync.outer_every} batches between two averages "
+                f"(sync.outer_every). Make it {sync.outer_every} at most."
             )
 
 
@@ -283,7 +308,8 @@ def _check_links(links: Links) -> None:
 
 def _check_memory(memory: Memory, plan: Planning) -> None:
     usual = Memory()
-    given = [name for name in Memory.model_fields if getattr(memory, name) != getattr(usual, name)]
+    paging = [name for name in Memory.model_fields if name != "shard"]
+    given = [name for name in paging if getattr(memory, name) != getattr(usual, name)]
     if plan.file is not None:
         more = [name for name in given if name != "disk"]
         if more:
@@ -303,6 +329,29 @@ def _check_memory(memory: Memory, plan: Planning) -> None:
     if memory.is_on and memory.host_bytes == 0 and memory.most_disk_bytes == 0:
         raise BiremeError(
             "memory.host is 0 and there is no memory.disk, so there is nothing to page to. Set one of them."
+        )
+
+
+def _check_shard(tables: Tables) -> None:
+    """Replicas that share an optimiser need each other in every batch, and step parts of parameters."""
+    if tables.memory.shard == "none":
+        return
+    why = {
+        "memory.device": (tables.memory.device, None, "a part of an optimizer is not paged"),
+        "sync.mode": (tables.sync.mode, "all", "each replica needs all others in every batch"),
+        "sync.codec": (tables.sync.codec, "none", "each replica gets the plain sum of its part"),
+        "training.gradient": (tables.training.gradient, "whole", "only whole gradients have parts"),
+    }
+    for key, (value, usual, reason) in why.items():
+        if value != usual:
+            raise BiremeError(
+                f'memory.shard is "{tables.memory.shard}", but {key} is {value!r}, and {reason}. Leave out '
+                "one of the two."
+            )
+    if tables.training.optimizer == "muon":
+        raise BiremeError(
+            f'memory.shard is "{tables.memory.shard}", but training.optimizer is "muon", which steps whole '
+            'matrices, and parts begin and end within them. Use "adamw" or "sgd", or leave out memory.shard.'
         )
 
 

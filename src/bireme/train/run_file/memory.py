@@ -1,6 +1,6 @@
 """`[memory]` of a run file: what of a stage may lie on the host or on a disk while the device has no room."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -59,6 +59,13 @@ class Memory(Table):
     )
     stashes: bool = Field(
         default=True, description="Page the activations of micro-batches too, not only weights and optimizer"
+    )
+
+    shard: Literal["none", "optimizer"] = Field(
+        default="none",
+        description="What the replicas of a stage share: none, or the optimizer. Then each replica keeps and "
+        "steps a part of it only, and sends the others the weights that come of it",
+        examples=["optimizer"],
     )
 
     @property

@@ -57,6 +57,12 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
     ("dataloader_num_workers dataloader_workers num_loader_workers loader_workers", "data.num_workers", ""),
     ("prefetch_factor dataloader_prefetch_factor", "data.prefetch", ""),
     ("data_seed shuffle_seed", "data.seed", ""),
+    # [sync]
+    ("ssp_bound sync_bound connectivity_period", "sync.connect_every", ""),
+    ("sync_every local_steps inner_steps num_inner_steps diloco_steps h_steps", "sync.outer_every", ""),
+    ("outer_lr outer_learning_rate", "sync.outer_rate", ""),
+    ("num_fragments fragments", "sync.outer_fragments", ""),
+    ("fragment_sync_delay overlap_steps", "sync.outer_overlap", ""),
     # [training]
     ("lr max_lr peak_lr base_lr learning_rate_max", "training.learning_rate", ""),
     (
@@ -100,8 +106,8 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (
-        "eval_steps eval_every eval_interval eval_freq evaluation_steps evaluation_interval "
-        "validation_interval val_interval val_check_interval",
+        "eval evaluate evaluation eval_steps eval_every eval_interval eval_freq evaluation_steps "
+        "evaluation_interval validation_interval val_interval val_check_interval",
         "training.evaluate_every",
         "",
     ),

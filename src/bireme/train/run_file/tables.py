@@ -148,7 +148,8 @@ class Machines(Table):
     )
     workers: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
-        description="Number of processes on this machine; by default one per GPU, or two on a CPU",
+        description="Number of processes on this machine, or on each host with quorum; by default one per "
+        "GPU, or two on a CPU",
         examples=[2],
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -172,18 +173,49 @@ class Machines(Table):
 class Sync(Table):
     """`[sync]`."""
 
-    mode: Literal["all", "quorum"] = Field(
+    mode: Literal["all", "quorum", "groups", "outer"] = Field(
         default="all",
         description="How replicas agree: all of them in every batch, or those that live (quorum): a replica "
-        "whose rank dies is started again, and the others go on",
+        "whose rank dies is started again, and the others go on. In groups each trains batches of its own "
+        "and averages its weights with those that are ready; with outer all average their drift at times",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
-        default=10.0, description="With quorum, seconds after which a silent replica is taken for dead"
+        default=10.0, description="Except with all, seconds after which a silent replica is taken for dead"
     )
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="With quorum, seconds that a batch waits for the others once more than half are ready",
+        description="With quorum and outer, seconds that a round waits for the others once more than half "
+        "are ready",
     )
+    compare_every: Annotated[int, Field(ge=0)] = Field(
+        default=100,
+        description="With quorum, steps after which replicas compare their weights again, by a digest: one "
+        "that differs takes those of the others; with 0 only when a replica has come",
+    )
+    connect_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        default=10, description="With groups, batches of each replica within which groups connect all of them"
+    )
+    outer_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        default=50, description="With outer, batches of the run between two averages of a fragment"
+    )
+    outer_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = Field(
+        default=0.7, description="With outer, the learning rate of outer steps"
+    )
+    outer_momentum: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        default=0.9, description="With outer, Nesterov's momentum of outer steps"
+    )
+    outer_fragments: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="With outer, parts that the weights are cut into, which are averaged in turn"
+    )
+    outer_overlap: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="With outer, batches that a replica trains while an average is made"
+    )
+
+    @property
+    def averages(self) -> bool:
+        """Whether replicas average weights."""
+        return self.mode in ("groups", "outer")
+
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
         description="What sums of gradients over replicas go through: none, int8 (blocks with a scale), int4 "

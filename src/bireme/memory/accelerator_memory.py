@@ -1,0 +1,113 @@
+"""Addresses and memory of a CUDA device, reserved apart and mapped by hand: the driver's calls, with an
+account.
+
+What was made is given back in the end, in the order that the driver wants: memory is unmapped and released,
+then addresses are freed. Torch is not asked for anything here but the device's number.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from bireme.errors import BiremeError
+
+__all__ = ["AcceleratorMemory"]
+
+PINNED, ON_DEVICE, READ_AND_WRITE = 1, 1, 3
+"""CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp; what is not named here is zero."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class AcceleratorMemory:
+    """Pieces of a device's memory by their handles, and where each is mapped."""
+
+    def __init__(self, device: torch.device, driver: Any = None) -> None:
+        try:
+            self._driver = driver or ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise BiremeError(
+                f"Memory of {device} cannot be paged: there is no CUDA driver here ({error}). Leave "
+                "memory.device out."
+            ) from error
+        if driver is None:
+            torch.empty(0, device=device)  # so that the driver has a context
+        index = device.index
+        if index is None:
+            index = 0 if driver is not None else torch.accelerator.current_device_index()
+        self._device = device
+        self._where = _Location(ON_DEVICE, index)
+        self._properties = _Properties(type=PINNED, location=self._where)
+        self._mapped: dict[int, int] = {}
+        granularity = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), self._about(), 0)
+        self.page_bytes = granularity.value
+        """What sizes of memory and of mapped ranges are multiples of."""
+
+    def create(self, num_bytes: int) -> int:
+        """Memory of so many bytes, by its handle."""
+        handle = ctypes.c_uint64()
+        self._call("cuMemCreate", ctypes.byref(handle), num_bytes, self._about(), 0)
+        return handle.value
+
+    def release(self, handles: Iterable[int]) -> None:
+        """Give memory back, as soon as it is mapped nowhere."""
+        for handle in handles:
+            self._call("cuMemRelease", ctypes.c_uint64(handle))
+
+    def reserve(self, num_bytes: int) -> int:
+        """The address of so many bytes with nothing beneath."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, 0, 0, 0)
+        return address.value
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Give addresses back, with what is mapped there; nobody may use them any more."""
+        for begin in [one for one in self._mapped if address <= one < address + num_bytes]:
+            self.unmap(begin)
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), num_bytes)
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """Let memory be beneath an address, where the device may read and write it."""
+        at = ctypes.c_uint64(address)
+        self._call("cuMemMap", at, num_bytes, 0, ctypes.c_uint64(handle), 0)
+        self._mapped[address] = num_bytes
+        access = _Access(self._where, READ_AND_WRITE)
+        self._call("cuMemSetAccess", at, num_bytes, ctypes.byref(access), 1)
+
+    def unmap(self, address: int) -> None:
+        """Let nothing be beneath an address that memory was mapped to."""
+        self._call("cuMemUnmap", ctypes.c_uint64(address), self._mapped.pop(address))
+
+    def _about(self) -> Any:
+        return ctypes.byref(self._properties)
+
+    def _call(self, name: str, *given: Any) -> None:
+        # The driver's sizes, offsets and flags are of 64 bits, its counts and choices of 32.
+        words = [ctypes.c_uint64(one) if isinstance(one, int) else one for one in given]
+        status = getattr(self._driver, name)(*words)
+        if status:
+            raise BiremeError(
+                f"Memory of {self._device} cannot be paged: {name} gives the error {status}. Lower "
+                "memory.device, or leave it out."
+            )

@@ -1,0 +1,134 @@
+"""The groups of one rank: it arrives with its weights after a batch, and gets the mean of its group."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
+from bireme.runtime.quorum.results import Buffers, Result
+from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
+from bireme.sync.coordinator.messages import GroupAt, GroupMember, GroupWord, RankId, Word
+from bireme.sync.quorum.line import LineBroken
+from bireme.sync.quorum.ring import Contribution
+
+__all__ = ["GroupJob", "Groups"]
+
+
+@dataclass(slots=True, eq=False)
+class GroupJob:
+    """The group that a rank waits for after a batch. `result` is the mean; None where it was alone."""
+
+    batch: int
+    make: Callable[[], Contribution]
+    contribution: Contribution | None = None
+    result: Result | None = None
+    attempt: tuple[int, int] = (-1, -1)
+    """Number and attempt of the group that the result is of."""
+    failed: tuple[int, int] = (-1, -1)
+    size: int = 0
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+
+class Groups:
+    """`step` is for the agent's thread, the rest for the rank's. `say` reports what is here."""
+
+    def __init__(
+        self,
+        own: RankId,
+        sums: PeerSums,
+        device: torch.device | None,
+        changed: threading.Condition,
+        say: Callable[[], None],
+    ) -> None:
+        self.job: GroupJob | None = None
+        self.is_drained = False
+        self._own, self._sums, self._changed, self._say = own, sums, changed, say
+        self._at: GroupAt | None = None
+        self._wait_s = first_wait_s()
+        self._buffers = Buffers(device)
+
+    @property
+    def at(self) -> GroupAt | None:
+        """What the rank reports."""
+        if self._at is None and not self.is_drained:
+            return None
+        return replace(self._at or GroupAt(), is_drained=self.is_drained)
+
+    def arrive(self, batch: int, make: Callable[[], Contribution]) -> None:
+        """The weights after a batch may be averaged; returns at once."""
+        with self._changed:
+            self.job = GroupJob(batch, make)
+            self._changed.notify_all()
+
+    def give_back(self, job: GroupJob) -> None:
+        """The mean of a group is used."""
+        if job.result is not None:
+            self._buffers.give_back(job.result)
+
+    def step(self, word: Word, window: int) -> bool:
+        """Do the next thing that a word allows, in a window; False if there is none."""
+        job = self.job
+        if job is None or job.is_done.is_set():
+            return False
+        if self._at is None or self._at.arrived != job.batch:
+            self._tell(GroupAt(job.batch, self._wait_s))
+            return True
+        group = word.group
+        if group is None or GroupMember(self._own.replica, job.batch) not in group.members:
+            return False
+        key = group.number, group.attempt
+        if group.is_settled and (len(group.members) == 1 or job.attempt == key):
+            self._finish(job, len(group.members))
+            return True
+        if key in (job.attempt, job.failed) or len(group.members) == 1:
+            return False
+        self._attempt(job, group, word, window)
+        return True
+
+    def _finish(self, job: GroupJob, size: int) -> None:
+        self._wait_s = next_wait_s(self._wait_s, size)
+        job.size = size
+        if size == 1 and job.result is not None:  # the others have died
+            self._buffers.give_back(job.result)
+            job.result = None
+        with self._changed:
+            job.is_done.set()
+            self._changed.notify_all()
+
+    def _attempt(self, job: GroupJob, group: GroupWord, word: Word, window: int) -> None:
+        key = group.number, group.attempt
+        if job.contribution is None:
+            job.contribution = job.make()
+        if job.result is not None:
+            self._buffers.give_back(job.result)
+        job.result = self._buffers.take(job.contribution.flats)
+
+        def is_wanted(word: Word) -> bool:
+            return word.group is not None and (word.group.number, word.group.attempt) == key
+
+        try:
+            self._sums.add_up(
+                job.contribution,
+                job.result.flats,
+                [one.replica for one in group.members],
+                (window << PLACES) + group.number + 1,
+                group.attempt,
+                word,
+                is_wanted,
+            )
+        except (SupersededError, LineBroken) as error:
+            self._buffers.give_back(job.result)
+            job.result = None
+            if isinstance(error, LineBroken):
+                job.failed = key
+                self._tell(GroupAt(job.batch, self._wait_s, attempt=group.attempt, is_broken=True))
+            return
+        job.attempt = key
+        self._tell(GroupAt(job.batch, self._wait_s, summed=group.number, attempt=group.attempt))
+
+    def _tell(self, at: GroupAt) -> None:
+        with self._changed:
+            self._at = at
+        self._say()

@@ -1,0 +1,93 @@
+"""The rounds that an averaging agent has under way, line by line."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.quorum.results import Buffers, Result
+from bireme.sync.coordinator.messages import Grant, RoundAt, Word
+from bireme.sync.quorum.ring import Contribution
+
+__all__ = ["Coordinator", "Line", "Offer", "Settled"]
+
+
+class Coordinator(Protocol):
+    """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
+
+    @property
+    def word(self) -> Word:
+        """The last word."""
+
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called whenever there is a new word, from any thread that holds no lock."""
+
+    def close(self, *, is_leaving: bool) -> None:
+        """Say no more; where it is leaving, say so."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """What a rank brings to a round: `make` is called in the agent's thread, once. It is of so many samples,
+    and the first `trained` batches of the replica are in it or in earlier ones.
+    """
+
+    make: Callable[[], Contribution]
+    num_samples: int = 0
+    trained: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """A round that counts, and whether this rank's own offer is in it. Whoever takes it gives it back."""
+
+    result: Result
+    is_own: bool
+    parts: tuple[int, ...]
+
+
+class Line:
+    """A line of rounds as one rank sees it; a sum lies in flats `like` these.
+
+    `at` is what it reports: there the rounds that it has used are committed. `next` is the first one whose
+    sum the agent does not have, or has not heard to count.
+    """
+
+    def __init__(self, number: int, like: Sequence[Tensor], device: torch.device | None) -> None:
+        self.number = number
+        self.like = like
+        self.at = RoundAt()
+        self.next = 0
+        self.offer: Offer | None = None
+        self.contribution: Contribution | None = None
+        self.made: Result | None = None
+        """The sum that was made and is not yet committed, in the attempt that the report says."""
+        self.was_offered = False
+        """Whether the sum that was made has this rank's offer in it."""
+        self.failed: Grant | None = None
+        self.kept: dict[int, Result] = {}
+        self.settled: deque[Settled] = deque()
+        self._buffers = Buffers(device)
+
+    def begin(self, committed: int) -> None:
+        """The rank has used so many rounds."""
+        self.at, self.next = RoundAt(committed=committed), committed
+
+    def room(self) -> Result:
+        """Memory for a sum."""
+        return self._buffers.take(self.like)
+
+    def give_back(self, result: Result) -> None:
+        """A sum is used."""
+        self._buffers.give_back(result)
+
+    def nothing(self, num_numbers: int) -> Contribution:
+        """What a rank contributes that has nothing to add, and yet holds what others do."""
+        flats = [torch.zeros(one.shape, dtype=one.dtype) for one in self.like]
+        return Contribution(flats, b"", 0.0, 0.0, (), (0.0,) * num_numbers)

@@ -1,0 +1,257 @@
+"""Averages by outer steps (DiLoCo): the drift of weights since the last round, averaged over replicas.
+
+A rank keeps on the host what its weights were after the last round (`start`) and the outer momentum, which
+are the same in all replicas. The weights are cut into fragments, each with rounds of its own:
+
+    drift  = start - weights                              of each replica, weighted by samples in the mean
+    buffer = momentum * buffer + mean drift
+    start  = start - rate * (mean drift + momentum * buffer)                             Nesterov's momentum
+
+A replica's weights move with the start, and keep what it has trained since it offered its drift. One that was
+not in a round keeps its drift for the next one.
+
+Rounds are due by batches of the run, so all replicas have the same ones. One that trains so few batches that
+it passes several rounds of a fragment at once has nothing to add to all but the first. Whoever waits for a
+round has offered all that were due before it, so nobody waits in a circle.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bireme.memory.arena import Arena
+from bireme.runtime.averaging.agent import AveragingAgent
+from bireme.runtime.averaging.averages import Averages, Met, met
+from bireme.runtime.averaging.lines import Line, Offer, Settled
+from bireme.runtime.stage import Stage
+from bireme.schedule.instruction import Instruction
+from bireme.sync.quorum.ring import Contribution
+
+__all__ = ["OuterAverages", "OuterSettings", "num_due"]
+
+MOMENTUM, START = "outer", "outer-start"
+"""The sections of snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterSettings:
+    """Each of so many fragments has a round every `every` batches of the run."""
+
+    every: int
+    rate: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+
+
+def num_due(settings: OuterSettings, fragment: int, batches: int) -> int:
+    """How many rounds of a fragment are due in so many batches of the run, but for a constant.
+
+    Those of each fragment follow those of the one before by the same number of batches.
+    """
+    return (batches - fragment * settings.every // settings.fragments) // settings.every
+
+
+@dataclass(slots=True, eq=False)
+class _Fragment:
+    """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, after
+    the `batch`, of so many samples; `counted` are the samples in drifts that were in rounds.
+    """
+
+    places: tuple[slice, ...]
+    due: int = 0
+    offered: list[Tensor] = field(default_factory=list)
+    batch: int | None = None
+    samples: int = 0
+    counted: int = 0
+
+    def of(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """This part of some flats."""
+        return [flat[place] for flat, place in zip(flats, self.places, strict=True)]
+
+
+class OuterAverages(Averages):
+    """The averages of one rank; a batch of the run has `batch_size` samples, and `first` is its first."""
+
+    def __init__(
+        self,
+        agent: AveragingAgent,
+        stages: Mapping[int, Stage],
+        device: torch.device,
+        settings: OuterSettings,
+        batch_size: int,
+        first: int,
+    ) -> None:
+        super().__init__(agent, stages, device)
+        self._settings, self._batch_size, self._first = settings, batch_size, first
+        host = torch.device("cpu")
+        arenas = self.stage.banks.newest_arenas
+        self._start = [Arena(one.slots, one.flat.dtype, host) for one in arenas]
+        self._momentum = [Arena(one.slots, one.flat.dtype, host) for one in arenas]
+        sizes = [arena.flat.numel() for arena in arenas]
+        num = settings.fragments
+        self._fragments = [
+            _Fragment(tuple(slice(size * one // num, size * (one + 1) // num) for size in sizes))
+            for one in range(num)
+        ]
+        self._samples = 0
+        self.load({})
+        whole = [torch.empty_like(one.flat, device="meta") for one in self._start]
+        agent.bind([*(one.of(whole) for one in self._fragments), whole])
+
+    def start(self, step: Instruction) -> None:
+        """Offer the drift of fragments whose rounds are due."""
+        deal = self.agent.deals.of(step.batch)
+        self._samples += deal.num_samples
+        batches = deal.samples[0].begin // self._batch_size + 1
+        self._use_up()  # so that drifts are since the last rounds that there are
+        for number, fragment in enumerate(self._fragments):
+            due = num_due(self._settings, number, batches) - num_due(self._settings, number, self._first)
+            fragment.due = max(fragment.due, due)
+            if fragment.batch is None and self.agent.lines[number].at.committed < fragment.due:
+                self._offer(number, step.batch)
+
+    def end(self, step: Instruction) -> None:
+        """Wait for rounds that what was offered after that batch has a part in."""
+        while any(one.batch == step.batch for one in self._fragments):
+            self.agent.wait_settled(self.agent.lines[:-1])
+            self._use_up()
+
+    def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
+        """One outer step of all fragments from all drifts; all weights are what it makes.
+
+        Until all replicas have drained, this one has a part in the rounds of others, with nothing to add.
+        """
+        *lines, mean = self.agent.lines
+        samples = self._samples - min(one.counted for one in self._fragments)
+        drifts = self._drifts(self._flats, [one.flat for one in self._start])
+
+        def make() -> Contribution:
+            return Contribution(drifts, b"", float(samples), float(samples), (), numbers)
+
+        self.agent.drain()
+        self.agent.offer(mean, Offer(make, samples, num_trained))
+        while not mean.settled:
+            for line in lines:
+                self._offer_nothing(line)
+            self.agent.wait_settled(self.agent.lines)
+            self._use_up()
+        self._use_up()
+        settled = self.agent.take(mean)
+        assert settled is not None, "it was waited for"
+        self._note(len(settled.parts), settled.result.flats)
+        for number, fragment in enumerate(self._fragments):
+            self._step(number, fragment.of(settled.result.flats), settled)
+            fragment.counted = self._samples
+        banks = self.stage.banks
+        banks.average(banks.newest_version, self._become_start, is_drained=True)
+        mean.give_back(settled.result)
+        return met(settled)
+
+    def sections(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The outer momentum."""
+        return _sections(MOMENTUM, self._momentum, names)
+
+    def donated(self) -> dict[str, Tensor]:
+        """The momentum and the start."""
+        return _sections(MOMENTUM, self._momentum) | _sections(START, self._start)
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """The start is what was saved of it, or the weights."""
+        for momentum, start, arena in zip(
+            self._momentum, self._start, self.stage.banks.newest_arenas, strict=True
+        ):
+            momentum.flat.zero_()
+            start.flat.copy_(arena.flat)
+            for section, own in ((MOMENTUM, momentum), (START, start)):
+                for name, view in own.views.items():
+                    if (found := saved.get(f"{section}/{name}")) is not None:
+                        view.copy_(found)
+
+    def _offer(self, number: int, batch: int) -> None:
+        fragment = self._fragments[number]
+        drifts = self._drifts(fragment.of(self._flats), fragment.of([one.flat for one in self._start]))
+        fragment.offered, fragment.batch, fragment.samples = drifts, batch, self._samples
+        self._tell_offer(number)
+
+    def _tell_offer(self, number: int) -> None:
+        fragment = self._fragments[number]
+        assert fragment.batch is not None, "it was offered after a batch"
+        drifts, samples = fragment.offered, fragment.samples - fragment.counted
+
+        def make() -> Contribution:
+            return Contribution(drifts, b"", float(samples), float(samples))
+
+        self.agent.offer(self.agent.lines[number], Offer(make, samples, fragment.batch + 1))
+
+    def _drifts(self, weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
+        return [start - own.to("cpu") for own, start in zip(weights, starts, strict=True)]
+
+    def _use_up(self) -> None:
+        """Follow all rounds that count."""
+        for line, fragment in zip(self.agent.lines, self._fragments, strict=False):
+            while (settled := self.agent.take(line)) is not None:
+                self._follow(line, fragment, settled)
+                if line.at.committed >= fragment.due:
+                    fragment.offered, fragment.batch = [], None
+                elif fragment.batch is not None:
+                    self._tell_offer(line.number)
+                else:
+                    self._offer_nothing(line)
+
+    def _offer_nothing(self, line: Line) -> None:
+        """Have a part in the next round of a line without anything to add."""
+        self.agent.offer(line, Offer(lambda: line.nothing(0)))
+
+    def _follow(self, line: Line, fragment: _Fragment, settled: Settled) -> None:
+        self._note(len(settled.parts), settled.result.flats)
+        befores = [start.clone() for start in fragment.of([one.flat for one in self._start])]
+        self._step(line.number, settled.result.flats, settled)
+        changes = [
+            start.sub(before)
+            for start, before in zip(fragment.of([one.flat for one in self._start]), befores, strict=True)
+        ]
+        line.give_back(settled.result)
+        if fragment.batch is not None and settled.is_own:
+            for change, drift in zip(changes, fragment.offered, strict=True):
+                change.add_(drift)
+            fragment.counted = fragment.samples
+            fragment.offered, fragment.batch = [], None
+
+        def write(flats: Sequence[Tensor]) -> None:
+            for flat, change in zip(fragment.of(flats), changes, strict=True):
+                flat.add_(change.to(flat.device))
+
+        self.stage.banks.average(self.stage.banks.newest_version, write)
+
+    @torch.no_grad()
+    def _step(self, number: int, means: Sequence[Tensor], settled: Settled) -> None:
+        """The outer step of a fragment."""
+        assert settled.result.summed is not None, "what counts was summed"
+        if not settled.result.summed.weight:
+            return
+        fragment, asked = self._fragments[number], self._settings
+        for start, buffer, mean in zip(
+            fragment.of([one.flat for one in self._start]),
+            fragment.of([one.flat for one in self._momentum]),
+            means,
+            strict=True,
+        ):
+            buffer.mul_(asked.momentum).add_(mean)
+            start.sub_((mean + asked.momentum * buffer) * asked.rate)
+
+    def _become_start(self, flats: Sequence[Tensor]) -> None:
+        for flat, start in zip(flats, self._start, strict=True):
+            flat.copy_(start.flat)
+
+
+def _sections(
+    section: str, arenas: Sequence[Arena], names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    return {
+        f"{section}/{name}": view.clone()
+        for arena in arenas
+        for name, view in arena.views.items()
+        if names is None or name in names
+    }

@@ -1,0 +1,76 @@
+"""The replicas of a stage that share its optimiser: who owns what, and how all get what an owner has made."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError, closest
+from bireme.plan.plan_request import SHARDS
+from bireme.runtime.layout import Layout
+from bireme.runtime.shelf import Shelf
+from bireme.runtime.shelf_part import ShelfPart, part_of
+from bireme.sync.exchange import SLICE_BYTES
+from bireme.sync.gradients import Parts
+from bireme.sync.group import Pending, SharingGroup
+
+__all__ = ["Sharers", "check_shared", "sharers_of"]
+
+
+class Sharers:
+    """The `num_members` replicas of a rank's stages, of which this one is `member`."""
+
+    def __init__(self, member: int, num_members: int) -> None:
+        self.member = member
+        self.num_members = num_members
+        self.sent_bytes = 0
+        """What this replica has sent the others of its parts so far."""
+        self._group: SharingGroup | None = None
+
+    @property
+    def group(self) -> SharingGroup:
+        """What joins them. It belongs to the rank's own thread."""
+        assert self._group is not None, "a pipeline is joined before it trains"
+        return self._group
+
+    def join(self, group: SharingGroup) -> None:
+        """From now on the members can reach each other."""
+        self._group = group
+
+    def cut(self, shelf: Shelf) -> ShelfPart:
+        """This replica's part of a shelf."""
+        return part_of(shelf, self.member, self.num_members)
+
+    def gather(self, flats: Iterable[tuple[Tensor, Parts]]) -> list[Pending]:
+        """Begin to fill flat tensors with all members' parts; a member's own must be there.
+
+        All members must call it with the same ones in the same order.
+        """
+        under_way = []
+        for flat, parts in flats:
+            for owner in range(self.num_members):
+                part = flat[parts[owner] : parts[owner + 1]]
+                if not len(part):
+                    continue
+                if owner == self.member:
+                    self.sent_bytes += (self.num_members - 1) * part.nbytes
+                for piece in torch.split(part, max(SLICE_BYTES // part.itemsize, 1)):
+                    under_way.append(self.group.copy_from(piece, owner))
+        return under_way
+
+
+def sharers_of(shard: str, layout: Layout) -> Sharers | None:
+    """The replicas of a rank as sharers of their optimiser; None if nothing is shared, or nobody is there."""
+    if shard not in SHARDS:
+        raise BiremeError(f"There is no shard {shard!r}. {closest(shard, SHARDS)}")
+    return Sharers(layout.replica, layout.width) if shard != "none" and layout.width > 1 else None
+
+
+def check_shared(also: Mapping[str, bool]) -> None:
+    """Refuse what replicas that share an optimiser cannot do, by what else a pipeline is asked for."""
+    for what, is_asked in also.items():
+        if is_asked:
+            raise BiremeError(
+                f'Replicas share the optimizer (shard = "optimizer"), which does not go with {what}. Leave '
+                "out one of the two."
+            )

@@ -1,0 +1,46 @@
+"""How long replicas take from one batch to the next, as the coordinator sees them come, stage by stage.
+
+What an opener of a group waits for follows from it: a replica that is connected to few waits for about as
+long as the others take for a batch, and one that is connected to most not much of that.
+"""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+__all__ = ["Paces"]
+
+MEMORY = 0.8
+"""How much of the known seconds of a batch stays when another one was timed."""
+MOST_WAIT = 0.1
+"""Of a batch of the others, for a replica that is connected to most of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """By stage and replica when it was last there, and its seconds from one batch to the next."""
+
+    last_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    batch_s: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def with_arrival(self, stage: int, replica: int, now_s: float) -> "Paces":
+        """After a replica has come to a stage with its next batch."""
+        key, known = (stage, replica), self.batch_s
+        if key in self.last_s:
+            took_s = now_s - self.last_s[key]
+            known = known | {key: MEMORY * known.get(key, took_s) + (1 - MEMORY) * took_s}
+        return Paces(self.last_s | {key: now_s}, known)
+
+    def without(self, replica: int) -> "Paces":
+        """After a replica has died."""
+        return Paces(
+            {key: at_s for key, at_s in self.last_s.items() if key[1] != replica},
+            {key: own_s for key, own_s in self.batch_s.items() if key[1] != replica},
+        )
+
+    def waits_s(self, stage: int, replica: int, wait_s: float) -> tuple[float, float]:
+        """How long a replica that would wait for `wait_s` waits as opener: with most, and with few."""
+        others_s = [own_s for key, own_s in self.batch_s.items() if key[0] == stage and key[1] != replica]
+        if not others_s:
+            return wait_s, 0.0
+        patient_s = median(others_s)
+        return min(wait_s, MOST_WAIT * patient_s), patient_s

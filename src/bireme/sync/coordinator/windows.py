@@ -1,0 +1,84 @@
+"""Samples where each replica trains batches of its own: `groups` and `outer`.
+
+A replica is dealt its share of a batch whenever it wants one, as long as its window has places left. So a
+fast one trains more batches, and all are done at about the same time. A sample counts once it is in weights
+that others have, in all parts of the model: stages in `groups`, fragments in `outer`.
+"""
+
+from dataclasses import replace
+
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.messages import End, Report, Window
+from bireme.sync.coordinator.state import State
+
+__all__ = ["with_own_deals", "with_trained"]
+
+NO_END = Window(0, 1 << 62)
+"""Of ranks that name no window."""
+
+
+def with_own_deals(state: State) -> State:
+    """With the samples of all batches that a member wants, and the ends of windows that have none left."""
+    for member in state.membership.members:
+        state = _with_deals_of(state, member.replica)
+    return state
+
+
+def _with_deals_of(state: State, replica: int) -> State:
+    reports = [one.report for rank, one in state.membership.heard.items() if rank.replica == replica]
+    wants = max((one.wants for one in reports), default=0)
+    window = _window(reports)
+    batch = state.dealt_to.get(replica, state.settings.first)
+    if batch >= wants or any((one.replica, one.window) == (replica, window.number) for one in state.ends):
+        return state
+    dealing = state.dealing.among(state.membership.replicas, batch)
+    pool, ends, until = state.pool, state.ends, _until(state, window)
+    while batch < wants:
+        count = _count(state, replica, dealing.counts(batch)[replica], pool.num_left(until))
+        if not count:
+            end = End(replica, window.number, batch, until)
+            ends = (*(one for one in ends if one.replica != replica), end)
+            break
+        pool = pool.with_deal(batch, {replica: count})
+        batch += 1
+    return replace(state, dealing=dealing, pool=pool, ends=ends, dealt_to=state.dealt_to | {replica: batch})
+
+
+def _window(reports: list[Report]) -> Window:
+    """The last window that a rank of the replica is in."""
+    found = [one.window for one in reports if one.window is not None]
+    return max(found, key=lambda one: one.number, default=NO_END)
+
+
+def _until(state: State, window: Window) -> int:
+    """The place at which a window ends: after this batch of the run if somebody has asked for its end."""
+    if not any(one.report.means > window.number for one in state.membership.heard.values()):
+        return window.until
+    batch_size = state.settings.batch_size
+    return min(window.until, -(-state.pool.fresh // batch_size) * batch_size)
+
+
+def _count(state: State, replica: int, share: int, left: int) -> int:
+    """How many samples a batch has, of those that are left: so that no rest is too small for a batch."""
+    limits = state.settings.limits
+    least, most = limits.least[replica], limits.most[replica]
+    if left < least:
+        return 0
+    if left >= share + least:
+        return share
+    return left if left <= most else max(left - least, least)
+
+
+def with_trained(state: State, num_parts: int, lines: list[Began | Committed]) -> State:
+    """With the samples of each replica that count, as `trained` says of each of so many parts."""
+    pool = state.pool
+    for replica, batch in sorted(state.pool.deals):
+        known = [state.trained.get((replica, part), 0) for part in range(num_parts)]
+        if batch < min(known):
+            samples = (pool.deals[replica, batch],)
+            pool = pool.without_deal(replica, batch)
+            epoch = state.membership.epoch
+            lines.append(
+                Committed(epoch, batch, 0, (replica,), samples, pool.fresh, pool.open, pool.returned)
+            )
+    return state if pool is state.pool else replace(state, pool=pool)

@@ -1,0 +1,186 @@
+"""One rank of a replica that averages weights with others, as the loop of a run sees it.
+
+Each replica trains batches of its own, so what counts for the run is not their number but the places of their
+samples in the run's order: they say at which step the run is, and which learning rate holds. The run goes
+from one meeting of all replicas to the next: at a meeting all have the same weights, and the same step.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bireme.runtime.averaging.agent import AveragingAgent
+from bireme.runtime.averaging.averaging import Averaging
+from bireme.runtime.averaging.outer import OuterSettings
+from bireme.runtime.pipeline import Pipeline, Result
+from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.quorum.talk import Talk
+from bireme.runtime.world import World
+from bireme.sync.coordinator.messages import RankId, Window, Word
+from bireme.train.data.rank_batches import PartlyRead
+from bireme.train.replica import DealtBatches
+from bireme.train.run_file import RunFile
+from bireme.train.stops import Reason, Stops
+
+__all__ = ["AveragingReplica", "Meeting"]
+
+MOST_BATCHES = 1 << 40
+"""Of a window; it ends where no more are dealt."""
+PREFETCH = 1
+"""Batches that are read ahead of the pipeline at most: what a slow replica has been dealt, the others wait
+for at the end of a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What all replicas agree on: the step, why the run ends if it does, and the samples of each replica
+    since the meeting before. `num_samples` of them were trained since this rank's last batch.
+    """
+
+    step: int
+    reason: Reason
+    shares: tuple[int, ...]
+    num_samples: int
+
+
+class AveragingReplica:
+    """What this rank knows of the replicas of its run, of which there are `num_replicas` at most; the run
+    goes on from the step `first`.
+    """
+
+    agreement = None
+
+    def __init__(
+        self, world: World, order: ReplicaOrder, run: RunFile, num_replicas: int, first: int
+    ) -> None:
+        self.number = order.life.replica
+        rank = RankId(self.number, order.life.life, world.rank)
+        self._agent = AveragingAgent(
+            rank,
+            Talk(order.hosts, order.token, rank, lease_s=order.lease_s),
+            timeout_s=world.timeout_s,
+            device=world.device,
+            on_error=world.watch.failed,
+        )
+        world.watch.abort_on_failure(self._agent)
+        sync = run.sync
+        outer = None
+        if sync.mode == "outer":
+            outer = OuterSettings(
+                sync.outer_every, sync.outer_rate, sync.outer_momentum, sync.outer_fragments
+            )
+        self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
+        lag = 0 if outer is None else sync.outer_overlap
+        self.averaging = Averaging(self._agent, self._batch_size, outer, lag, first)
+        self.has_come_late = order.life.life > 0
+        self.step = first
+        """How many batches of the run were trained by the last meeting."""
+        self._leader = -1 if self.has_come_late else 0
+        self._reason = Reason.NONE
+        self._place = first * self._batch_size
+        self._dealt = 0
+        """The samples of this replica since the last meeting."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes the log and the checkpoints."""
+        return self._leader == self.number
+
+    def begin(self, step: int) -> int:
+        """The step that this replica's pipeline is to be made for."""
+        if not self.has_come_late:
+            return step
+        self._agent.begin(Window(0, 0))
+        return self._known_step()
+
+    def join(self, pipeline: Pipeline) -> None:
+        """Come to the first batch of this replica, with the state of the others."""
+        pipeline.join_averaging(0)
+        if self.has_come_late:
+            # The others are within a window, which ends where the next one of this step does.
+            last = max(self._agent.deals.window.until // self._batch_size - 1, 0)
+            self.step = min(self._known_step(), last)
+            self._place = self.step * self._batch_size
+
+    def rate(self, factor: Callable[[int], float]) -> Callable[[int], float]:
+        """The factor on the learning rate of this replica's batches."""
+        return lambda batch: factor(self._batch_of_run(batch))
+
+    def note(self, result: Result) -> None:
+        """A batch is done."""
+        reason = Reason.of(result.votes) if result.votes else Reason.NONE
+        self._reason = max(self._reason, reason)
+        if self._reason is not Reason.NONE:
+            self._agent.deals.ask_end()
+
+    def votes(self, stops: Stops) -> Callable[[], float]:
+        """What this rank gives along with a batch: time and saving are for who leads to ask for."""
+
+        def vote() -> float:
+            found = stops.vote()
+            return found if self.leads or found >= Reason.SIGNAL else 0.0
+
+        return vote
+
+    def step_after(self, result: Result) -> int:
+        """The step of the run after one of this replica's batches."""
+        return self._batch_of_run(result.batch) + 1
+
+    def num_samples(self, result: Result) -> int:
+        """How many samples all replicas were given since this one's batch before."""
+        place = self._agent.deals.of(result.batch).samples[0].begin
+        found, self._place = max(place - self._place, 0), max(place, self._place)
+        return found
+
+    def batches(
+        self, until: int, first: int, *words: Any, prefetch: int, **more: Any
+    ) -> Iterator[PartlyRead]:
+        """What this rank reads in the window that ends after the step `until`, from its batch `first` on."""
+        self._agent.enter(until * self._batch_size)
+        loader = DealtBatches(
+            *words, first, MOST_BATCHES, prefetch=min(prefetch, PREFETCH), deal=self._deal, **more
+        )
+        with loader:
+            yield from loader
+
+    def meet(self, pipeline: Pipeline) -> Meeting:
+        """Make one mean of all replicas' weights, when the window has drained."""
+        samples = [0.0] * self._num_replicas
+        samples[self.number] = float(self._dealt)
+        met = pipeline.meet(float(self._reason), *samples)
+        votes, *shares = met.numbers
+        self._reason, self._dealt = Reason.NONE, 0
+        lives = {one.replica: one.life for one in self._agent.word.members}
+        self._leader = min(met.parts, key=lambda one: (lives.get(one, math.inf), one))
+        end = self._agent.deals.ended_at
+        self.step = end // self._batch_size
+        num_samples, self._place = max(end - self._place, 0), end
+        return Meeting(self.step, Reason.of(votes), tuple(map(round, shares)), num_samples)
+
+    def leave(self, step: int) -> None:
+        """This rank has done all steps up to that one. Who leads goes first, as it may still write."""
+        del step
+        self._agent.wait_until_used_by_all()
+        if not self.leads:
+            self._agent.wait_until_gone(self._leader)
+        self._agent.close(is_leaving=True)
+
+    def _known_step(self) -> int:
+        """At which step the run is, as far as samples have been dealt."""
+
+        def is_known(word: Word) -> bool:
+            return bool(word.members)
+
+        return self._agent.wait_for(is_known).fresh // self._batch_size
+
+    def _deal(self, batch: int) -> Sequence[range] | None:
+        deal = self._agent.deals.dealt(batch)
+        if deal is None:
+            return None
+        self._dealt += deal.num_samples
+        return [range(one.begin, one.end) for one in deal.samples]
+
+    def _batch_of_run(self, batch: int) -> int:
+        """The batch of the run that the samples of this replica's batch would be of."""
+        return self._agent.deals.of(batch).samples[0].begin // self._batch_size

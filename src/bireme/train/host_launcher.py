@@ -1,0 +1,239 @@
+"""The launcher of one host in a run whose replicas may die: from what rank 0 has told all to the run's end.
+
+After the hosts have told each other where their coordinators listen, none of them needs what it met the
+others by. So any host may die, also the first. One that is started again finds in the run's folder where the
+others are, and goes on with its replicas in their next lives.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import read_cluster
+from bireme.cluster.machine import num_cores
+from bireme.devices import ACCELERATOR, num_accelerators
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import load_plan
+from bireme.report.progress import progress_bar
+from bireme.runtime.coordinator_client import Address
+from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
+from bireme.runtime.failures import RankFailed
+from bireme.runtime.peer_sockets import own_address
+from bireme.runtime.quorum.site import Observer, Site
+from bireme.sync.coordinator.settings import Settings
+from bireme.train.folder import RunFolder, load_asked
+from bireme.train.hosts import replicas_of_hosts
+from bireme.train.launching import VISIBLE, Finished, finish, signals_passed_on
+from bireme.train.orders import Orders
+from bireme.train.outcome import first_of
+from bireme.train.prepare import Prepared, prepared_before
+from bireme.train.rank_zero_setup import RunSetup
+from bireme.train.rendezvous import Environment, Talk, until
+from bireme.train.replicas import launch_here, replica_settings, with_delay
+from bireme.train.worker import Start
+
+__all__ = ["host_orders", "meet_hosts", "train_on_host", "under_way"]
+
+TOKEN_BYTES = 16
+ASK_S = 5.0
+"""How long a coordinator may take to answer a host that has been started again."""
+
+OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+"""What the processes of a replica, which are all on this host, must not take for theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostOrders:
+    """What rank 0 tells the launchers of all hosts: what coordinators are told, the replicas of each host,
+    and the step after which updates are delayed.
+    """
+
+    settings: Settings
+    token: str
+    replicas: tuple[tuple[int, ...], ...]
+    first_delayed_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """What the folder of a run says of its hosts: `began_s` is when it began, in seconds of the epoch."""
+
+    orders: Orders
+    hosts: tuple[Address, ...]
+    began_s: float
+
+
+_HOST_ORDERS, _UNDER_WAY = TypeAdapter(HostOrders), TypeAdapter(UnderWay)
+
+
+def host_orders(led: RunSetup) -> dict[str, Any]:
+    """What `meet_hosts` takes, as it goes through the store."""
+    plan = led.prepared.plan.plan
+    start = with_delay(led.prepared, led.checkpoint, Start(led.folder.path, None, None, False, {}))
+    assert start.first_delayed_step is not None, "it was just found"
+    orders = HostOrders(
+        replica_settings(led.prepared, led.folder, led.checkpoint),
+        secrets.token_hex(TOKEN_BYTES),
+        tuple(map(tuple, replicas_of_hosts(led.places, led.nodes, plan.source.num_ranks))),
+        start.first_delayed_step,
+    )
+    found: dict[str, Any] = _HOST_ORDERS.dump_python(orders, mode="json")
+    return found
+
+
+def meet_hosts(orders: Orders, number: int, talk: Talk) -> Site:
+    """Start the coordinator of this host, and learn where those of the others listen."""
+    own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
+    coordinator = _coordinator(own, number, folder)
+    coordinator.start()
+    talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
+    heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.replicas))]
+    hosts = tuple((str(address), int(port)) for address, port in heard)
+    if number == 0:
+        text = _UNDER_WAY.dump_json(UnderWay(orders, hosts, time.time())).decode()
+        write_text_atomically(folder.hosts, text)
+        folder.hosts.chmod(0o600)  # whoever knows the token is of this run
+    return Site(number, coordinator, hosts, own.token, own.replicas[number], time.monotonic())
+
+
+def under_way(
+    environment: Environment, run_file: Path | None, sets: Sequence[str]
+) -> tuple[Orders, Site] | None:
+    """The run that this process was the launcher of a host in, if it goes on without this host."""
+    try:
+        run = load_asked(run_file, sets)
+        name = run.log.name or environment.job
+        path = None if name is None else RunFolder((Path(run.log.folder) / name).resolve()).hosts
+        if run.sync.mode != "quorum" or path is None or not path.is_file():
+            return None
+        found = _UNDER_WAY.validate_python(json.loads(path.read_text()))
+    except (BiremeError, OSError, ValueError):
+        return None  # rank 0 says what is wrong
+    orders, number = _HOST_ORDERS.validate_python(found.orders.hosts), environment.rank
+    if len(found.hosts) != environment.size or not _answers(found.hosts, orders.token):
+        return None
+    address, port = found.hosts[number]
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise BiremeError(
+            f"The run in {found.orders.folder} goes on, but port {port}, where the coordinator of this host "
+            f"was, cannot be opened ({error.strerror}). End the bireme train that was started here before."
+        ) from None
+    since_s = max(time.time() - found.began_s, 1.0)
+    coordinator = _coordinator(orders, number, RunFolder(Path(found.orders.folder)), port)
+    coordinator.start()
+    _tell(f"The run goes on. Replicas of this host, {address}, begin again.")
+    # Each life takes longer than a second, so none before has that number.
+    return found.orders, Site(
+        number,
+        coordinator,
+        found.hosts,
+        orders.token,
+        orders.replicas[number],
+        time.monotonic() - since_s,
+        first_life=int(since_s),
+    )
+
+
+def train_on_host(orders: Orders, site: Site, prepared: Prepared | None) -> Finished | None:
+    """Train the replicas of this host. If one of them leads at the end, write down what came of the run."""
+    own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
+    threads, plan = orders.threads, load_plan(folder.plan).plan
+    if threads is None and orders.device == "cpu":
+        threads = max(1, num_cores() // max(1, len(site.replicas) * own.settings.num_stages))
+    start = Start(
+        folder.path,
+        None if orders.checkpoint is None else Path(orders.checkpoint),
+        threads,
+        True,
+        orders.words,
+        tuple(map(Path, orders.passed_over)),
+        first_delayed_step=own.first_delayed_step,
+    )
+    run = folder.load_run()
+    try:
+        with signals_passed_on(), _own_environment(plan, read_cluster(folder.cluster), site, orders.device):
+            outcomes = launch_here(
+                run,
+                folder,
+                own.settings,
+                start,
+                threads=threads,
+                backend=orders.backend,
+                device=orders.device,
+                site=site,
+            )
+    except RankFailed as failure:
+        _tell(str(failure))
+        raise SystemExit(1) from None
+    if not outcomes or not first_of(outcomes).leads:
+        _tell("The run has ended. A replica on another host led it; its launcher shows what came of it.")
+        return None
+    if prepared is None:
+        with progress_bar("reading the run") as progress:
+            prepared = prepared_before(run, folder, progress, is_alone=False)
+    return finish(prepared, folder, outcomes)
+
+
+def _coordinator(orders: HostOrders, number: int, folder: RunFolder, port: int = 0) -> CoordinatorProcess:
+    """The coordinator of a host. That of the first one begins the run, if it was not started before."""
+    begins = number == 0 and not port
+    num_hosts = len(orders.replicas)
+    order = CoordinatorOrder(
+        orders.settings, number, num_hosts, orders.token, folder.ledger, port=port, begins=begins
+    )
+    return CoordinatorProcess(order)
+
+
+def _answers(hosts: Sequence[Address], token: str) -> bool:
+    """Whether one of them coordinates a run that has members."""
+    observer = Observer(hosts, token)
+    observer.start()
+    try:
+        return until(lambda: bool(observer.word.members), ASK_S) and not observer.word.is_lost
+    finally:
+        observer.close()
+
+
+@contextmanager
+def _own_environment(plan: Plan, cluster: Cluster, site: Site, device: str) -> Iterator[None]:
+    """Processes that are started inside are of this host alone, and count its GPUs as the plan names them."""
+    before = dict(os.environ)
+    os.environ["BIREME_ADDRESS"] = own_address()  # also while this host is cut off
+    for name in OF_THE_LAUNCHER:
+        os.environ.pop(name, None)
+    if device == ACCELERATOR and (visible := _visible(plan, cluster, site, before.get(VISIBLE))) is not None:
+        os.environ[VISIBLE] = visible
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _visible(plan: Plan, cluster: Cluster, site: Site, visible: str | None) -> str | None:
+    """What CUDA_VISIBLE_DEVICES must be for the processes of this host, replica by replica."""
+    places = {placed.name: placed.place for placed in cluster.devices()}
+    names = [row[replica] for replica in site.replicas for row in plan.devices]
+    if not set(names) <= places.keys():
+        return visible
+    known = visible.split(",") if visible else [str(place) for place in range(num_accelerators())]
+    return ",".join(known[places[name]] for name in names) or visible
+
+
+def _tell(sentence: str) -> None:
+    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)

@@ -1,0 +1,86 @@
+"""Plans with gradients that are kept as principal components: their sums as they are sent, and the option."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bireme.cluster.cluster_file import save_cluster
+from bireme.cluster.device import KNOWN
+from bireme.codec.gradient_words import GradientForm
+from bireme.codec.principal import PrincipalStream, first_components
+from bireme.codec.sum_words import DENSE, DENSE_SUMS
+from bireme.model.linear_maps import chosen_maps
+from bireme.profile.kept_gradients import sum_cost_of
+from bireme.profile.profile_file import save_profile
+from bireme.profile.profiler import profile
+from bireme.sync.exchange import SentBytes
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.principal_sums import merge_components
+from tests.plan.test_plan_sums import cluster
+from tests.support.command import bireme
+from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_profiles import gpt
+from tests.support.together import run_threads
+
+FORM = GradientForm(2)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_sums_of_components_are_predicted_to_the_byte(width: int) -> None:
+    graph = gpt(tied="false")
+    maps = chosen_maps(graph, FORM)
+    fabric = ThreadFabric(width)
+
+    def sent(rank: int) -> int:
+        group = fabric.of(rank).group(range(width))
+        assert group is not None
+        streams = {
+            name: PrincipalStream(first_components(one.rows, one.columns, 2, seed=1, dtype=torch.float32))
+            for name, one in maps.items()
+        }
+        for name, one in maps.items():
+            streams[name].feed(torch.ones(1, one.rows), torch.ones(1, one.columns))
+        gradients = BatchGradients({}, set(), streams=streams)
+        counted = SentBytes()
+        merge_components(group, gradients, counted)
+        return counted.sent
+
+    cost = sum_cost_of(graph, DENSE, FORM)
+    assert cost.hop_bytes(0.0, slice(None), 1) == 0
+    found = sum(one.found_bytes for one in cost.gathered)
+    predicted = width * cost.hop_bytes(float(found), slice(None), width)
+    assert sum(run_threads(width, sent)) == round(predicted)
+    # With more than two replicas that is more than a ring of the same bytes would send.
+    assert predicted > width * DENSE_SUMS.hop_share(width) * found
+
+
+def test_a_plan_counts_the_gradients_that_are_kept_as_components(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_cluster(cluster(), tmp_path / "cluster.toml")
+    save_profile(profile(gpt(tied="false"), KNOWN["laptop"], [1, 2]), tmp_path / "profile.json")
+    model = ("--model", "gpt:layers=2,width=16,heads=2,vocab=32,context=8,tied=false")
+    files = ("--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
+    words = ("plan", *files, "-B", "4", "-s", "1f1b", "--width", "2", "--json")
+    whole, kept = (bireme(capsys, *words, *more) for more in ((), (*model, "--gradient", "principal:2")))
+    assert (whole.status, kept.status) == (0, 0), kept.err
+    assert "gradient" not in whole.document
+    told = kept.document["gradient"]
+    assert (told["form"], told["kept_bytes"] < told["whole_bytes"]) == ("principal:2", True)
+    one, other = ([stage["peak_bytes"] for stage in found.document["stages"]] for found in (whole, kept))
+    assert one != other
+
+
+def test_what_gradients_cannot_be_is_refused_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    profiled = ("plan", "--profile", f"{tmp_path}/none.json", "-B", "4")
+    for words, sentence in (
+        (("--gradient", "svd:3"), "principal:RANK"),
+        (("--gradient-of", "*.weight"), "Give both"),
+        (("--gradient", "principal:2", "-s", "zbv"), "whole backwards"),
+        (("--gradient", "principal:2", "--device-memory", "1GB"), "whole gradients are paged"),
+    ):
+        result = bireme(capsys, *profiled, *words)
+        assert (result.status, sentence in result.err) == (2, True), result.err

@@ -1,0 +1,85 @@
+"""Replicas that share an optimiser, in predictions: less memory, shorter steps, other bytes on the link."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.device import Device
+from bireme.cluster.links import Card, Link
+from bireme.cluster.server import Server
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import load_plan, write_plan
+from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.tier_limits import TierLimits
+from tests.support.hand_plans import tiny_profile
+
+SLOW = 1.25e6
+WIDTH = 3
+
+
+def cluster(memory_bytes: int = 2**30) -> Cluster:
+    """Machines with a device each, and slow links."""
+    device = Device("small", "cuda", memory_bytes=memory_bytes)
+    card = Card("card", (0,), Link(SLOW, 0.0))
+    return Cluster(tuple(Server(f"s{place}", (device,), cards=(card,)) for place in range(WIDTH)))
+
+
+def forecast(shard: str, schedule: str = "1f1b") -> Forecast:
+    devices = (tuple(f"s{place}/gpu0" for place in range(WIDTH)),)
+    plan = Plan((), 4, schedule, width=WIDTH, micro_batch_sizes=(1,) * WIDTH, devices=devices)
+    plan = replace(plan, updates_halfway=shard != "none" and schedule == "2bw")
+    return forecast_of(plan, tiny_profile(), cluster(), PlanRequest(batch_size=4 * WIDTH, shard=shard))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
+def test_each_replica_is_predicted_to_keep_its_part_only(schedule: str) -> None:
+    units = tiny_profile().units
+    shared = sum(unit.optimizer_bytes for unit in units)
+    if schedule == "2bw-fresh":  # the newest weights lie apart from the trial versions
+        shared += sum(unit.parameter_bytes for unit in units)
+    plain, own = (forecast(shard, schedule).stages[0].peak_bytes for shard in ("none", "optimizer"))
+    assert plain - own == pytest.approx((1 - 1 / WIDTH) * shared, abs=1.0)
+
+
+def test_sums_and_weights_are_predicted_to_travel_once_each_and_steps_to_be_shorter() -> None:
+    units = tiny_profile().units
+    parameters, gradients = (
+        sum(getattr(u, f"{what}_bytes") for u in units) for what in ("parameter", "gradient")
+    )
+    update_s = sum(unit.update_s for unit in units)
+    for schedule, num_bytes in (("1f1b", gradients + parameters), ("2bw-fresh", 2 * gradients + parameters)):
+        plain, own = forecast("none", schedule), forecast("optimizer", schedule)
+        more_s = (WIDTH - 1) / WIDTH * (num_bytes - 2 * gradients) / SLOW
+        saved_s = (1 - 1 / WIDTH) * update_s
+        assert own.batch_s - plain.batch_s == pytest.approx(more_s - saved_s, abs=0.02 * plain.batch_s)
+
+
+def test_a_plan_that_fits_only_shared_is_found_and_says_so(tmp_path: Path) -> None:
+    profile = tiny_profile()
+    request = PlanRequest(batch_size=4 * WIDTH, schedule="2bw", width=WIDTH, micro_batch=1)
+    plain, own = forecast("none", "2bw").stages[0], forecast("optimizer", "2bw").stages[0]
+    between = cluster(int(plain.peak_bytes + own.peak_bytes) // 2)
+    assert not isinstance(find_plan(profile, between, request), Answer)
+    found = find_plan(profile, between, replace(request, shard="optimizer"))
+    assert isinstance(found, Answer)
+    assert found.best.plan.updates_halfway
+    write_plan(tmp_path / "plan.json", found)
+    assert load_plan(tmp_path / "plan.json").plan == found.best.plan
+    write_plan(tmp_path / "plain.json", replace(found.best.plan, updates_halfway=False))
+    assert "updates_halfway" not in (tmp_path / "plain.json").read_text()
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(BiremeError, match="'weights'"):
+        PlanRequest(batch_size=4, shard="weights")
+    with pytest.raises(BiremeError, match="not paged"):
+        PlanRequest(batch_size=4, shard="optimizer", memory=TierLimits())
+    request = PlanRequest(batch_size=4, shard="optimizer")
+    with pytest.raises(BiremeError, match="muon, which steps whole"):
+        PlanningProblem(replace(tiny_profile(), optimizer="muon"), cluster(), request)

@@ -1,0 +1,155 @@
+"""Replicas that average weights: to the last bit what plain loops make of the same averages."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.runtime.averaging.agent import AveragingAgent
+from bireme.runtime.averaging.averaging import Averaging
+from bireme.runtime.averaging.outer import OuterSettings, num_due
+from bireme.runtime.layout import Layout
+from bireme.sync.coordinator.messages import RankId
+from bireme.sync.coordinator.paces import Paces
+from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
+from tests.support.averaging_threads import AveragingReplicas
+from tests.support.engine_parity import Setting, oracle
+from tests.support.oracles import Update
+from tests.support.regression import WIDTH, regression, regression_plan
+from tests.support.small_models import Batch, real_batches
+
+BATCH = 16
+MARKS = (4, 7)
+
+
+def data_for(num_batches: int) -> Batch:
+    return real_batches(BATCH * num_batches, 1, WIDTH)[0]
+
+
+def setting_of(schedule: str) -> Setting:
+    """Without clipping, because ranks add up a norm in another order than one process."""
+    return Setting(regression_plan(schedule, 2, updates_early=False))
+
+
+def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Update]]) -> None:
+    """Losses of all batches, and the weights after each window, which are the same in all replicas."""
+    for rank, told in run.told.items():
+        updates = expected[rank.replica]
+        assert [told.losses[one.batch] for one in updates] == pytest.approx(
+            [one.loss for one in updates], rel=1e-12
+        )
+        first = run.told[RankId(0, 0, rank.stage)]
+        for window, (weights, end) in enumerate(zip(told.weights, told.ends, strict=True)):
+            for name, tensor in weights.items():
+                what = f"{name} of {rank} after batch {end}"
+                assert torch.equal(tensor, updates[end - 1].weights[name]), what
+                assert torch.equal(tensor, first.weights[window][name]), what
+    places = [one for line in run.hub.rounds for own in line.samples for one in own]
+    counted = [place for one in places for place in range(one.begin, one.end)]
+    assert sorted(counted) == list(range(run.marks[-1] * BATCH))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group is of all replicas that do not drain."""
+    monkeypatch.setattr(Paces, "waits_s", lambda *_: (60.0, 60.0))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
+def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_bit(schedule: str) -> None:
+    run = AveragingReplicas(regression(), setting_of(schedule), 2, data_for(5), (5,), BATCH, in_step=True)
+    run.run()
+
+    assert {len(group) for told in run.told.values() for group in told.groups.values()} == {2}
+    assert_as_expected(run, expected_of_groups(run))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+def test_with_sgd_the_average_of_all_in_every_batch_is_a_step_with_the_summed_gradients() -> None:
+    setting = replace(setting_of("1f1b"), optimizer="sgd")
+    run = AveragingReplicas(regression(), setting, 2, data_for(4), (4,), BATCH, in_step=True)
+    run.run()
+
+    told = [run.told[RankId(replica, 0, 0)] for replica in range(2)]
+    together = [run.rows([one for own in told for one in own.dealt[batch]]) for batch in range(4)]
+    assert isinstance(setting.plan, Plan)
+    expected = oracle(run.model, replace(setting, plan=replace(setting.plan, width=2)), together)[-1]
+    for rank, own in run.told.items():
+        for name, tensor in own.weights[-1].items():
+            torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-11, atol=1e-12, msg=str(rank))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
+def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(schedule: str) -> None:
+    settings = OuterSettings(2)
+    run = AveragingReplicas(
+        regression(),
+        setting_of(schedule),
+        2,
+        data_for(MARKS[-1]),
+        MARKS,
+        BATCH,
+        outer=settings,
+        lag=1,
+        in_step=True,
+    )
+    run.run()
+
+    assert_as_expected(run, expected_of_outer_steps(run, settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [None, OuterSettings(3, fragments=2)])
+def test_a_slow_replica_trains_fewer_batches_and_every_sample_counts_once(
+    outer: OuterSettings | None,
+) -> None:
+    run = AveragingReplicas(
+        regression(),
+        setting_of("2bw"),
+        3,
+        data_for(12),
+        (9,),
+        BATCH + 2,
+        outer=outer,
+        lag=0 if outer is None else 1,
+        connect_every=8,
+        grace_s=0.01,
+        pace=lambda rank, _batch: time.sleep(0.2 * (rank.replica == 2)),
+    )
+    run.run()
+
+    ends = [run.told[RankId(replica, 0, 0)].ends[0] for replica in range(3)]
+    assert ends[2] < min(ends[:2])
+    places = [one for line in run.hub.rounds for own in line.samples for one in own]
+    assert sorted(place for one in places for place in range(one.begin, one.end)) == list(
+        range(9 * (BATCH + 2))
+    )
+    for stage in range(2):
+        found = [run.told[RankId(replica, 0, stage)].weights[0] for replica in range(3)]
+        assert all(torch.equal(one[name], found[0][name]) for one in found for name in one)
+
+
+def test_rounds_of_fragments_follow_each_other() -> None:
+    settings = OuterSettings(4, fragments=2)
+    due = {
+        f: [p for p in range(1, 13) if num_due(settings, f, p) > num_due(settings, f, p - 1)] for f in (0, 1)
+    }
+    assert due == {0: [4, 8, 12], 1: [2, 6, 10]}
+
+
+def test_what_ranks_share_is_not_averaged() -> None:
+    layout = SimpleNamespace(tied={"embedding": (0, 1)})
+    averaging = Averaging(cast(AveragingAgent, None), BATCH)
+
+    with pytest.raises(BiremeError, match="embedding is shared by stages"):
+        averaging.averages({}, cast(Layout, layout), torch.device("cpu"))

@@ -1,0 +1,70 @@
+"""What a rank has for others, and the connections over which it gives that."""
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.reducer import QuorumReducer
+from bireme.runtime.quorum.switchboard import SUM, Switchboard
+from bireme.runtime.snapshot import Snapshot
+from bireme.sync.coordinator.messages import RankId, Word
+from bireme.sync.quorum.digest import NO_DIGEST
+from tests.support.engine_parity import Setting, pipeline_of
+from tests.support.patience import patience_s
+from tests.support.regression import regression, regression_plan
+
+
+def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
+    """What is frozen, each life of a replica reads from the base by itself."""
+    model = regression()
+    frozen = frozenset(state.name for state in model.graph.parameters[:3])
+    given: list[Snapshot] = []
+    offers = SimpleNamespace(is_due=lambda _batch: True, provide=given.append)
+    agent = cast(Agent, SimpleNamespace(offers=offers, word=Word(0, 0)))
+    reducer: Any = SimpleNamespace(agent=agent, first=0, digest=NO_DIGEST)
+    pipeline = pipeline_of(model, Setting(regression_plan("1f1b", 1)), None)
+    agreement = Agreement(agent, 2, 8, rebuilt=frozen)
+    before = agreement.before_updates(
+        cast(QuorumReducer, reducer), pipeline.stages, torch.device("cpu"), lambda: 0.5
+    )
+    for stage in pipeline.stages.values():
+        before(stage, 0)
+    pipeline.close()
+
+    (snapshot,) = given
+    weights = {name.removeprefix("weights/") for name in snapshot.tensors if name.startswith("weights/")}
+    assert weights == {state.name for state in model.graph.parameters} - frozen
+    assert reducer.digest.version == 0
+
+
+def test_a_switchboard_lets_go_of_connections_that_are_over() -> None:
+    """Also where the answer has failed."""
+
+    def answer(made: socket.socket, _what: int, batch: int) -> None:
+        made.sendall(b"here")
+        if batch:
+            raise ConnectionResetError("it has hung up")
+
+    boards = [Switchboard(RankId(one, 0, 0), answer, timeout_s=patience_s()) for one in range(2)]
+    try:
+        for batch in range(2):
+            with boards[0].ask(1, boards[1].address, SUM, batch, lambda: None) as made:
+                while made.recv(16):
+                    pass
+        for _ in range(2):
+            lines = [boards[one].line(1 - one, 0, boards[1 - one].address, lambda: None) for one in (1, 0)]
+            for one, line in zip((1, 0), lines, strict=True):
+                boards[one].drop(1 - one)
+                assert line.socket.fileno() == -1
+        end_s = time.monotonic() + patience_s()
+        while not all(one.is_idle for one in boards):
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+    finally:
+        for board in boards:
+            board.close()

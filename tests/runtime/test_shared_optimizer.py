@@ -1,0 +1,212 @@
+"""Replicas that share an optimiser compute what they do with one each, in less memory, and save all of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.runtime.bank_memory import BankMemory
+from bireme.runtime.piece_sections import joined
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.snapshot import Snapshot
+from tests.support.engine_parity import Setting, pipeline_of, plan_for
+from tests.support.small_models import Batch, Model, gpt, token_batches
+from tests.support.thread_transport import ThreadFabric
+from tests.support.together import run_threads
+
+pytestmark = pytest.mark.slow
+
+TAKEN_AFTER = 3
+"""Batches, of which more are under way then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rank saw: of every batch the loss, the verdict and the weights after it; a snapshot on the way
+    and one at the end; all that it held then; the loss of an evaluation, and what its stages keep.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    weights: list[dict[str, Tensor]]
+    amid: Snapshot | None
+    end: Snapshot
+    held: Snapshot
+    evaluated: float
+    memory: list[BankMemory]
+
+
+def train(
+    model: Model, setting: Setting, data: Sequence[Batch], saved: Sequence[Snapshot] = ()
+) -> list[Seen]:
+    fabric = ThreadFabric(setting.plan.num_ranks, timeout_s=60.0)
+
+    def work(rank: int) -> Seen:
+        pipeline = pipeline_of(model, setting, fabric.of(rank))
+        try:
+            if saved:
+                pipeline.restore(saved[rank % len(saved)])
+            return follow(pipeline)
+        finally:
+            pipeline.close()
+
+    def follow(pipeline: Pipeline) -> Seen:
+        results, weights, amid = [], [], None
+        for result in pipeline.train(data):
+            results.append(result)
+            weights.append({name: one.clone() for name, one in pipeline.parameters().items()})
+            if result.batch + 1 == TAKEN_AFTER:
+                amid = pipeline.snapshot()
+        end = pipeline.snapshot()
+        return Seen(
+            [result.loss for result in results],
+            [result.grad_norm for result in results],
+            [result.is_skipped for result in results],
+            weights,
+            amid,
+            end,
+            pipeline.snapshot(all_held=True),
+            pipeline.evaluate(data[:1]).loss,
+            [stage.banks.memory() for stage in pipeline.stages.values()],
+        )
+
+    torch.set_num_threads(1)
+    return run_threads(setting.plan.num_ranks, work)
+
+
+def together(snapshots: Sequence[Snapshot | None]) -> Snapshot:
+    """The whole of what the ranks took, in which nothing is there twice."""
+    parts = [one for one in snapshots if one is not None]
+    names = [name for part in parts for name in part.tensors]
+    assert len(names) == len(set(names))
+    return replace(parts[0], tensors={n: t for part in parts for n, t in part.tensors.items()})
+
+
+def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 0.0) -> None:
+    assert set(found) == set(expected)
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def bfloat16(text: str) -> Model:
+    """A model to compute with in bfloat16, with weights that are stepped in float32."""
+    model = gpt(text, "bfloat16")
+    return replace(model, weights={name: one.float() for name, one in model.weights.items()})
+
+
+SHORT = torch.bfloat16
+UNTIED = "layers=3,tied=false"
+CASES = {
+    "tied over ranks": (False, "layers=3", Setting(plan_for("1f1b", width=2)), 0.0),
+    "unequal shares": (
+        False,
+        "layers=3",
+        Setting(plan_for("2bw-fresh", width=2, micro_batch_sizes=(1, 3))),
+        0.0,
+    ),
+    "short": (True, UNTIED, Setting(plan_for("2bw", width=2), "sgd", bank_dtype=SHORT), 0.0),
+    "short and clipped": (
+        True,
+        UNTIED,
+        Setting(plan_for("2bw-fresh", width=3), clip_norm=0.5, bank_dtype=SHORT),
+        1e-5,
+    ),
+    "tied on one rank": (
+        False,
+        "layers=3",
+        Setting(Plan((2, 4, 6), 4, "2bw", width=3, stages_per_rank=4), clip_norm=0.5),
+        1e-12,
+    ),
+}
+"""Whether weights are computed with in bfloat16, the model, how it is trained, and how much may differ."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_replicas_with_an_optimiser_each_do(case: str) -> None:
+    """To the last bit, but for the norm, which is a sum of other pieces. One batch counts for nothing. The
+    optimiser's part of each is of equal size, and so is that of the weights that only it steps.
+    """
+    is_short, text, alone, tolerance = CASES[case]
+    model = bfloat16(text) if is_short else gpt(text)
+    width = alone.plan.width
+    data = token_batches(8 * width, 5)
+    data[2] = {**data[2], "labels": torch.full_like(data[2]["labels"], -100)}
+    expected = train(model, alone, data)
+    found = train(model, replace(alone, shard="optimizer"), data)
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == pytest.approx(other.losses, rel=tolerance or 1e-15, nan_ok=True)
+        assert one.norms == pytest.approx(other.norms, rel=max(tolerance, 1e-6))
+        assert one.skipped == other.skipped == [place == 2 for place in range(5)]
+        for weights, wanted in zip(one.weights, other.weights, strict=True):
+            assert_alike(weights, wanted, tolerance)
+        assert one.evaluated == pytest.approx(other.evaluated, rel=tolerance or 1e-15)
+    for moment in ("amid", "end"):
+        saved, plain = (together([getattr(one, moment) for one in seen]) for seen in (found, expected))
+        assert_alike(joined(saved.tensors), plain.tensors, tolerance)
+    per_replica = len(found) // width
+    for place in range(per_replica):
+        for stage, whole in enumerate(expected[place].memory):
+            own = [found[place + replica * per_replica].memory[stage] for replica in range(width)]
+            assert_parts([one.apart_bytes for one in own], whole.apart_bytes)
+            assert_parts([one.optimizer_bytes for one in own], whole.optimizer_bytes)
+            assert all(one.banks_bytes == whole.banks_bytes for one in own)
+
+
+def assert_parts(sizes: Sequence[int], whole: int) -> None:
+    """These are equal parts, but for what the owners of pieces of one parameter count each, and for places
+    where parts may begin.
+    """
+    assert whole <= sum(sizes) <= whole + 500
+    assert max(sizes) <= whole / len(sizes) + 1024
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
+def test_going_on_from_a_snapshot_with_it_or_without_is_never_having_stopped(schedule: str) -> None:
+    model, data = gpt("layers=3"), token_batches(12, 5)
+    alone = Setting(plan_for(schedule, width=2))
+    shared = replace(alone, shard="optimizer")
+    expected = train(model, alone, data)
+    saved = together([one.amid for one in train(model, shared, data[: TAKEN_AFTER + 1])])
+    resumed = {
+        "2bw": [(alone, saved)],
+        "2bw-fresh": [(shared, saved), (shared, together([one.amid for one in expected]))],
+    }
+    for setting, snapshot in resumed[schedule]:
+        rest = train(model, setting, data[TAKEN_AFTER:], [snapshot])
+        assert rest[0].losses == expected[0].losses[TAKEN_AFTER:]
+        assert_alike(rest[0].weights[-1], expected[0].weights[-1])
+    if schedule == "2bw":  # trial versions are of each replica, and others begin with the newest weights
+        rest = train(model, replace(shared, plan=plan_for(schedule, width=3)), data[TAKEN_AFTER:], [saved])
+        assert rest[0].losses == pytest.approx(expected[0].losses[TAKEN_AFTER:], rel=1e-12)
+
+
+def test_the_schedule_can_change_on_the_way() -> None:
+    """As it does after a delay warm-up: each rank makes its next pipeline from all that it held."""
+    model, seen = bfloat16("layers=3,tied=false"), []
+    data = token_batches(8, 4)
+    for shard in ("none", "optimizer"):
+        first = Setting(plan_for("1f1b", width=2), bank_dtype=torch.bfloat16, shard=shard)
+        held = [one.held for one in train(model, first, data[:2])]
+        seen.append(train(model, replace(first, plan=plan_for("2bw-fresh", width=2)), data[2:], held))
+    expected, found = seen
+    assert found[0].losses == expected[0].losses
+    for one, other in zip(found, expected, strict=True):
+        assert_alike(one.weights[-1], other.weights[-1])
+
+
+def test_what_does_not_go_with_it_is_refused_in_a_sentence() -> None:
+    model, plan = gpt("layers=3"), plan_for("1f1b", width=2)
+    refused = {
+        "Muon steps .* as a whole": Setting(plan, "muon", shard="optimizer"),
+        'does not go with sums through "int8"': Setting(plan, sum_codec="int8", shard="optimizer"),
+        "principal components": Setting(plan, gradient="principal:2", shard="optimizer"),
+        "There is no shard 'weights'": Setting(plan, shard="weights"),
+    }
+    for sentence, setting in refused.items():
+        with pytest.raises(BiremeError, match=sentence):
+            pipeline_of(model, setting, ThreadFabric(plan.num_ranks).of(0))

@@ -1,0 +1,139 @@
+"""Replicas that average weights, by plain loops: an oracle for each, with the same averages between.
+
+What is taken from the replicas is who had which samples and which groups there were, not what they computed.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from bireme.runtime.averaging.outer import OuterSettings
+from bireme.sync.coordinator.messages import GroupMember, RankId
+from tests.support.averaging_threads import AveragingReplicas
+from tests.support.engine_parity import oracle
+from tests.support.oracles import Update
+from tests.support.patience import patience_s
+from tests.support.together import run_threads
+
+__all__ = ["expected_of_groups", "expected_of_outer_steps"]
+
+Weights = Mapping[str, Tensor]
+
+
+class _Meetings:
+    """Where the loops of all replicas meet: each brings tensors, and all get those of all, by replica."""
+
+    def __init__(self) -> None:
+        self._brought: dict[object, dict[int, list[Tensor]]] = {}
+        self._changed = threading.Condition()
+
+    def bring(self, what: object, replica: int, tensors: Sequence[Tensor]) -> None:
+        with self._changed:
+            self._brought.setdefault(what, {})[replica] = [tensor.clone() for tensor in tensors]
+            self._changed.notify_all()
+
+    def take(self, what: object, num: int) -> dict[int, list[Tensor]]:
+        with self._changed:
+            came = self._changed.wait_for(lambda: len(self._brought.get(what, {})) == num, patience_s())
+        assert came, what
+        return dict(sorted(self._brought[what].items()))
+
+
+def _mean(brought: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    parts = [[tensor * (1.0 / len(brought)) for tensor in one] for one in brought.values()]
+    return [torch.stack(own).sum(0) for own in zip(*parts, strict=True)]
+
+
+def _expected(run: AveragingReplicas, after_step: Callable[[int, int, Weights], None]) -> list[list[Update]]:
+    """What each replica learns, with `after_step(replica, batch, weights)` between."""
+
+    def learn(replica: int) -> list[Update]:
+        told = run.told[RankId(replica, 0, 0)]
+        ends = (0, *told.ends)
+        windows = tuple(end - begin for begin, end in pairwise(ends))
+        data = [run.rows(told.dealt[batch]) for batch in range(told.ends[-1])]
+        return oracle(
+            run.model,
+            replace(run.setting, windows=windows),
+            data,
+            after_step=lambda batch, weights: after_step(replica, batch, weights),
+        )
+
+    return run_threads(run.num_replicas, learn)
+
+
+def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
+    """With each stage averaged in the groups that there were, and all weights at the end of each window."""
+    meetings = _Meetings()
+    stages = [
+        set(run.model.stage(run.setting.plan, stage).parameters)
+        for stage in range(run.setting.plan.num_stages)
+    ]
+
+    def after_step(replica: int, batch: int, weights: Weights) -> None:
+        told = [run.told[RankId(replica, 0, stage)] for stage in range(len(stages))]
+        groups = [
+            (stage, one.groups.get(batch, (GroupMember(replica, batch),))) for stage, one in enumerate(told)
+        ]
+        own = [[weights[name] for name in sorted(stages[stage])] for stage, _ in groups]
+        for group, tensors in zip(groups, own, strict=True):
+            meetings.bring(group, replica, tensors)
+        for group, tensors in zip(groups, own, strict=True):
+            if len(group[1]) > 1:
+                for tensor, mean in zip(tensors, _mean(meetings.take(group, len(group[1]))), strict=True):
+                    tensor.copy_(mean)
+        if batch + 1 in told[0].ends:
+            everything = [weights[name] for name in sorted(weights)]
+            window = told[0].ends.index(batch + 1)
+            meetings.bring(window, replica, everything)
+            for tensor, mean in zip(everything, _mean(meetings.take(window, run.num_replicas)), strict=True):
+                tensor.copy_(mean)
+
+    return _expected(run, after_step)
+
+
+def expected_of_outer_steps(run: AveragingReplicas, settings: OuterSettings) -> list[list[Update]]:
+    """With one fragment, equal batches, and rounds that come one batch late; one more ends each window."""
+    meetings = _Meetings()
+    first = {state.name: run.model.weights[state.name] for state in run.model.graph.parameters}
+    starts = [{name: tensor.clone() for name, tensor in first.items()} for _ in range(run.num_replicas)]
+    buffers = [{name: torch.zeros_like(tensor) for name, tensor in first.items()} for _ in starts]
+    offered: list[dict[str, Tensor]] = [{} for _ in starts]
+
+    def step(what: object, replica: int, drifts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """How the start has changed."""
+        names = sorted(drifts)
+        meetings.bring(what, replica, [drifts[name] for name in names])
+        changes = {}
+        for name, mean in zip(names, _mean(meetings.take(what, run.num_replicas)), strict=True):
+            start, buffer = starts[replica][name], buffers[replica][name]
+            before = start.clone()
+            buffer.mul_(settings.momentum).add_(mean)
+            start.sub_((mean + settings.momentum * buffer) * settings.rate)
+            changes[name] = start - before
+        return changes
+
+    def end(replica: int, batch: int, weights: Weights) -> None:
+        if offered[replica]:
+            for name, change in step(("round", batch), replica, offered[replica]).items():
+                weights[name].add_(change + offered[replica][name])
+            offered[replica] = {}
+
+    def after_step(replica: int, batch: int, weights: Weights) -> None:
+        end(replica, batch - 1, weights)
+        if (batch + 1) % settings.every == 0:
+            offered[replica] = {name: starts[replica][name] - weights[name] for name in weights}
+        told = run.told[RankId(replica, 0, 0)]
+        if batch + 1 in told.ends:
+            end(replica, batch, weights)
+            if (batch + 1) % settings.every:  # else nothing was trained since the last round
+                drifts = {name: starts[replica][name] - weights[name] for name in weights}
+                step(("window", batch), replica, drifts)
+            for name, tensor in weights.items():
+                tensor.copy_(starts[replica][name])
+
+    return _expected(run, after_step)

@@ -1,0 +1,146 @@
+"""Workers of the suite as copies of one process, the template, which has imported what they need.
+
+Otherwise each worker of pytest-xdist imports torch and all that tests import, and so does the fork server of
+each worker. That server is a copy of the worker at its very beginning here: what the template has imported is
+there for the processes of tests too.
+
+pytest-xdist starts `worker_client.py` in place of Python. It asks the template for a worker that has the
+client's input and output, and lives as long as that worker.
+"""
+
+import importlib
+import os
+import pkgutil
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import bireme
+from bireme.runtime.fork_server import kept_for_good
+from bireme.runtime.parent_watch import die_with_parent
+from bireme.runtime.processes import serve_from_here
+
+__all__ = ["LARGE", "Template", "be_template", "imported_by"]
+
+CLIENT = Path(__file__).with_name("worker_client.py")
+IMPORT = re.compile(r"^(?:from|import) (?!tests\.\w+\.test_)([\w.]+)", re.MULTILINE)
+"""But for modules of tests, which pytest imports in its own way."""
+CODE = """\
+import sys
+sys.path[:] = {path!r}
+from tests.support.workers import be_template
+be_template({file}, {owner}, {names!r})
+exec(eval(sys.stdin.readline()))
+"""
+"""The last line is all that pytest-xdist asks of a Python."""
+
+FIRST_STEP = "torch._dynamo"
+"""What optimisers import at their first step."""
+
+LARGE = (
+    "datasets",
+    "peft",
+    "tests.support.copies",
+    "torch.distributed.run",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+"""What slow tests, and the processes that they start, import when they need it."""
+
+STREAMS = 3
+NUMBER_BYTES = 8
+
+
+class Template:
+    """The process that workers are copies of, for the one that starts them; it ends with that one."""
+
+    def __init__(self, folder: Path, modules: Iterable[str]) -> None:
+        self._address = folder / "template"
+        names = folder / "imported"
+        names.write_text("\n".join(sorted(modules)), encoding="utf-8")
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(self._address))
+            listening.listen()
+            file = listening.fileno()
+            code = CODE.format(path=sys.path, file=file, owner=os.getpid(), names=str(names))
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[file],
+            )
+
+    @property
+    def client(self) -> str:
+        """The command that becomes a worker."""
+        return shlex.join([sys.executable, "-I", "-S", str(CLIENT), str(self._address)])
+
+    def end(self) -> None:
+        """End it; no worker is left by now."""
+        self._process.terminate()
+        self._process.wait()
+
+
+def imported_by(paths: Iterable[Path]) -> set[str]:
+    """The modules that these files import at their top."""
+    return {name for path in paths for name in IMPORT.findall(path.read_text(encoding="utf-8"))}
+
+
+def be_template(file: int, owner_pid: int, names: str) -> None:
+    """Import all of the package and the modules that a file names, and wait for clients at the open file of
+    that number. It returns in each worker.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the workers to act on
+    die_with_parent(owner_pid)
+    with kept_for_good():
+        for name in (*_own(), FIRST_STEP, *Path(names).read_text(encoding="utf-8").split()):
+            with suppress(ImportError):  # a test that cannot do without it says so
+                importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, _reap)
+    signal.signal(signal.SIGTERM, _end)
+    listening = socket.socket(fileno=file)
+    while True:
+        client, _ = listening.accept()
+        with client:
+            if os.fork() == 0:
+                listening.close()
+                _be_worker(client)
+                return
+
+
+def _own() -> Iterator[str]:
+    for module in pkgutil.walk_packages(bireme.__path__, "bireme."):
+        if not module.name.endswith("__main__"):
+            yield module.name
+
+
+def _reap(_number: int, _frame: object) -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _end(_number: int, _frame: object) -> NoReturn:
+    """What workers have taken counts for who waits for this process."""
+    _reap(_number, _frame)
+    os._exit(0)
+
+
+def _be_worker(client: socket.socket) -> None:
+    die_with_parent(os.getppid())
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    serve_from_here()  # before there are the worker's threads, and its pipes
+    _, files, _, _ = socket.recv_fds(client, NUMBER_BYTES, STREAMS)
+    for stream, file in enumerate(files):
+        os.dup2(file, stream)
+        os.close(file)
+    client.send(os.getpid().to_bytes(NUMBER_BYTES, "little"))

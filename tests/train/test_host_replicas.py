@@ -1,0 +1,68 @@
+"""Which processes the launcher of each host starts, and that a replica is on one host."""
+
+from dataclasses import replace
+
+import pytest
+
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.device import Device
+from bireme.cluster.links import Card, Link
+from bireme.cluster.server import Server
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.train.hosts import check_launchers, processes_of, replicas_of_hosts, within_servers
+from bireme.train.machine_devices import Member
+from bireme.train.run_file import RunFile
+
+CPU = Device("cpu", "cpu", 10**9)
+CARDS = (Card("eth0", (0, 1), Link(1e9)),)
+TWO = Cluster(tuple(Server(name, (CPU, CPU), cards=CARDS) for name in "ab"))
+PLAN = Plan((1,), 2, "1f1b", width=2)
+
+
+def launchers(*num_cuda: int) -> dict[str, list[Member]]:
+    return {
+        name: [Member(rank, name, name, False, num)]
+        for rank, (name, num) in enumerate(zip("abc", num_cuda, strict=False))
+    }
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_cuda", "expected"),
+    [
+        ({}, (0, 4), [[0, 1], [2, 3]]),
+        ({"workers": 3}, (0, 0), [[0, 1, 2], [3, 4, 5]]),
+        ({}, (1, 2), [[0], [1, 2]]),
+    ],
+)
+def test_a_launcher_starts_a_process_for_each_device_of_its_host(
+    cluster: dict[str, int], num_cuda: tuple[int, ...], expected: list[list[int]]
+) -> None:
+    run = RunFile.model_validate({"format": 1, "cluster": cluster})
+    found = processes_of(run, launchers(*num_cuda))
+    assert [[one.rank for one in members] for members in found.values()] == expected
+
+
+def test_a_replica_is_started_on_the_host_of_its_first_stage() -> None:
+    run = RunFile.model_validate({"format": 1})
+    assert replicas_of_hosts([2, 3, 0, 1], processes_of(run, launchers(0, 0)), 2) == [[1], [0]]
+
+
+def test_stages_of_a_replica_change_places_with_equal_devices_to_be_on_one_host() -> None:
+    by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
+    assert within_servers(by_stage, TWO).devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))
+    assert within_servers(PLAN, TWO) == PLAN
+
+
+def test_a_replica_on_two_hosts_is_refused_where_its_devices_are_not_equal() -> None:
+    fast = replace(CPU, speed=2.0)
+    unequal = Cluster((TWO.servers[0], replace(TWO.servers[1], devices=(fast, fast))))
+    by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
+    with pytest.raises(BiremeError, match="replica 0 on several hosts: a, b"):
+        within_servers(by_stage, unequal)
+
+
+def test_two_processes_on_a_host_are_refused() -> None:
+    (member,) = launchers(0)["a"]
+    with pytest.raises(BiremeError, match="2 were started on a"):
+        check_launchers({"a": [member, replace(member, rank=1)]})

@@ -1,0 +1,114 @@
+"""`sync.mode = "groups"` and `"outer"` with real processes, from the run file to the document."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import bireme
+from tests.support.training import losses, running, settings, steps_of_checkpoints, write_run
+
+WIDTH = 2
+STEPS, BATCH = 12, 8
+UNTIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=false"
+
+
+PACED = "tests.support.paced_samples:paced"
+PACE_S = 0.01
+
+
+def write_averaging(
+    folder: Path, mode: str, schedule: str, depth: int, data: str = "", **more: object
+) -> Path:
+    """A run file of two replicas."""
+    path = write_run(folder, schedule, depth, model=UNTIED, data=data)
+    plan = folder / f"plan-{schedule}-{depth}.json"
+    document = json.loads(plan.read_text())
+    document["plan"]["width"] = WIDTH
+    plan.write_text(json.dumps(document))
+    text = path.read_text().replace(f"workers = {depth}", f"workers = {depth * WIDTH}")
+    keys = "".join(f"{name} = {value}\n" for name, value in more.items())
+    path.write_text(f'{text}\n[sync]\nmode = "{mode}"\n{keys}')
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "schedule", "depth", "more"),
+    [
+        ("groups", "2bw-fresh", 2, {"connect_every": 2}),
+        ("outer", "1f1b", 1, {"outer_every": 2, "outer_fragments": 2}),
+    ],
+)
+def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_checkpoint(
+    mode: str,
+    schedule: str,
+    depth: int,
+    more: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, run = write_averaging(tmp_path, mode, schedule, depth, **more), tmp_path / "runs" / "run"
+    first = bireme(capsys, "train", str(path), "--json")
+    assert first.status == 0, first.err
+    document = json.loads(first.out)
+
+    assert (document["steps"], document["reason"], document["checkpoint"]) == (STEPS, "finished", STEPS)
+    assert steps_of_checkpoints(run)[-1] == STEPS
+    sync = document["sync"]
+    assert (sync["mode"], sync["samples_committed"], sync["samples_redone"]) == (mode, STEPS * BATCH, 0)
+    assert sync["sent_bytes"] > 0
+    assert document["membership"] == [{"step": 0, "members": [0, 1]}]
+    found = losses(run)
+    assert found[max(found)] < found[min(found)]
+
+    again = bireme(capsys, "resume", str(run), "--set", f"training.steps={STEPS + 4}", "--json")
+    assert again.status == 0, again.err
+    assert json.loads(again.out)["steps"] == STEPS + 4
+    checked = bireme(capsys, "ledger", str(run), "--json")
+    ledger = json.loads(checked.out)
+    assert (checked.status, ledger["ok"]) == (0, True)
+    assert ledger["samples_committed"] == (STEPS + 4) * BATCH
+    assert ledger["samples_open"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["groups", "outer"])
+def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(mode: str, tmp_path: Path) -> None:
+    path, run = write_averaging(tmp_path, mode, "1f1b", 1, PACED), tmp_path / "runs" / "run"
+    more = settings(training__steps=5000, cluster__timeout_s=16)
+    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as train:
+        train.wait_for_step(4)
+        os.kill(train.ranks[-1], signal.SIGKILL)
+        train.wait_for_words("Replica 1 is back")
+        os.kill(train.process.pid, signal.SIGTERM)
+        ended = train.ended()
+    document = ended.document
+
+    assert document["reason"] == "signal"
+    assert document["checkpoint"] == document["steps"]
+    assert document["sync"]["epochs"] >= 3
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    rounds = [line for line in lines if line["kind"] == "round"]
+    places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
+    assert len(set(places)) == len(places) == document["sync"]["samples_committed"]
+    left = {place for begin, end in rounds[-1]["open"] for place in range(begin, end)}
+    assert set(places) | left == set(range(rounds[-1]["fresh"]))
+
+
+def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_averaging(tmp_path, "groups", "1f1b", 1)
+    for more, words in (
+        (settings(sync__outer_every=4), "sync.outer_every is 4"),
+        (settings(balance__mode="measured"), "balance.mode is 'measured'"),
+        (settings(sync__mode="outer", sync__outer_every=2, sync__outer_overlap=3), "sync.outer_overlap is 3"),
+    ):
+        result = bireme(capsys, "train", str(path), *more)
+        assert result.status == 2
+        assert words in result.err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,124 @@
+"""`sync.mode = "quorum"` over several hosts: one is cut off, another one dies, and the run goes on."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.killing.mortal_run import losses_of_one_process
+from bireme.runtime.processes import serve_from_here
+from bireme.sync.coordinator.ledger_check import check_ledger
+from tests.support.copies import Copy
+from tests.support.hosts import Host, hosts, set_cable
+from tests.support.paced_samples import PACE
+from tests.support.patience import patience_s
+from tests.support.torchrun_runs import torchrun_train
+from tests.support.training import Running, losses, settings, write_run
+
+pytestmark = pytest.mark.slow
+
+PORT = "29400"
+"""A host of these has all ports to itself."""
+PACE_S = 0.1
+NUM_HOSTS = 3
+LEASE_SHARE = 0.03
+"""Of the time that a test waits on a machine as busy as this one."""
+
+
+def written(folder: Path) -> Path:
+    """A run file of as many replicas of one stage as there are hosts."""
+    path = write_run(folder, "1f1b", 1, data="tests.support.paced_samples:paced")
+    plan = folder / "plan-1f1b-1.json"
+    document = json.loads(plan.read_text())
+    document["plan"]["width"] = NUM_HOSTS
+    plan.write_text(json.dumps(document))
+    path.write_text(f'{path.read_text()}\n[sync]\nmode = "quorum"\nlease_s = {LEASE_SHARE * patience_s()}\n')
+    return path
+
+
+@contextmanager
+def launcher(number: int, machine: Host, master: Host, run: Path, *words: str) -> Iterator[Running]:
+    """`bireme train WORDS…` on a host, as its launcher."""
+    variables = {"RANK": str(number), "WORLD_SIZE": str(NUM_HOSTS), "MASTER_ADDR": master.address}
+    variables |= {"MASTER_PORT": PORT, PACE: str(PACE_S)}
+    first = partial(on_host, machine)
+    process = Copy(["-m", "bireme", "train", *words], run.parent, variables=variables, first=first)
+    try:
+        yield Running(process, run, process.err)
+    finally:
+        process.close()
+
+
+def on_host(machine: Host) -> None:
+    """Be on a host, with all processes that this one starts."""
+    machine.enter()
+    serve_from_here()
+
+
+def wait_for_members(launcher: Running, *members: int) -> None:
+    """Until these, and nobody else, have had a part in a round that was added to the ledger since."""
+    end_s, num_before = time.monotonic() + patience_s(), len(rounds_of(launcher.run))
+    while not any(tuple(one["members"]) == members for one in rounds_of(launcher.run)[num_before:]):
+        assert time.monotonic() < end_s, launcher.said
+        assert launcher.process.poll() is None, launcher.said
+        time.sleep(0.05)
+
+
+def rounds_of(run: Path) -> list[dict[str, Any]]:
+    """The rounds that count, batch by batch: of those that were undone a later line tells."""
+    path = run / "ledger.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return [*{line["batch"]: line for line in lines if line["kind"] == "round"}.values()]
+
+
+def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp_path: Path) -> None:
+    """The one that coordinates and leads is cut off, then the one that took up dies. Both come back."""
+    run = tmp_path / "runs" / "run"
+    run.parent.mkdir()
+    training = {"training__steps": 5000, "training__optimizer": "sgd", "training__learning_rate": 0.003}
+    more = settings(**training, cluster__timeout_s=16, checkpoint__every_steps=0)
+    words = [str(written(tmp_path)), "--json", *more]
+    with hosts(NUM_HOSTS) as machines, ExitStack() as stack:
+        first, second, third = (
+            stack.enter_context(launcher(number, machine, machines[0], run, *words))
+            for number, machine in enumerate(machines)
+        )
+        wait_for_members(first, 0, 1, 2)
+        set_cable(0, is_plugged=False)
+        wait_for_members(second, 1, 2)
+        set_cable(0, is_plugged=True)
+        wait_for_members(first, 0, 1, 2)
+        second.kill_all()
+        wait_for_members(third, 0, 2)
+        second = stack.enter_context(launcher(1, machines[1], machines[0], run, *words))
+        wait_for_members(third, 0, 1, 2)
+        os.kill(third.process.pid, signal.SIGTERM)
+        ended = [one.ended() for one in (first, second, third)]
+
+    assert [one.status for one in ended] == [0, 0, 0], ended
+    (document,) = (json.loads(one.out) for one in ended if one.out)
+    assert (document["reason"], document["checkpoint"]) == ("signal", document["steps"])
+    rounds = rounds_of(run)
+    assert {(0, 1, 2), (1, 2), (0, 2)} <= {tuple(line["members"]) for line in rounds}
+    assert "Replica 0 is back after" in ended[0].err
+    assert check_ledger(run / "ledger.jsonl").is_whole
+    expected = losses_of_one_process(run)
+    for step, loss in losses(run).items():
+        assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
+
+
+def test_a_host_with_several_processes_of_torchrun_is_told_to_start_one(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    with torchrun_train(run, str(written(tmp_path))) as started:
+        ended = started.ended()
+
+    assert ended.err.count("Start one on each host") == 1
+    assert not run.exists()

@@ -1,0 +1,40 @@
+"""`bireme train` with replicas that share an optimiser: losses of a plain run, and checkpoints for any."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import bireme
+from tests.support.training import CUTS, losses, settings, write_run
+
+pytestmark = pytest.mark.slow
+
+
+def write_plan(folder: Path, width: int) -> Path:
+    path = folder / f"plan-of-{width}.json"
+    table = {"cuts": CUTS[1], "num_microbatches": 2, "schedule": "2bw", "width": width}
+    path.write_text(json.dumps({"format": 1, "plan": table}))
+    return path
+
+
+def test_a_shared_run_is_the_plain_one_and_another_number_of_replicas_resumes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, "2bw", 1)
+    common = {"plan__file": write_plan(tmp_path, 2), "cluster__workers": 2, "training__clip_norm": 0}
+    plain = settings(**common, training__steps=6, log__name="plain")
+    assert bireme(capsys, "train", str(path), "--json", *plain).status == 0
+    shared = settings(**common, training__steps=4, memory__shard="optimizer", log__name="shared")
+    first = bireme(capsys, "train", str(path), "--json", *shared)
+    assert first.status == 0, first.err
+    expected, found = losses(tmp_path / "runs" / "plain"), losses(tmp_path / "runs" / "shared")
+    assert found == {step: expected[step] for step in (1, 2, 3, 4)}
+
+    alone = settings(
+        plan__file=write_plan(tmp_path, 1), cluster__workers=1, memory__shard="none", training__steps=6
+    )
+    more = settings(training__schedule_steps=4)
+    second = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), "--json", *alone, *more)
+    assert second.status == 0, second.err
+    assert losses(tmp_path / "runs" / "shared") == pytest.approx(expected, rel=1e-4)
