@@ -66,13 +66,13 @@ class ThreadRank:
     def transport(self, ranks: Sequence[int] | None = None, _rank_of_stage: Sequence[int] = ()) -> Transport:
         """Messages between some ranks, or all, which are called 0, 1, 2, … in this order there."""
         members = tuple(range(self.size) if ranks is None else ranks)
-        lines = self._hub.lines[self._key(members)]
+        lines = self._hub.lines_of(self._key(members))
         return _ThreadTransport(self._hub, lines, members, members.index(self.rank))
 
     def everyone(self) -> MessageGroup:
         """Sums and broadcasts over all ranks."""
         members = tuple(range(self.size))
-        return _ThreadGroup(self._hub, self._hub.rounds[self._key(members)], members, self.rank)
+        return _ThreadGroup(self._hub, self._hub.rounds_of(self._key(members)), members, self.rank)
 
     def sums(self, _transport: Transport) -> Sums | None:
         """Sums over all ranks, which no thread but theirs makes."""
@@ -83,7 +83,7 @@ class ThreadRank:
         members = tuple(ranks)
         if self.rank not in members:
             return None
-        rounds = self._hub.rounds[self._key(members)]
+        rounds = self._hub.rounds_of(self._key(members))
         return _ThreadGroup(self._hub, rounds, members, members.index(self.rank))
 
     def _key(self, members: tuple[int, ...]) -> "_Key":
@@ -157,10 +157,20 @@ class _Hub:
         self.delay = delay
         self.lock = threading.RLock()
         self.lost: set[int] = set()
-        self.lines: dict[_Key, dict[_Channel, _Line]] = defaultdict(lambda: defaultdict(_Line))
+        self._lines: dict[_Key, dict[_Channel, _Line]] = defaultdict(lambda: defaultdict(_Line))
         self.mail: dict[tuple[int, int], _Mail] = defaultdict(lambda: _Mail(self.changing()))
-        self.rounds: dict[_Key, dict[int, _Round]] = defaultdict(dict)
+        self._rounds: dict[_Key, dict[int, _Round]] = defaultdict(dict)
         self._awaited: Counter[threading.Condition] = Counter()
+
+    def lines_of(self, key: _Key) -> dict[_Channel, _Line]:
+        """The same for all members, who may ask at once."""
+        with self.lock:
+            return self._lines[key]
+
+    def rounds_of(self, key: _Key) -> dict[int, _Round]:
+        """The same for all members, who may ask at once."""
+        with self.lock:
+            return self._rounds[key]
 
     def changing(self) -> threading.Condition:
         """Something that is waited for."""

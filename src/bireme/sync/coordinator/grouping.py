@@ -68,7 +68,7 @@ def _with_report(state: State, report: Report, at: GroupAt, now_s: float) -> Sta
 def _is_new(state: State, stage: int, replica: int, batch: int) -> bool:
     """Whether a replica was not at a stage with that batch before."""
     assert state.groups is not None, "with_groups makes it"
-    return batch > state.groups.formers[stage].latest.get(replica, -1)
+    return not state.groups.has_come(stage, replica, batch)
 
 
 def _with_event(state: State, event: Event, now_s: float) -> State:

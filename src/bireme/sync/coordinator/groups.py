@@ -4,6 +4,9 @@ A pure state machine: `step(state, event, now_s)` gives the next state and what 
 former of its own, and groups of different stages need not be equal. The rules that tie stages together:
 
 * Only one stage forces a group at a time, the *owner*. Two stages could wait for each other's replicas.
+* A replica waits at its last stage with a batch before it waits with it at any other. Otherwise one stage
+  could average its batch with a later one of another replica, and another stage the other way around, and the
+  two wait for each other where a send holds its rank up until it is received.
 * No group is forced while a replica drains, and none that is forced waits for one: it has no batch left until
   the mean over all replicas, which connects it anyway.
 
@@ -44,7 +47,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """All stages. `owner` is the stage that forces a group."""
+    """All stages. `owner` is the stage that forces a group, `early` are those who came to a stage before
+    their replica came to its last one.
+    """
 
     settings: GroupSettings
     members: frozenset[int]
@@ -53,6 +58,12 @@ class GroupState:
     """Groups whose mean does not count yet, by stage and number."""
     num_groups: int = 0
     owner: int | None = None
+    early: tuple[Arrived, ...] = ()
+
+    def has_come(self, stage: int, replica: int, batch: int) -> bool:
+        """Whether a replica has come to a stage with that batch, or a later one."""
+        latest = [one.batch for one in self.early if (one.stage, one.replica) == (stage, replica)]
+        return batch <= max([self.formers[stage].latest.get(replica, -1), *latest])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +111,23 @@ def step(state: GroupState, event: Event, now_s: float) -> Step:
 
 
 def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
+    """With a rank that has come, and with those of its replica who came before its last stage did."""
+    last = len(state.formers) - 1
+    if event.replica not in state.members or state.has_come(event.stage, event.replica, event.batch):
+        return state
+    if event.stage != last and not state.has_come(last, event.replica, event.batch):
+        return replace(state, early=(*state.early, event))
+    state = _waiting(state, event, now_s)
+    followers = [one for one in state.early if one.replica == event.replica and one.batch <= event.batch]
+    state = replace(state, early=tuple(one for one in state.early if one not in followers))
+    for one in followers:
+        state = _waiting(state, one, now_s)
+    return state
+
+
+def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
     """With a rank that waits at its stage."""
     former = state.formers[event.stage]
-    if event.replica not in state.members or event.batch <= former.latest.get(event.replica, -1):
-        return state
     former = replace(former, latest=former.latest | {event.replica: event.batch})
     # The one that arrives does not drain any more.
     is_whole = state.members <= former.present | {event.replica}
@@ -192,6 +216,7 @@ def _gone(state: GroupState, replica: int, replies: list[Formed | Settled]) -> G
         state,
         members=state.members - {replica},
         formers=tuple(one.without(replica) for one in state.formers),
+        early=tuple(one for one in state.early if one.replica != replica),
     )
     if any(not state.formers[stage].is_forced for stage in forced):
         state = replace(state, owner=None)  # nobody is left of its group
