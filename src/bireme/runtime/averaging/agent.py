@@ -8,6 +8,7 @@ next step that it allows. The rank says what it brings (`arrive`, `offer`) and t
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,17 +22,11 @@ from bireme.runtime.averaging.groups import GroupJob, Groups
 from bireme.runtime.averaging.lines import Coordinator, Line, Offer, Settled
 from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
 from bireme.runtime.quorum.job import DroppedError, is_in, member_in
+from bireme.runtime.quorum.offers import has_hung_up
 from bireme.runtime.quorum.parcels import Parcel, send_named, send_parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import (
-    Commit,
-    Grant,
-    Heal,
-    RankId,
-    Window,
-    Word,
-)
+from bireme.sync.coordinator.messages import Commit, Grant, Heal, RankId, Window, Word
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution
 
@@ -64,7 +59,8 @@ class AveragingAgent:
         self._changed, self._saying = threading.Condition(), threading.Lock()
         self._healed: int | None = None
         self.deals = Deals(own, self.wait_for, self._say)
-        self._snapshots: dict[int, tuple[Snapshot, tuple[int, ...]]] = {}
+        self._snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = {}
+        """With where the run was then: the rounds of each line that are in it, and the window."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -178,7 +174,9 @@ class AveragingAgent:
     def provide(self, name: int, snapshot: Snapshot) -> None:
         """Here is one that was due."""
         with self._changed:
-            self._snapshots[name] = snapshot, tuple(line.at.committed for line in self.lines)
+            used, window = tuple(line.at.committed for line in self.lines), self.deals.window
+            where = {"used": used, "window": window.number, "until": window.until}
+            self._snapshots[name] = snapshot, where
             self._changed.notify_all()
 
     def tell_lost(self, donor: int) -> None:
@@ -217,10 +215,17 @@ class AveragingAgent:
             self._thread.join(self._timeout_s)
 
     def wait_until_used_by_all(self) -> None:
-        """Wait until no replica needs a sum from this one, or there is no telling."""
+        """Wait until no replica needs a sum from this one, or there is no telling. Who has begun to heal from
+        it gets no snapshot any more, and is not waited for.
+        """
         used = [line.at.committed for line in self.lines]
+
+        def is_over(word: Word) -> bool:
+            is_donor = any(heal.donor == self.own.replica for heal in word.heals)
+            return is_donor or all(map(lambda kept, own: kept >= own, word.kept, used))
+
         with suppress(Exception):
-            self.wait_for(lambda word: all(map(lambda kept, own: kept >= own, word.kept, used)))
+            self.wait_for(is_over)
 
     def wait_until_gone(self, replica: int) -> None:
         """Wait until another replica is no member any more, or there is no telling."""
@@ -262,6 +267,8 @@ class AveragingAgent:
 
     def _step(self, word: Word) -> bool:
         """Do the next thing that a word allows; False if there is none."""
+        if all(one.own_life != self.own.own_life for one in word.members):
+            return False  # a snapshot is to say first which rounds are in it
         for line in self.lines:
             commit = next((o for o in word.commits if (o.line, o.round) == (line.number, line.next)), None)
             if commit is not None and self._settle(line, commit, word):
@@ -279,7 +286,7 @@ class AveragingAgent:
         self._let_go(line)
         if line.contribution is None:
             offer = line.offer
-            line.was_offered = offer is not None
+            line.was_offered = offer is not None and offer.num_samples > 0
             line.contribution = line.nothing(0) if offer is None else offer.make()
         result = line.room()
 
@@ -357,23 +364,26 @@ class AveragingAgent:
     def _answer(self, made: socket.socket, what: int, name: int) -> None:
         """Give another replica what it asks for, once it is there; hang up where it will not be."""
         if what == SUM:
-            kept = self.lines[name >> PLACES].kept
-            result = self._found(lambda: kept.get(name & ((1 << PLACES) - 1)))
+            kept, ends_s = self.lines[name >> PLACES].kept, time.monotonic() + self._timeout_s
+            result = self._found(
+                lambda: kept.get(name & ((1 << PLACES) - 1)), lambda: time.monotonic() > ends_s
+            )
             if result is not None and result.summed is not None:
                 words = {"weight": result.summed.weight, "numbers": result.summed.numbers}
                 send_parcel(made, words, result.flats)
         elif what == SNAPSHOT:
-            found = self._found(lambda: self._snapshots.get(name))
+            # An evaluation may take longer than any timeout, and the next update follows it.
+            found = self._found(lambda: self._snapshots.get(name), lambda: has_hung_up(made))
             if found is not None:
-                snapshot, used = found
-                said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale, "used": used}
-                until = {"window": self.deals.window.number, "until": self.deals.window.until}
-                send_named(made, {**said, **until}, snapshot.tensors, share=HEAL_SHARE)
+                snapshot, where = found
+                said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
+                send_named(made, {**said, **where}, snapshot.tensors, share=HEAL_SHARE)
 
-    def _found(self, find: Callable[[], Found | None]) -> Found | None:
+    def _found(self, find: Callable[[], Found | None], is_over: Callable[[], bool]) -> Found | None:
         with self._changed:
-            self._changed.wait_for(lambda: find() is not None or self._is_closed, self._timeout_s)
-            return find()
+            while (found := find()) is None and not self._is_closed and not is_over():
+                self._changed.wait(LOOK_S)
+            return found
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         with self._changed:
