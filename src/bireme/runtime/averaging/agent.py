@@ -6,25 +6,23 @@ next step that it allows. The rank says what it brings (`arrive`, `offer`) and t
 `take`).
 """
 
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bireme.runtime.averaging.deals import Deals
+from bireme.runtime.averaging.for_others import ForOthers
 from bireme.runtime.averaging.groups import GroupJob, Groups
 from bireme.runtime.averaging.lines import Coordinator, Line, Offer, Settled
 from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
 from bireme.runtime.quorum.job import DroppedError, is_in, member_in
-from bireme.runtime.quorum.offers import has_hung_up
-from bireme.runtime.quorum.parcels import Parcel, send_named, send_parcel
-from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
+from bireme.runtime.quorum.parcels import Parcel
+from bireme.runtime.quorum.switchboard import SNAPSHOT, Switchboard
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import Commit, Grant, Heal, RankId, Window, Word
 from bireme.sync.quorum.line import LineBroken
@@ -32,11 +30,7 @@ from bireme.sync.quorum.ring import Contribution
 
 __all__ = ["AveragingAgent"]
 
-HEAL_SHARE = 0.25
-"""The share of a link's time that a snapshot for another replica may take."""
 LOOK_S = 0.5
-
-Found = TypeVar("Found")
 
 
 class AveragingAgent:
@@ -59,12 +53,11 @@ class AveragingAgent:
         self._changed, self._saying = threading.Condition(), threading.Lock()
         self._healed: int | None = None
         self.deals = Deals(own, self.wait_for, self._say)
-        self._snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = {}
-        """With where the run was then: the rounds of each line that are in it, and the window."""
+        self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
+        self._board = Switchboard(own, self._for_others.answer, timeout_s=timeout_s)
         self._sums = PeerSums(own, self._board, lambda: coordinator.word, self._check_usable, timeout_s)
         self._groups = Groups(own, self._sums, device, self._changed, self._say)
         coordinator.on_word(self._poke)
@@ -165,19 +158,11 @@ class AveragingAgent:
 
     def due(self, batch: int) -> int | None:
         """The name of a snapshot that another replica waits for, if one is due before a batch's update."""
-        asked = {heal.batch for heal in self.word.heals if heal.donor == self.own.replica}
-        with self._changed:
-            self._snapshots = {name: one for name, one in self._snapshots.items() if name in asked}
-            found = [name for name in asked - self._snapshots.keys() if name <= batch]
-        return min(found, default=None)
+        return self._for_others.due(self.word, self.own.replica, batch)
 
     def provide(self, name: int, snapshot: Snapshot) -> None:
         """Here is one that was due."""
-        with self._changed:
-            used, window = tuple(line.at.committed for line in self.lines), self.deals.window
-            where = {"used": used, "window": window.number, "until": window.until}
-            self._snapshots[name] = snapshot, where
-            self._changed.notify_all()
+        self._for_others.provide(name, snapshot, self.deals.window)
 
     def tell_lost(self, donor: int) -> None:
         """A donor could not be reached."""
@@ -361,30 +346,6 @@ class AveragingAgent:
 
     # Other threads.
 
-    def _answer(self, made: socket.socket, what: int, name: int) -> None:
-        """Give another replica what it asks for, once it is there; hang up where it will not be."""
-        if what == SUM:
-            kept, ends_s = self.lines[name >> PLACES].kept, time.monotonic() + self._timeout_s
-            result = self._found(
-                lambda: kept.get(name & ((1 << PLACES) - 1)), lambda: time.monotonic() > ends_s
-            )
-            if result is not None and result.summed is not None:
-                words = {"weight": result.summed.weight, "numbers": result.summed.numbers}
-                send_parcel(made, words, result.flats)
-        elif what == SNAPSHOT:
-            # An evaluation may take longer than any timeout, and the next update follows it.
-            found = self._found(lambda: self._snapshots.get(name), lambda: has_hung_up(made))
-            if found is not None:
-                snapshot, where = found
-                said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
-                send_named(made, {**said, **where}, snapshot.tensors, share=HEAL_SHARE)
-
-    def _found(self, find: Callable[[], Found | None], is_over: Callable[[], bool]) -> Found | None:
-        with self._changed:
-            while (found := find()) is None and not self._is_closed and not is_over():
-                self._changed.wait(LOOK_S)
-            return found
-
     def _wait(self, is_so: Callable[[], bool]) -> None:
         with self._changed:
             while True:
@@ -410,3 +371,4 @@ class AveragingAgent:
             self._error = self._error or error
             self._is_closed = True
             self._changed.notify_all()
+        self._for_others.close()
