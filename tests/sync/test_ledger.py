@@ -74,6 +74,25 @@ def test_a_start_cannot_say_that_samples_are_trained_which_no_line_tells_of(tmp_
     assert found.missing == (Samples(6, 8),)
 
 
+def of_one_replica(*begins: int) -> list[Began | Committed]:
+    """Batches of two samples of a replica that averages weights."""
+    lines: list[Began | Committed] = [Began(1, 0, 10, 0, (), "groups")]
+    for batch, begin in enumerate(begins):
+        lines.append(Committed(1, batch, 0, (0,), ((Samples(begin, begin + 2),),), begin + 2, ()))
+    return lines
+
+
+def test_a_start_of_replicas_that_average_cannot_say_so_either(tmp_path: Path) -> None:
+    found = check_ledger(written(tmp_path, [*of_one_replica(0, 4), Began(LATER, 0, 10, 6, (), "groups")]))
+    assert found.missing == (Samples(2, 4),)
+
+
+def test_batches_that_a_replica_numbers_by_itself_are_not_those_of_the_run(tmp_path: Path) -> None:
+    """It may train more of them than the run has, which then goes on for a while without a coordinator."""
+    found = check_ledger(written(tmp_path, [*of_one_replica(0, 2, 4), Began(LATER, 2, 10, 8, ())]))
+    assert found.is_whole
+
+
 def test_a_start_after_batches_without_a_coordinator_says_what_they_trained(tmp_path: Path) -> None:
     lines = [*rounds((0, 1)), Began(LATER, 3, 10, 12, ())]
     assert check_ledger(written(tmp_path, lines)).is_whole

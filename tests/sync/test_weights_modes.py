@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from bireme.sync.coordinator.coordinator import begun, step, word_for
+from bireme.sync.coordinator.host import beginner, host_step
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.messages import GroupAt, Life, RankId, Report, RoundAt, Window, Word
 from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import Ended
+from bireme.sync.coordinator.state import Ended, Tick
 from tests.support.coordinated import settings_for
 
 
@@ -159,3 +160,21 @@ def test_what_a_replica_offered_before_the_last_mean_is_not_meant_any_more() -> 
     assert talk.word(first).grants == ()
     talk.say(second, rounds=(RoundAt(ready=0, num_samples=6), mean), window=Window(1, 24))
     assert [one.line for one in talk.word(first).grants] == [0]
+
+
+def test_a_coordinator_of_averages_waits_for_members_that_were_all_silent_for_longer_than_the_lease() -> None:
+    """As after all of them were stopped. Nobody could take up what it knows of groups."""
+    settings = replace(settings_for(2, 1), mode=SyncMode.GROUPS, num_lines=0)
+    host = beginner(settings, 1)
+    for number in (1, 2):
+        for replica in range(2):
+            epoch = 0 if host.state is None else host.state.membership.epoch
+            report = Report(RankId(replica, 0, 0), number, epoch, "", wants=1)
+            host = host_step(host, report, 0.001 * number).host
+    assert host.state is not None
+    before = host.state
+    done = host_step(host, Tick(), 10 * settings.lease_s)
+    assert not done.resigns
+    assert done.host.state is not None
+    assert done.host.state.membership.members == before.membership.members
+    assert done.host.state.pool == before.pool

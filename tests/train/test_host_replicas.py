@@ -1,6 +1,9 @@
 """Which processes the launcher of each host starts, and that a replica is on one host."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -10,8 +13,11 @@ from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.train import rank_zero_setup
+from bireme.train.folder import RunFolder
 from bireme.train.hosts import check_launchers, processes_of, replicas_of_hosts, within_servers
 from bireme.train.machine_devices import Member
+from bireme.train.rendezvous import Environment
 from bireme.train.run_file import RunFile
 
 CPU = Device("cpu", "cpu", 10**9)
@@ -66,3 +72,29 @@ def test_two_processes_on_a_host_are_refused() -> None:
     (member,) = launchers(0)["a"]
     with pytest.raises(BiremeError, match="2 were started on a"):
         check_launchers({"a": [member, replace(member, rank=1)]})
+
+
+def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan may be a new one, or of a run whose replicas could not die."""
+    fast = replace(CPU, speed=2.0)
+    unequal = Cluster((TWO.servers[0], replace(TWO.servers[1], devices=(fast, fast))))
+    by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
+    run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}, "log": {"name": "run"}})
+    again = SimpleNamespace(
+        run=run, plan=SimpleNamespace(plan=by_stage), machines=SimpleNamespace(cluster=unequal)
+    )
+    found = {
+        "_begun": RunFolder(tmp_path),
+        "_cluster": unequal,
+        "_is_for": True,
+        "prepared_again": again,
+        **dict.fromkeys(("check_finds_checkpoints", "check_rate", "_check_progress")),
+        **dict.fromkeys(("newest_good", "has_ended")),
+    }
+    for name, value in found.items():
+        monkeypatch.setattr(rank_zero_setup, name, lambda *_, value=value, **__: value)
+    environment = cast(Environment, SimpleNamespace(job=None, may_restart=False, is_restart=False))
+    with pytest.raises(BiremeError, match="replica 0 on several hosts"):
+        rank_zero_setup.set_up_run(environment, run, launchers(0, 0), lambda *_: [], lambda _text: None)

@@ -1,6 +1,8 @@
 """A rank of a replica that may die, as the loop of a run sees it."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -12,7 +14,9 @@ from bireme.sync.coordinator.messages import Life
 from bireme.train import worker
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.replica import LeaderWriter
+from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.replica import LeaderLog, LeaderWriter
+from bireme.train.run_log import RunLog
 from bireme.train.worker import Start, train_replica
 from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 
@@ -49,3 +53,15 @@ def test_replicas_that_lead_in_turns_write_into_one_folder(tmp_path: Path) -> No
         one.close()
 
     assert (steps_in(tmp_path), warnings) == ([20, 30], [])
+
+
+def test_the_end_of_a_run_is_written_once() -> None:
+    """A replica that has waited until who led was gone leads then too."""
+    ended: list[Outcome] = []
+    log = cast(RunLog, SimpleNamespace(end=ended.append))
+    outcome = Outcome(4, "finished", None, None, None, None, None, 0, 4, RankOutcome(0, None, None))
+    for leads in (True, False):
+        own = LeaderLog(lambda: log, SimpleNamespace(leads=True), lambda: True)
+        own.end(replace(outcome, leads=leads))
+
+    assert ended == [outcome]

@@ -4,10 +4,16 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.train.data.samples import Samples
+from bireme.train.replica_checks import check_replicas
+from bireme.train.run_file import RunFile
 from tests.support.command import bireme
 from tests.support.training import losses, running, settings, steps_of_checkpoints, write_run
 
@@ -112,3 +118,12 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
         assert result.status == 2
         assert words in result.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("mode", ["quorum", "groups", "outer"])
+def test_a_plan_that_pages_is_refused_before_anything_starts(mode: str) -> None:
+    """It may come from a file."""
+    run = RunFile.model_validate({"format": 1, "sync": {"mode": mode}})
+    plan = cast(Plan, SimpleNamespace(width=2, paging="some"))
+    with pytest.raises(BiremeError, match="the plan pages"):
+        check_replicas(run, plan, cast(Samples, []))

@@ -5,7 +5,6 @@ samples in the run's order: they say at which step the run is, and which learnin
 from one meeting of all replicas to the next: at a meeting all have the same weights, and the same step.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,16 +44,12 @@ class Meeting:
 
 
 class AveragingReplica:
-    """What this rank knows of the replicas of its run, of which there are `num_replicas` at most; the run
-    goes on from the step `first`.
-    """
+    """What this rank knows of the replicas of its run, of which there are `num_replicas` at most."""
 
     agreement = None
 
-    def __init__(
-        self, world: World, order: ReplicaOrder, run: RunFile, num_replicas: int, first: int
-    ) -> None:
-        self.number = order.life.replica
+    def __init__(self, world: World, order: ReplicaOrder, run: RunFile, num_replicas: int) -> None:
+        self.number, self._life = order.life.replica, order.life.life
         rank = RankId(self.number, order.life.life, world.rank)
         self._agent = AveragingAgent(
             rank,
@@ -72,13 +67,13 @@ class AveragingReplica:
             )
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if outer is None else sync.outer_overlap
-        self.averaging = Averaging(self._agent, self._batch_size, outer, lag, first)
-        self.has_come_late = order.life.life > 0
-        self.step = first
+        self.averaging = Averaging(self._agent, self._batch_size, outer, lag, order.first)
+        self.has_come_late = self._life > 0
+        self.step = order.first
         """How many batches of the run were trained by the last meeting."""
         self._leader = -1 if self.has_come_late else 0
         self._reason = Reason.NONE
-        self._place = first * self._batch_size
+        self._place = order.first * self._batch_size
         self._dealt = 0
         """The samples of this replica since the last meeting."""
 
@@ -97,10 +92,9 @@ class AveragingReplica:
     def join(self, pipeline: Pipeline) -> None:
         """Come to the first batch of this replica, with the state of the others."""
         pipeline.join_averaging(0)
-        if self.has_come_late:
-            # The others are within a window, which ends where the next one of this step does.
-            last = max(self._agent.deals.window.until // self._batch_size - 1, 0)
-            self.step = min(self._known_step(), last)
+        if until := self._agent.deals.window.until:
+            # The donor is within a window, which ends where the next one of this step does.
+            self.step = min(self._known_step(), max(until // self._batch_size - 1, 0))
             self._place = self.step * self._batch_size
 
     def rate(self, factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -115,11 +109,16 @@ class AveragingReplica:
             self._agent.deals.ask_end()
 
     def votes(self, stops: Stops) -> Callable[[], float]:
-        """What this rank gives along with a batch: time and saving are for who leads to ask for."""
+        """What this rank gives along with a batch: time and saving are for who leads to ask for, and for all
+        others once that one is gone.
+        """
+
+        def speaks() -> bool:
+            return self.leads or all(one.replica != self._leader for one in self._agent.word.members)
 
         def vote() -> float:
             found = stops.vote()
-            return found if self.leads or found >= Reason.SIGNAL else 0.0
+            return found if found >= Reason.SIGNAL or speaks() else 0.0
 
         return vote
 
@@ -146,13 +145,14 @@ class AveragingReplica:
 
     def meet(self, pipeline: Pipeline) -> Meeting:
         """Make one mean of all replicas' weights, when the window has drained."""
-        samples = [0.0] * self._num_replicas
-        samples[self.number] = float(self._dealt)
-        met = pipeline.meet(float(self._reason), *samples)
-        votes, *shares = met.numbers
+        samples, lives = [0.0] * self._num_replicas, [0.0] * self._num_replicas
+        samples[self.number], lives[self.number] = float(self._dealt), float(self._life)
+        met = pipeline.meet(float(self._reason), *samples, *lives)
+        votes, *told = met.numbers
+        shares, lives = told[: self._num_replicas], told[self._num_replicas :]
         self._reason, self._dealt = Reason.NONE, 0
-        lives = {one.replica: one.life for one in self._agent.word.members}
-        self._leader = min(met.parts, key=lambda one: (lives.get(one, math.inf), one))
+        # By what all were told, for all ranks must find the same one.
+        self._leader = min(met.parts, key=lambda one: (lives[one], one))
         end = self._agent.deals.ended_at
         self.step = end // self._batch_size
         num_samples, self._place = max(end - self._place, 0), end

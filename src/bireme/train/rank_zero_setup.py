@@ -19,6 +19,7 @@ from bireme.cluster.server import Server
 from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.plan.plan_file import write_plan
 from bireme.report.progress import progress_bar
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
@@ -94,7 +95,10 @@ def set_up_run(
         folder = begun
         with progress_bar("preparing") as progress:
             again = _with_source(settled, cluster, begun.cluster)
-            prepared = prepared_again(again, begun, progress, checkpoint, tell, is_alone=False)
+            found = prepared_again(again, begun, progress, checkpoint, tell, is_alone=False)
+        prepared = _on_hosts(found)
+        if prepared.plan != found.plan:
+            write_plan(folder.plan, prepared.plan)
     else:
         prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint, tell)
     if begun is not None:
@@ -215,9 +219,7 @@ def _prepared_anew(
         if cluster is not None:
             save_cluster(cluster, path)
         prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False)
-    if run.sync.mode == "quorum":
-        plan = within_servers(prepared.plan.plan, prepared.machines.cluster)
-        prepared = replace(prepared, plan=replace(prepared.plan, plan=plan))
+    prepared = _on_hosts(prepared)
     if checkpoint is not None and begun is not None:
         check_same_run(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
@@ -225,6 +227,14 @@ def _prepared_anew(
     prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster))
     write_prepared(prepared, folder, checkpoint)
     return prepared, folder
+
+
+def _on_hosts(prepared: Prepared) -> Prepared:
+    """With each replica on one host, where replicas may die."""
+    if prepared.run.sync.mode != "quorum":
+        return prepared
+    plan = within_servers(prepared.plan.plan, prepared.machines.cluster)
+    return replace(prepared, plan=replace(prepared.plan, plan=plan))
 
 
 def _is_for(begun: RunFolder, run: RunFile, cluster: Cluster | None) -> bool:

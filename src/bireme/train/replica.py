@@ -169,8 +169,8 @@ class LeaderLog:
             self._opened().begin(step)
 
     def end(self, outcome: Outcome) -> None:
-        """The run is over."""
-        if self._replica.leads:
+        """The run is over. One that leads only because all others are gone has nothing to add."""
+        if outcome.leads:
             self._opened().end(outcome)
 
     def _opened(self) -> RunLog:

@@ -24,6 +24,12 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
             f'sync.mode is "{mode}", in which samples may be trained in another order than they come, but '
             "the data are a stream. Download them, or leave out streaming=true."
         )
+    if plan.paging is not None:
+        what = "weights" if run.sync.averages else "gradients"
+        raise BiremeError(
+            f'sync.mode is "{mode}", in which whole {what} are sent from where they lie, but the plan '
+            'pages. Leave paging out of the plan, or use sync.mode = "all".'
+        )
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
     if run.sync.averages and most > 1:
         raise BiremeError(

@@ -169,7 +169,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     if begin is None:
         begin = first_delayed_step(run, saved, manifest)
     if part.order is not None:
-        part, saved = _as_member(part, part.order, saved, step)
+        part, saved = _as_member(part, part.order, saved)
     if part.member is not None:
         step = part.member.begin(step)
     pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
@@ -252,10 +252,10 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     return outcome
 
 
-def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan, step: int) -> tuple[_Part, SavedPlan]:
+def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Part, SavedPlan]:
     """The part of a replica that may die, and the plan of this replica alone."""
     plan, replica = saved.plan, order.life.replica
-    member = _member(part, order, plan, step)
+    member = _member(part, order, plan)
     alone = replace(
         plan,
         width=1,
@@ -266,9 +266,9 @@ def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan, step: int) ->
     return replace(part, member=member), replace(saved, plan=alone)
 
 
-def _member(part: _Part, order: ReplicaOrder, plan: Plan, step: int) -> Replica | AveragingReplica:
+def _member(part: _Part, order: ReplicaOrder, plan: Plan) -> Replica | AveragingReplica:
     if part.run.sync.averages:
-        return AveragingReplica(part.world, order, part.run, plan.width, step)
+        return AveragingReplica(part.world, order, part.run, plan.width)
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     return Replica(

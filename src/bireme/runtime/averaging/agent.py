@@ -6,42 +6,31 @@ next step that it allows. The rank says what it brings (`arrive`, `offer`) and t
 `take`).
 """
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bireme.runtime.averaging.deals import Deals
+from bireme.runtime.averaging.for_others import ForOthers
 from bireme.runtime.averaging.groups import GroupJob, Groups
 from bireme.runtime.averaging.lines import Coordinator, Line, Offer, Settled
 from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
 from bireme.runtime.quorum.job import DroppedError, is_in, member_in
-from bireme.runtime.quorum.parcels import Parcel, send_named, send_parcel
-from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
+from bireme.runtime.quorum.parcels import Parcel
+from bireme.runtime.quorum.switchboard import SNAPSHOT, Switchboard
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import (
-    Commit,
-    Grant,
-    Heal,
-    RankId,
-    Window,
-    Word,
-)
+from bireme.sync.coordinator.messages import Commit, Grant, Heal, RankId, Window, Word
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution
 
 __all__ = ["AveragingAgent"]
 
-HEAL_SHARE = 0.25
-"""The share of a link's time that a snapshot for another replica may take."""
 LOOK_S = 0.5
-
-Found = TypeVar("Found")
 
 
 class AveragingAgent:
@@ -64,11 +53,11 @@ class AveragingAgent:
         self._changed, self._saying = threading.Condition(), threading.Lock()
         self._healed: int | None = None
         self.deals = Deals(own, self.wait_for, self._say)
-        self._snapshots: dict[int, tuple[Snapshot, tuple[int, ...]]] = {}
+        self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
+        self._board = Switchboard(own, self._for_others.answer, timeout_s=timeout_s)
         self._sums = PeerSums(own, self._board, lambda: coordinator.word, self._check_usable, timeout_s)
         self._groups = Groups(own, self._sums, device, self._changed, self._say)
         coordinator.on_word(self._poke)
@@ -169,17 +158,11 @@ class AveragingAgent:
 
     def due(self, batch: int) -> int | None:
         """The name of a snapshot that another replica waits for, if one is due before a batch's update."""
-        asked = {heal.batch for heal in self.word.heals if heal.donor == self.own.replica}
-        with self._changed:
-            self._snapshots = {name: one for name, one in self._snapshots.items() if name in asked}
-            found = [name for name in asked - self._snapshots.keys() if name <= batch]
-        return min(found, default=None)
+        return self._for_others.due(self.word, self.own.replica, batch)
 
     def provide(self, name: int, snapshot: Snapshot) -> None:
         """Here is one that was due."""
-        with self._changed:
-            self._snapshots[name] = snapshot, tuple(line.at.committed for line in self.lines)
-            self._changed.notify_all()
+        self._for_others.provide(name, snapshot, self.deals.window)
 
     def tell_lost(self, donor: int) -> None:
         """A donor could not be reached."""
@@ -217,10 +200,17 @@ class AveragingAgent:
             self._thread.join(self._timeout_s)
 
     def wait_until_used_by_all(self) -> None:
-        """Wait until no replica needs a sum from this one, or there is no telling."""
+        """Wait until no replica needs a sum from this one, or there is no telling. Who has begun to heal from
+        it gets no snapshot any more, and is not waited for.
+        """
         used = [line.at.committed for line in self.lines]
+
+        def is_over(word: Word) -> bool:
+            is_donor = any(heal.donor == self.own.replica for heal in word.heals)
+            return is_donor or all(map(lambda kept, own: kept >= own, word.kept, used))
+
         with suppress(Exception):
-            self.wait_for(lambda word: all(map(lambda kept, own: kept >= own, word.kept, used)))
+            self.wait_for(is_over)
 
     def wait_until_gone(self, replica: int) -> None:
         """Wait until another replica is no member any more, or there is no telling."""
@@ -262,6 +252,8 @@ class AveragingAgent:
 
     def _step(self, word: Word) -> bool:
         """Do the next thing that a word allows; False if there is none."""
+        if all(one.own_life != self.own.own_life for one in word.members):
+            return False  # a snapshot is to say first which rounds are in it
         for line in self.lines:
             commit = next((o for o in word.commits if (o.line, o.round) == (line.number, line.next)), None)
             if commit is not None and self._settle(line, commit, word):
@@ -279,7 +271,7 @@ class AveragingAgent:
         self._let_go(line)
         if line.contribution is None:
             offer = line.offer
-            line.was_offered = offer is not None
+            line.was_offered = offer is not None and offer.num_samples > 0
             line.contribution = line.nothing(0) if offer is None else offer.make()
         result = line.room()
 
@@ -354,27 +346,6 @@ class AveragingAgent:
 
     # Other threads.
 
-    def _answer(self, made: socket.socket, what: int, name: int) -> None:
-        """Give another replica what it asks for, once it is there; hang up where it will not be."""
-        if what == SUM:
-            kept = self.lines[name >> PLACES].kept
-            result = self._found(lambda: kept.get(name & ((1 << PLACES) - 1)))
-            if result is not None and result.summed is not None:
-                words = {"weight": result.summed.weight, "numbers": result.summed.numbers}
-                send_parcel(made, words, result.flats)
-        elif what == SNAPSHOT:
-            found = self._found(lambda: self._snapshots.get(name))
-            if found is not None:
-                snapshot, used = found
-                said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale, "used": used}
-                until = {"window": self.deals.window.number, "until": self.deals.window.until}
-                send_named(made, {**said, **until}, snapshot.tensors, share=HEAL_SHARE)
-
-    def _found(self, find: Callable[[], Found | None]) -> Found | None:
-        with self._changed:
-            self._changed.wait_for(lambda: find() is not None or self._is_closed, self._timeout_s)
-            return find()
-
     def _wait(self, is_so: Callable[[], bool]) -> None:
         with self._changed:
             while True:
@@ -400,3 +371,4 @@ class AveragingAgent:
             self._error = self._error or error
             self._is_closed = True
             self._changed.notify_all()
+        self._for_others.close()

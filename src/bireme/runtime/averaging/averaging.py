@@ -103,6 +103,8 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
             return held
         if asked is not None and held == asked.batch:
             raise DroppedError(f"replica {own.replica} has lost its donor.")
+        if asked is not None:  # a donor that was lost may be asked again
+            agent.begin(Window(0, until), used=[0] * len(agent.lines))
         asked = heal
         found = _fetched(agent, heal)
         if found is not None:

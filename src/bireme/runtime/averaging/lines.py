@@ -69,7 +69,7 @@ class Line:
         self.made: Result | None = None
         """The sum that was made and is not yet committed, in the attempt that the report says."""
         self.was_offered = False
-        """Whether the sum that was made has this rank's offer in it."""
+        """Whether the sum that was made has samples of this rank in it. A later offer may be waiting."""
         self.failed: Grant | None = None
         self.kept: dict[int, Result] = {}
         self.settled: deque[Settled] = deque()

@@ -49,8 +49,8 @@ PARTING_S = 30.0
 @dataclass(frozen=True, slots=True)
 class ReplicaOrder:
     """What the processes of a replica are told: which start of it they are, and where the coordinator is. The
-    run began at `began_s`, by the clock of this machine (`time.monotonic`). One that `is_empty` is started
-    after something has been committed, and gets its weights from another replica.
+    run began at `began_s`, by the clock of this machine (`time.monotonic`), with the batch `first`. One that
+    `is_empty` is started after something has been committed, and gets its weights from another replica.
     """
 
     life: Life
@@ -59,6 +59,7 @@ class ReplicaOrder:
     lease_s: float
     began_s: float
     is_empty: bool = False
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,9 @@ def launch_replicas(
         return tail.num_rounds > 0 or max(committed, default=0) > settings.first
 
     def crew_of(life: Life) -> Crew:
-        own = ReplicaOrder(life, here.hosts, here.token, settings.lease_s, here.began_s, has_begun())
+        own = ReplicaOrder(
+            life, here.hosts, here.token, settings.lease_s, here.began_s, has_begun(), settings.first
+        )
         order = Order(
             port=store.port,
             num_processes=settings.num_stages,

@@ -13,7 +13,7 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import Word
 from bireme.sync.quorum.ring import Summed
 
-__all__ = ["Offers", "summed_in"]
+__all__ = ["Offers", "has_hung_up", "summed_in"]
 
 KEPT_BYTES = 1 << 30
 """Committed sums that replicas which are late may still ask for take so much at most, but for a few."""
@@ -110,7 +110,7 @@ class Offers:
         """
         with self._changed:
             while (found := find()) is None:
-                if self._is_closed or self._next > last or _has_hung_up(made):
+                if self._is_closed or self._next > last or has_hung_up(made):
                     return None
                 self._changed.wait(LOOK_S)
             return found
@@ -122,7 +122,7 @@ def summed_in(words: Mapping[str, Any]) -> Summed:
     return Summed(bytes.fromhex(words["holds"]), words["weight"], means, numbers)
 
 
-def _has_hung_up(made: socket.socket) -> bool:
+def has_hung_up(made: socket.socket) -> bool:
     """Whether the other end is gone, which says nothing once it has asked."""
     poller = select.poll()
     poller.register(made, select.POLLIN)

@@ -2,7 +2,8 @@
 
 A pure state machine around `coordinator.step`. It resigns, which closes all connections, where another may
 have replaced it: when a rank knows a later term, when a rank was told more than it took up from, and when so
-many members are out of reach that others may have taken up. Then it waits like any other host.
+many members are out of reach that others may have taken up. Then it waits like any other host. Where
+replicas average weights there is no other host, and nobody could take up: it waits for its members.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from bireme.sync.coordinator.joining import is_cut_off
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard
 from bireme.sync.coordinator.messages import TERM, Life, RankId, Report, Word
-from bireme.sync.coordinator.settings import Settings
+from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, State, Step, Tick
 from bireme.sync.coordinator.succession import Candidate, taken_up
 
@@ -83,7 +84,8 @@ def _is_replaced(state: State, event: Event, now_s: float) -> bool:
     if isinstance(event, Report):
         is_later = event.epoch // TERM > membership.epoch // TERM
         return is_later or (is_behind(state, event) and not membership.is_installed)
-    return isinstance(event, Tick) and is_cut_off(state, now_s)
+    is_quorum = state.settings.mode is SyncMode.QUORUM
+    return is_quorum and isinstance(event, Tick) and is_cut_off(state, now_s)
 
 
 def _gathered(host: Host, event: Event, now_s: float) -> HostStep:

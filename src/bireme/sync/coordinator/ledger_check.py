@@ -53,7 +53,7 @@ class CheckedLedger:
     is_of_single_replicas: bool = False
     committed: tuple[Samples, ...] = ()
     next_batch: int | None = None
-    """After all that lines tell of, if there are any."""
+    """After all batches of the run that lines tell of, if there are any."""
 
     @property
     def is_whole(self) -> bool:
@@ -131,14 +131,15 @@ def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
         found.per_epoch = int(record["num_samples"])
         found.is_of_single_replicas = "mode" in record
         told = _without((Samples(0, fresh),) if fresh else (), open_)
-        found.committed = told if found.is_of_single_replicas else _committed_at(found, batch, told)
+        found.committed = _committed_at(found, batch, told)
         found.next_batch = max(batch, found.next_batch or 0)
     elif kind == "round":
         samples = [one for own in record["samples"] for one in _read(own, fresh)]
         for one in samples:
             found.doubled = _union(found.doubled, _common(found.committed, (one,)))
             found.committed = _union(found.committed, (one,))
-        found.next_batch = max(batch + 1, found.next_batch or 0)
+        if not found.is_of_single_replicas:  # which number their own batches, not those of the run
+            found.next_batch = max(batch + 1, found.next_batch or 0)
         found.rounds += 1
         found.samples += sum(one.count for one in samples)
         _note_members(found, batch, tuple(record["members"]), int(record.get("epoch", 0)))
