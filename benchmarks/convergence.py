@@ -1,10 +1,10 @@
 """What updating late costs in loss at equal steps, and which remedies help.
 
     python benchmarks/convergence.py [show] [--quick] [--json]  what the runs come to, in Markdown
-    python benchmarks/convergence.py run [--until SECONDS]      go on with the study first; stop at any time
-    python benchmarks/convergence.py codecs [--until SECONDS]   the same with codecs on borders
-    python benchmarks/convergence.py sums [--until SECONDS]     the same with codecs in sums of gradients
-    python benchmarks/convergence.py replicas [--until SECONDS] the same with replicas that average weights
+    python benchmarks/convergence.py run [--until SECONDS]      train what is left first; stop at any time
+    python benchmarks/convergence.py codecs [--until SECONDS]   train with codecs on borders first
+    python benchmarks/convergence.py sums [--until SECONDS]     train with codecs in sums of gradients first
+    python benchmarks/convergence.py replicas [--until SECONDS] train replicas that average weights first
     python benchmarks/convergence.py draw                       also its curves, to docs/pictures
 
 One line of JSON for each finished run goes into docs/convergence.jsonl, so a study that was stopped goes on

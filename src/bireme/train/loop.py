@@ -5,14 +5,11 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 """
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 
-from bireme.errors import BiremeError
 from bireme.profile.control import Control
 from bireme.runtime.paging.rank_paging import TierMoves, together
 from bireme.runtime.pipeline import Pipeline, Result
@@ -21,7 +18,7 @@ from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
-from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
+from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
@@ -29,27 +26,20 @@ from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
 from bireme.train.replica import LeaderWriter, Replica
+from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_evaluations import RunEvaluations
 from bireme.train.run_file import RunFile
 from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
+from bireme.train.tally import Tally, Tell
 
-__all__ = ["RECORDED", "Loop", "ScheduleSwitch", "Tell"]
+__all__ = ["RECORDED", "Loop", "ScheduleSwitch"]
 
 RECORDED = 6
 """Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
 
 SETTLING, LONG = 10, 40
 """So many batches go before them where so many are to come: the first ones of a process are slow."""
-
-MOST_TRIES = 3
-"""To save what another replica was to save, whose processes may not be gone yet."""
-
-SMOOTHED = 20
-"""Batches whose mean is the training loss that a run ends with."""
-
-Tell = Callable[..., None]
-"""Is told what happens: its kind, the step, and values by name. Does nothing but on rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +81,17 @@ class Loop:
         member: Replica | AveragingReplica | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
-        self.writer, self.meta, self.tell, self.memory = writer, meta, tell, memory
+        self.tell, self.memory = tell, memory
         self.stops, self._control = stops, control
         self.timeline: Timeline | None = None
         self._rank_bytes = rank_bytes
         self._switch, self._delayed_from = later, first_delayed_step
         self._reason = Reason.NONE
         self._ends: int | None = None
-        self._num_skipped = self._skipped_in_a_row = self._told_skipped = 0
-        self._losses: list[float] = []
-        self._batch_s: list[float] = []
-        self._since = [0.0, 0.0, 0.0]  # seconds, samples, tokens since the last line
-        self._all = [0.0, 0.0, 0.0]
         self._evaluations = RunEvaluations(run, data)
+        self._checkpoints = RunCheckpoints(run, writer, meta, stops, member, not_saved)
         self._sent: list[LinkBytes] = []
         """By pipelines that are closed."""
-        self._newest: int | None = None
-        self._has_led = True
-        """Whether no other replica led to the end of the run, as far as is known here."""
-        self._asked: int | None = None
-        """The step of the last checkpoint that was asked for."""
         self._warnings: list[str] = []
         self._sum_bytes = SentBytes()
         """What sums sent before the schedule switch."""
@@ -126,8 +107,7 @@ class Loop:
         self._record_from = self._recorded_first()
         self._shares: tuple[int, ...] = ()
         """Samples of each replica in the last window, where they meet."""
-        self._noted = self.step
-        """The step of the last batch that was noted."""
+        self._tally = Tally(run, run.data.length if data.is_text else 0, tell, self.warn, self.step)
 
     @property
     def step(self) -> int:
@@ -156,8 +136,7 @@ class Loop:
         is_whole = self._averaging is not None or not self._depends_on_drains
         if self.run.checkpoint.at_end if is_done else is_whole:
             self._save()
-        self.writer.wait()
-        self._save_for_others()
+        self._checkpoints.finish(self.pipeline, self.step)
         if self.timeline is None and self.pipeline.recording is not None:
             self.timeline = self.pipeline.timeline()
         return self._outcome()
@@ -165,7 +144,7 @@ class Loop:
     def note_checkpoint(self, event: CheckpointEvent) -> None:
         """Handles an event of the checkpoint writer."""
         if isinstance(event, CheckpointSaved):
-            self._newest = event.step
+            self._checkpoints.newest = event.step
             self.tell(
                 "checkpoint",
                 event.step,
@@ -194,10 +173,11 @@ class Loop:
         gc.collect()  # its parts know each other
         self.pipeline, self._switch = later.make(), None
         self.pipeline.restore(snapshot)
-        self.meta = replace(self.meta, schedule=self.pipeline.plan.source.name)
+        schedule = self.pipeline.plan.source.name
+        self._checkpoints.meta = replace(self._checkpoints.meta, schedule=schedule)
         self._record_from = self._recorded_first()
-        self.tell("schedule", self.step, schedule=self.meta.schedule)
-        self._batch_s.clear()  # what is told is the schedule that stays
+        self.tell("schedule", self.step, schedule=schedule)
+        self._tally.forget_pace()  # what is told is the schedule that stays
 
     def _window_end(self) -> int:
         """The step at which the pipeline is drained next: for an evaluation, around what is recorded, or for
@@ -258,15 +238,13 @@ class Loop:
         """Make one mean of all replicas' weights, and do what is due then."""
         before, begin_s = self.step, perf_counter()
         meeting = replica.meet(self.pipeline)
-        self._all[0] += perf_counter() - begin_s
-        self._all[1] += meeting.num_samples
-        self._all[2] += meeting.num_samples * self.run.data.length if self.data.is_text else 0
+        self._tally.add_meeting(perf_counter() - begin_s, meeting.num_samples)
         if meeting.shares != self._shares:
             self._shares = meeting.shares
             self.tell("shares", before, shares=list(meeting.shares))
         if meeting.reason > Reason.SAVE:
             self._reason, self._ends = meeting.reason, self.step
-        elif meeting.reason is Reason.SAVE or self._is_due(self.step):
+        elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):
             self._save()
 
     def _batches(self, end: int) -> Iterator[PartlyRead]:
@@ -322,21 +300,14 @@ class Loop:
             self._member.note(result)
         if self._averaging is not None:
             step, num_samples = self._averaging.step_after(result), self._averaging.num_samples(result)
-        tokens = num_samples * self.run.data.length if self.data.is_text else 0
-        for sums in (self._since, self._all):
-            for place, value in enumerate((result.seconds, num_samples, tokens)):
-                sums[place] += value
-        if not is_first:
-            self._batch_s.append(result.seconds)
-            if self._control is not None:
-                self._control.time_if_due()
+        self._tally.add(result, num_samples, is_first=is_first)
+        if not is_first and self._control is not None:
+            self._control.time_if_due()
         warning = self._replicas.note(result, self.pipeline.plan.source)
         if warning is not None:
             self.warn(warning, step)
-        self._note_skipped(result)
-        if not result.is_skipped:
-            self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
-        if self._is_to_log(step):
+        self._tally.note_outcome(result)
+        if self._tally.is_to_log(step):
             self._log(result, step)
         if self._averaging is not None:
             return  # all else is agreed when all replicas meet
@@ -346,17 +317,10 @@ class Loop:
             self._reason, self._ends = reason, step + self.pipeline.read_ahead
             if reason is not Reason.TIME:
                 self._save()  # now, for nobody knows how long there is
-        elif self._is_due(step) or reason is Reason.SAVE:
+        elif self._checkpoints.is_due(step) or reason is Reason.SAVE:
             self._save()
             if self._replicas.slow is not None and self._ends is None:
                 self._ends = step + self.pipeline.read_ahead
-
-    def _is_to_log(self, step: int) -> bool:
-        """Whether a line of the log is due. Where replicas train batches of their own, a slow one passes
-        several steps of the run at once, and a fast one is at the same step twice.
-        """
-        every, before, self._noted = self.run.log.every_steps, self._noted, max(step, self._noted)
-        return step > before and (step // every > before // every or step == self.run.training.steps)
 
     @property
     def _is_to_replan(self) -> bool:
@@ -364,81 +328,17 @@ class Loop:
         is_early = self._reason is Reason.NONE and self.step < self.run.training.steps
         return self._replicas.slow is not None and is_early
 
-    def _note_skipped(self, result: Result) -> None:
-        self._num_skipped += result.is_skipped
-        if not result.weight:
-            self.warn(
-                f"Step {result.batch + 1} is skipped: nothing in its batch counts for the loss.",
-                result.batch + 1,
-            )
-            return
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.is_skipped else 0
-        most = self.run.training.most_skipped_in_a_row
-        if result.is_skipped:
-            self.warn(f"Step {result.batch + 1} is skipped: its gradient is not finite.", result.batch + 1)
-        if self._skipped_in_a_row > most:
-            self.tell("stop", result.batch + 1, reason="not finite")
-            raise BiremeError(
-                f"The gradient was not finite in {self._skipped_in_a_row} steps in a row, up to step "
-                f"{result.batch + 1}, so the run stops. Lower training.learning_rate, clip more, or check "
-                f"the data of these steps. training.most_skipped_in_a_row = {most} is the limit."
-            )
-
     def _log(self, result: Result, step: int) -> None:
-        seconds, samples, tokens = self._since
-        self._since = [0.0, 0.0, 0.0]
         batch = result.num_samples if self._averaging is None else self.run.training.batch_size
-        num_steps = max(1, round(samples / max(1, batch)))
         self.tell(
             "train",
             step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=self.run.training.learning_rate * result.lr_factor,
-            tokens_per_s=tokens / seconds if tokens and seconds else None,
-            samples_per_s=samples / seconds if seconds else None,
-            seconds=seconds / num_steps,
-            num_skipped=self._num_skipped - self._told_skipped,
+            **self._tally.line(result, batch),
             memory_bytes=self._rank_bytes(self.memory.peak_bytes()),
         )
-        self._told_skipped = self._num_skipped
-
-    def _is_due(self, step: int) -> bool:
-        """Whether so many steps have passed that a checkpoint is due."""
-        every = self.run.checkpoint.every_steps
-        return bool(every) and step % every == 0 and step < self.run.training.steps
 
     def _save(self) -> None:
-        self.stops.saved()
-        self._asked = self.step
-        if self._member is not None and not self._member.leads:
-            self.writer.close()
-            return
-        begin_s = perf_counter()
-        snapshot = replace(self.pipeline.snapshot(but=self._not_saved), num_trained=self.step)
-        extra = dict(self.meta.extra)
-        if snapshot.shares is not None:
-            extra[SHARES] = dict(snapshot.shares)
-        meta = replace(self.meta, next_batch=snapshot.num_trained, extra=extra)
-        self.writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
-        if not self.run.checkpoint.background:
-            self.writer.wait()
-
-    def _save_for_others(self) -> None:
-        """Save what the replica that led was asked to save last, if it died before it had."""
-        member, writer = self._member, self.writer
-        if not isinstance(member, Replica) or not isinstance(writer, LeaderWriter):
-            return
-        if self._asked is None or member.leads:
-            return
-        member.succeed()
-        for place in range(MOST_TRIES):
-            # All ranks of a replica do alike, whatever each of them sees.
-            if self.pipeline.gather([float(writer.has(self._asked))])[0][0]:
-                self._newest, self._has_led = self._asked, place > 0
-                return
-            self._save()
-            writer.wait()
+        self._checkpoints.save(self.pipeline, self.step)
 
     def _evaluate_if_due(self) -> None:
         every = self.run.training.evaluate_every
@@ -460,8 +360,7 @@ class Loop:
         ]
 
     def _outcome(self) -> Outcome:
-        seconds, samples, tokens = self._all
-        evaluated = self._evaluations.figures
+        tally, evaluated = self._tally, self._evaluations.figures
         busy = None
         if self.timeline is not None:
             rank = self.pipeline.layout.pipeline_rank
@@ -469,16 +368,16 @@ class Loop:
         return Outcome(
             steps=self.step,
             reason=REPLAN if self._is_to_replan else str(self._reason),
-            train_loss=math.fsum(self._losses) / len(self._losses) if self._losses else None,
+            train_loss=tally.train_loss,
             eval_loss=None if evaluated is None else evaluated.loss,
             eval_perplexity=None if evaluated is None else evaluated.perplexity,
             eval_bits_per_byte=None if evaluated is None else evaluated.bits_per_byte,
             eval_loss_through_codecs=self._evaluations.loss_through_codecs,
-            batch_s=median(self._batch_s) if self._batch_s else None,
-            samples_per_s=samples / seconds if seconds else None,
-            tokens_per_s=tokens / seconds if seconds and tokens else None,
-            num_skipped=self._num_skipped,
-            checkpoint=self._newest,
+            batch_s=tally.batch_s,
+            samples_per_s=tally.samples_per_s,
+            tokens_per_s=tally.tokens_per_s,
+            num_skipped=tally.num_skipped,
+            checkpoint=self._checkpoints.newest,
             own=RankOutcome(
                 self.pipeline.layout.rank,
                 self.memory.peak_bytes(),
@@ -492,5 +391,5 @@ class Loop:
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
             placement=None if self._home is None else self._home.placement,
-            leads=self._member is None or (self._member.leads and self._has_led),
+            leads=self._member is None or (self._member.leads and self._checkpoints.has_led),
         )

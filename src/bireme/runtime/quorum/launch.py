@@ -318,8 +318,8 @@ class _Supervision:
                 raise cause.to_starter() from None
             self._tell(f"{what} It has ended {MOST_IN_VAIN} times in a row and is not started again.")
             return
-        left = ", ".join(map(str, others))
-        rest = f"The run goes on with replica {left}" if others else "Nothing is lost"
+        left = f"replica{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
+        rest = f"The run goes on with {left}" if others else "Nothing is lost"
         self._tell(f"{what} {rest}; replica {one.number} starts again.")
         self._tail.read()  # what counted before this life does not say that it trains
         one.begin()

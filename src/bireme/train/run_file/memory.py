@@ -1,4 +1,4 @@
-"""`[memory]` of a run file: what of a stage may lie on the host or on a disk while the device has no room."""
+"""`[memory]` of a run file: what of a stage may lie on the host or on a disk, and what replicas share."""
 
 from typing import Annotated, Any, Literal
 
@@ -63,8 +63,8 @@ class Memory(Table):
 
     shard: Literal["none", "optimizer"] = Field(
         default="none",
-        description="What the replicas of a stage share: none, or the optimizer. Then each replica keeps and "
-        "steps a part of it only, and sends the others the weights that come of it",
+        description="What the replicas of a stage share: nothing (none), or the optimizer, of which each "
+        "replica then keeps and steps a part, and sends the others the new weights of it",
         examples=["optimizer"],
     )
 

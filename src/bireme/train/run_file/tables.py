@@ -175,9 +175,10 @@ class Sync(Table):
 
     mode: Literal["all", "quorum", "groups", "outer"] = Field(
         default="all",
-        description="How replicas agree: all of them in every batch, or those that live (quorum): a replica "
-        "whose rank dies is started again, and the others go on. In groups each trains batches of its own "
-        "and averages its weights with those that are ready; with outer all average their drift at times",
+        description="How replicas come to the same weights: all and quorum sum gradients in every batch, "
+        "groups and outer average weights. With groups each replica trains batches of its own and averages "
+        "with those that are ready, with outer all average what they have learned every outer_every batches. "
+        "A rank that dies ends the run with all; else its replica starts again, and the others go on",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
         default=10.0, description="Except with all, seconds after which a silent replica is taken for dead"
@@ -189,8 +190,8 @@ class Sync(Table):
     )
     compare_every: Annotated[int, Field(ge=0)] = Field(
         default=100,
-        description="With quorum, steps after which replicas compare their weights again, by a digest: one "
-        "that differs takes those of the others; with 0 only when a replica has come",
+        description="With quorum, steps between two comparisons of the replicas' weights, by a digest: one "
+        "that differs takes those of the others; with 0 they compare only when a replica has come",
     )
     connect_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
         default=10, description="With groups, batches of each replica within which groups connect all of them"
@@ -218,9 +219,9 @@ class Sync(Table):
 
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
-        description="What sums of gradients over replicas go through: none, int8 (blocks with a scale), int4 "
-        "to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found every so many "
-        "steps) or lowrank:RANK (RANK:STEPS begins after so many whole ones, else after 10)",
+        description="With all, what sums of gradients over replicas go through: none, int8 (blocks with a "
+        "scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found "
+        "every so many steps) or lowrank:RANK (RANK:STEPS begins after so many whole ones, else after 10)",
     )
 
 
@@ -314,10 +315,11 @@ class Tables(Table):
         default_factory=Links, description="Fewer bytes between stages, by codecs on the borders."
     )
     memory: Memory = Field(
-        default_factory=Memory, description="Stages larger than their device: host and disk."
+        default_factory=Memory,
+        description="Stages larger than their device, on host and disk; optimizers that replicas share.",
     )
     cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
-    sync: Sync = Field(default_factory=Sync, description="How replicas sum their gradients.")
+    sync: Sync = Field(default_factory=Sync, description="How replicas agree on the weights.")
     checkpoint: Checkpoints = Field(
         default_factory=Checkpoints, description="Checkpoints, from which a run resumes."
     )
