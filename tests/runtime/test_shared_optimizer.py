@@ -27,7 +27,8 @@ TAKEN_AFTER = 3
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a rank saw: of every batch the loss, the verdict and the weights after it; a snapshot on the way
-    and one at the end; all that it held then; the loss of an evaluation, and what its stages keep.
+    and one at the end; all that it held then; the losses of evaluations, of one sample and of a batch, and
+    what its stages keep.
     """
 
     losses: list[float]
@@ -37,7 +38,7 @@ class Seen:
     amid: Snapshot | None
     end: Snapshot
     held: Snapshot
-    evaluated: float
+    evaluated: list[float]
     memory: list[BankMemory]
 
 
@@ -71,12 +72,17 @@ def train(
             amid,
             end,
             pipeline.snapshot(all_held=True),
-            pipeline.evaluate(data[:1]).loss,
+            [pipeline.evaluate([one]).loss for one in (first_of(data[0]), data[0])],
             [stage.banks.memory() for stage in pipeline.stages.values()],
         )
 
     torch.set_num_threads(1)
     return run_threads(setting.plan.num_ranks, work)
+
+
+def first_of(batch: Batch) -> Batch:
+    """The first sample alone, of which all replicas but one have no part."""
+    return {name: rows[:1] for name, rows in batch.items()}
 
 
 def together(snapshots: Sequence[Snapshot | None]) -> Snapshot:

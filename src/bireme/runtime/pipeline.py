@@ -315,6 +315,11 @@ class Pipeline:
                 "training=False and give it as evaluation=."
             )
         self._check_drained()
+        for stage in self.stages.values():
+            if stage.banks.shared is not None:
+                # With the others, though this replica may have no sample to evaluate.
+                stage.banks.settle()
+                stage.banks.shared.arrive_all()
         codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
         return self._evaluator.evaluate(batches, codecs)
 
