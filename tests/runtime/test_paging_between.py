@@ -60,7 +60,8 @@ def store_of(one: Places, folder: Path, num_chunks: int | None = None) -> ChunkS
     tiers = tuple(
         Tier(name, count * PAGE_BYTES, count) for name, count in zip(NAMES, one.capacities, strict=False)
     )
-    cut = RankTiers(PAGE_BYTES, tiers, {(Item.OPTIMIZER, 0): num_chunks or sum(one.capacities)}, {}, master=False)
+    chunks = {(Item.OPTIMIZER, 0): num_chunks or sum(one.capacities)}
+    cut = RankTiers(PAGE_BYTES, tiers, chunks, {}, master=False)
     program = Program("none", Rule.SYNCHRONOUS, (0,), 1, 1, (1,), (Track(()),), tiers=(cut,))
     return ChunkStore(program, 0, cut, torch.device("cpu"), PagingSettings(folder))
 
