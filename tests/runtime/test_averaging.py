@@ -159,7 +159,8 @@ def test_what_ranks_share_is_not_averaged() -> None:
 
 
 def test_weights_that_page_are_not_averaged() -> None:
-    sizes = Sizes(*[(1.0,)] * 7)
+    one = (1.0,)
+    sizes = Sizes(one, one, one, one, one, one, one)
     plan = Plan((), 1, "1f1b", paging=Paging((Budgets(1),), sizes))
 
     with pytest.raises(BiremeError, match="the plan pages them"):
