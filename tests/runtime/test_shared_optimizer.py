@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.runtime.averaging.agent import AveragingAgent
+from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.piece_sections import joined
 from bireme.runtime.pipeline import Pipeline
@@ -216,3 +219,8 @@ def test_what_does_not_go_with_it_is_refused_in_a_sentence() -> None:
     for sentence, setting in refused.items():
         with pytest.raises(BiremeError, match=sentence):
             pipeline_of(model, setting, ThreadFabric(plan.num_ranks).of(0))
+    alone, averaging = plan_for("1f1b"), Averaging(cast(AveragingAgent, None), 4)
+    with pytest.raises(BiremeError, match="does not go with replicas that average weights"):
+        pipeline_of(
+            model, Setting(alone, shard="optimizer"), ThreadFabric(alone.num_ranks).of(0), averaging=averaging
+        )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.codec.gradient_words import parse_gradient
-from bireme.codec.sum_words import DENSE, parse_sum_codec
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -50,9 +50,10 @@ from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.quorum.agreement import Agreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
+from bireme.runtime.refusals import check_together
 from bireme.runtime.result import Result, result_of
 from bireme.runtime.runnable import AnyPlan, halfway, on_pages, runnable, unhurried, work_of
-from bireme.runtime.sharers import check_shared, sharers_of
+from bireme.runtime.sharers import sharers_of
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
@@ -156,25 +157,7 @@ class Pipeline:
             paging or PagingSettings(),
             compiles=compile,
         )
-        if agreement is not None and (self._paging is not None or form is not None):
-            raise BiremeError(
-                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging "
-                "and principal components, or the agreement."
-            )
-        if form is not None and self._paging is not None:
-            raise BiremeError(
-                f'The plan pages, which keeps gradients whole, and gradients are kept as "{gradient}". Leave '
-                "out one of the two."
-            )
-        if shard != "none":
-            check_shared(
-                {
-                    "replicas that may die": agreement is not None,
-                    "paging": self._paging is not None,
-                    "gradients as principal components": form is not None,
-                    f'sums through "{sum_codec}"': codec != DENSE,
-                }
-            )
+        check_together(shard, form, codec, self._paging, agreement, averaging)
         batches = Batches()
         assembly = Assembly(
             graph,
