@@ -197,9 +197,8 @@ class Pipeline(HeldState):
         if self._paging is not None and not self._paging.keeps_gradients:
             assert isinstance(self._reducer, Reducer), "with an agreement no rank pages"
             norms_of = self._reducer.norms_of
-        self._updates = Updates(
-            self.stages, batches, self._reducer, Settings(lr, clip_norm), norms_of=norms_of
-        )
+        settings = Settings(lr, clip_norm)
+        self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, QuorumReducer):
             assert agreement is not None, "its reducer is there"
@@ -212,14 +211,9 @@ class Pipeline(HeldState):
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
             self._updates.before_update = WeightDonations(averages, lambda: self._updates.scale).before_update
+        tell = on_instruction or teller(world)
         self._interpreter = Interpreter(
-            self.stages,
-            self._courier,
-            self._updates,
-            on_instruction or teller(world),
-            stopwatch,
-            self._paging,
-            self._averages,
+            self.stages, self._courier, self._updates, tell, stopwatch, self._paging, self._averages
         )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
