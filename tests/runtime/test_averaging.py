@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
+from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings, num_due
 from bireme.runtime.layout import Layout
+from bireme.schedule.budgets import Budgets
+from bireme.schedule.residency import Sizes
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.paces import Paces
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
@@ -153,3 +156,12 @@ def test_what_ranks_share_is_not_averaged() -> None:
 
     with pytest.raises(BiremeError, match="embedding is shared by stages"):
         averaging.averages({}, cast(Layout, layout), torch.device("cpu"))
+
+
+def test_weights_that_page_are_not_averaged() -> None:
+    one = (1.0,)
+    sizes = Sizes(one, one, one, one, one, one, one)
+    plan = Plan((), 1, "1f1b", paging=Paging((Budgets(1),), sizes))
+
+    with pytest.raises(BiremeError, match="the plan pages them"):
+        Averaging(cast(AveragingAgent, None), BATCH).programs(plan)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bireme.errors import BiremeError
 from bireme.memory.system_memory import PAGE_BYTES
 from bireme.plan.plan import Plan
-from bireme.runtime.paging.between import arrange
+from bireme.runtime.paging.between import arrange, opened
 from bireme.runtime.paging.chunk_store import ChunkStore
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.schedule.instruction import Item
@@ -56,11 +56,12 @@ def places(draw: st.DrawFn) -> Places:
     return Places(capacities, now, begin)
 
 
-def store_of(one: Places, folder: Path) -> ChunkStore:
+def store_of(one: Places, folder: Path, num_chunks: int | None = None) -> ChunkStore:
     tiers = tuple(
         Tier(name, count * PAGE_BYTES, count) for name, count in zip(NAMES, one.capacities, strict=False)
     )
-    cut = RankTiers(PAGE_BYTES, tiers, {(Item.OPTIMIZER, 0): sum(one.capacities)}, {}, master=False)
+    chunks = {(Item.OPTIMIZER, 0): num_chunks or sum(one.capacities)}
+    cut = RankTiers(PAGE_BYTES, tiers, chunks, {}, master=False)
     program = Program("none", Rule.SYNCHRONOUS, (0,), 1, 1, (1,), (Track(()),), tiers=(cut,))
     return ChunkStore(program, 0, cut, torch.device("cpu"), PagingSettings(folder))
 
@@ -116,6 +117,15 @@ def test_a_chunk_that_windows_forget_again_and_again_takes_one_slot_of_the_disk(
         arrange(store, {})
         assert set(store.chunks[chunk(0)].where) == {2}
     assert store.pools[2].num_slots == 1
+
+
+def test_what_is_written_between_windows_is_not_lost_where_a_tier_below_has_a_copy(tmp_path: Path) -> None:
+    store = store_of(Places((1, 1), {}, {}), tmp_path, num_chunks=1)
+    fill(store, 0, (0, 1))
+    with opened(store, Item.OPTIMIZER, 0, 0):
+        store.ranges.place(chunk(0)).fill_(9)
+    (tier,) = store.chunks[chunk(0)].where
+    assert content_of(store, 0, tier) == {9}
 
 
 def test_a_window_that_begins_with_more_than_fits_is_refused(tmp_path: Path) -> None:

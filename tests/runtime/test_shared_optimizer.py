@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.runtime.averaging.agent import AveragingAgent
+from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.piece_sections import joined
 from bireme.runtime.pipeline import Pipeline
@@ -27,7 +30,8 @@ TAKEN_AFTER = 3
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a rank saw: of every batch the loss, the verdict and the weights after it; a snapshot on the way
-    and one at the end; all that it held then; the loss of an evaluation, and what its stages keep.
+    and one at the end; all that it held then; the losses of evaluations, of one sample and of a batch, and
+    what its stages keep.
     """
 
     losses: list[float]
@@ -37,7 +41,7 @@ class Seen:
     amid: Snapshot | None
     end: Snapshot
     held: Snapshot
-    evaluated: float
+    evaluated: list[float]
     memory: list[BankMemory]
 
 
@@ -71,12 +75,17 @@ def train(
             amid,
             end,
             pipeline.snapshot(all_held=True),
-            pipeline.evaluate(data[:1]).loss,
+            [pipeline.evaluate([one]).loss for one in (first_of(data[0]), data[0])],
             [stage.banks.memory() for stage in pipeline.stages.values()],
         )
 
     torch.set_num_threads(1)
     return run_threads(setting.plan.num_ranks, work)
+
+
+def first_of(batch: Batch) -> Batch:
+    """The first sample alone, of which all replicas but one have no part."""
+    return {name: rows[:1] for name, rows in batch.items()}
 
 
 def together(snapshots: Sequence[Snapshot | None]) -> Snapshot:
@@ -210,3 +219,8 @@ def test_what_does_not_go_with_it_is_refused_in_a_sentence() -> None:
     for sentence, setting in refused.items():
         with pytest.raises(BiremeError, match=sentence):
             pipeline_of(model, setting, ThreadFabric(plan.num_ranks).of(0))
+    alone, averaging = plan_for("1f1b"), Averaging(cast(AveragingAgent, None), 4)
+    with pytest.raises(BiremeError, match="does not go with replicas that average weights"):
+        pipeline_of(
+            model, Setting(alone, shard="optimizer"), ThreadFabric(alone.num_ranks).of(0), averaging=averaging
+        )

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from bireme.errors import BiremeError
 from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import write_plan
 from bireme.schedule.paging import Budgets
 from bireme.schedule.residency import Sizes
+from bireme.train.replica_checks import check_paged
+from bireme.train.run_file import load_run_file
 from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import CUTS, losses, settings, write_run
@@ -57,3 +60,13 @@ def test_a_run_with_its_state_on_a_disk_is_the_resident_one_and_says_what_it_mov
     for tier in (device, disk):
         assert 0 < tier["peak_bytes"] <= tier["budget_bytes"]
         assert 0 < tier["bytes_moved"] == tier["predicted_bytes_moved"]
+
+
+@pytest.mark.parametrize("asked", ["memory.shard=optimizer", "training.gradient=principal:4"])
+def test_what_a_plan_from_a_file_cannot_page_is_refused_before_a_process_starts(asked: str) -> None:
+    sizes = Sizes(EACH, EACH, TWICE, NOTHING, NOTHING, NOTHING, NOTHING)
+    plan = Plan(CUTS[4], 2, "1f1b", stages_per_rank=4)
+    run = load_run_file(None, ["model.source=gpt:layers=1", "plan.file=plan.json", asked])
+    check_paged(run, plan)
+    with pytest.raises(BiremeError, match=f"{asked.partition('=')[0]} is .*, but the plan pages"):
+        check_paged(run, replace(plan, paging=Paging((Budgets(DEVICE),), sizes)))

@@ -249,7 +249,14 @@ def plan(
     )
     schedule = schedule.lower()
     _check_words(schedule, synchronous=synchronous)
-    sums = asked_sums(sync_codec, gradient, gradient_of, schedule, pages=device_memory is not None)
+    sums = asked_sums(
+        sync_codec,
+        gradient,
+        gradient_of,
+        schedule,
+        pages=device_memory is not None,
+        shares=shard != "none",
+    )
     from bireme.plan.partition.loads import Recompute
     from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 

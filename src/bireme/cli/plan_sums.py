@@ -66,10 +66,22 @@ class AskedSums:
 
 
 def asked_sums(
-    codec: str, gradient: str, gradient_of: list[str] | None, schedule: str, *, pages: bool
+    codec: str,
+    gradient: str,
+    gradient_of: list[str] | None,
+    schedule: str,
+    *,
+    pages: bool,
+    shares: bool,
 ) -> AskedSums:
     """What the options say; refuses what does not go together."""
     form = parse_gradient(gradient, tuple(gradient_of) if gradient_of else None)
+    if shares and (form is not None or parse_sum_codec(codec) != DENSE):
+        given = f"--sync-codec {codec}" if form is None else f"--gradient {form}"
+        raise BiremeError(
+            "With --shard each replica gets the plain sum of its part of whole gradients, but there is "
+            f"{given}. Leave out one of the two."
+        )
     if form is None:
         if gradient_of:
             raise BiremeError("--gradient-of names weights for --gradient, such as principal:8. Give both.")

@@ -308,9 +308,10 @@ class WeightBanks:
         return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
 
     def newest_to_compute_with(self) -> Tensors:
-        """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype."""
+        """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
+        that share the optimiser must have settled.
+        """
         if self.shared is not None:
-            self.settle()
             self.shared.arrive(self._newest_version)
         if not self._is_fresh or self.shared is not None:
             return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}

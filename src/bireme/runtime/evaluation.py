@@ -119,6 +119,7 @@ class Lending:
             stack = ExitStack()
             found = stack.enter_context(banks.lent())
             if found is None and self._lent:
+                stack.close()
                 self._lent.pop()[1].close()
                 continue
             weights = banks.newest_to_compute_with() if found is None else found

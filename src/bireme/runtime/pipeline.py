@@ -5,17 +5,17 @@ each batch, is the same on every rank.
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bireme.balance.shares import Shares
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.codec.gradient_words import parse_gradient
-from bireme.codec.sum_words import DENSE, parse_sum_codec
+from bireme.codec.sum_words import parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -36,9 +36,9 @@ from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.cutting import cutter_of
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
-from bireme.runtime.feedback_sections import feedback_sections, load_feedback
-from bireme.runtime.gathering import clock_offset_s, gather_rows, gather_tensors
+from bireme.runtime.gathering import clock_offset_s, gather_rows
 from bireme.runtime.groups import reducer_of
+from bireme.runtime.held_state import HeldState
 from bireme.runtime.interpreter import Interpreter, OnInstruction
 from bireme.runtime.layout import layout_of
 from bireme.runtime.microbatches import Feed
@@ -50,12 +50,11 @@ from bireme.runtime.prepared import Weights, prepared
 from bireme.runtime.quorum.agreement import Agreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
+from bireme.runtime.refusals import check_together
 from bireme.runtime.result import Result, result_of
 from bireme.runtime.runnable import AnyPlan, halfway, on_pages, runnable, unhurried, work_of
-from bireme.runtime.sharers import check_shared, sharers_of
-from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
+from bireme.runtime.sharers import sharers_of
 from bireme.runtime.stopwatch import Stopwatch
-from bireme.runtime.threshold_sections import load_thresholds, threshold_sections
 from bireme.runtime.updates import Settings, Updates
 from bireme.runtime.wire import TensorSpec
 from bireme.runtime.world import World
@@ -66,7 +65,7 @@ from bireme.timeline.timeline import Timeline
 __all__ = ["Pipeline", "Result", "Weights"]
 
 
-class Pipeline:
+class Pipeline(HeldState):
     """One rank's part of a pipeline, joined with the others through `world`.
 
     `plan` is one made by hand, or what `load_plan` gives, which must have been made for this model; or a
@@ -134,9 +133,7 @@ class Pipeline:
         graph = made_of.graph
         if isinstance(plan, SavedPlan) and plan.origin is not None:
             check_plan_fits(plan.origin, graph, plan.units)
-        tell = on_instruction or teller(world)
         self.graph = graph
-        self.num_trained = 0
         units = units_of(graph)
         self.plan = asked.cut([work_of(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
@@ -156,25 +153,7 @@ class Pipeline:
             paging or PagingSettings(),
             compiles=compile,
         )
-        if agreement is not None and (self._paging is not None or form is not None):
-            raise BiremeError(
-                "Replicas that may die send whole gradients, which lie on their devices. Leave out paging "
-                "and principal components, or the agreement."
-            )
-        if form is not None and self._paging is not None:
-            raise BiremeError(
-                f'The plan pages, which keeps gradients whole, and gradients are kept as "{gradient}". Leave '
-                "out one of the two."
-            )
-        if shard != "none":
-            check_shared(
-                {
-                    "replicas that may die": agreement is not None,
-                    "paging": self._paging is not None,
-                    "gradients as principal components": form is not None,
-                    f'sums through "{sum_codec}"': codec != DENSE,
-                }
-            )
+        check_together(shard, form, codec, self._paging, agreement, averaging)
         batches = Batches()
         assembly = Assembly(
             graph,
@@ -232,14 +211,13 @@ class Pipeline:
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
             self._updates.before_update = WeightDonations(averages, lambda: self._updates.scale).before_update
+        tell = on_instruction or teller(world)
         self._interpreter = Interpreter(
             self.stages, self._courier, self._updates, tell, stopwatch, self._paging, self._averages
         )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
             self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
-        self._is_running = False
-        self._failure: Exception | None = None
         self.recording: Recording | None = None
         """When this rank's instructions of the last `train` ran, if it was asked to record them."""
         self._recorded = range(0)
@@ -315,75 +293,9 @@ class Pipeline:
                 "training=False and give it as evaluation=."
             )
         self._check_drained()
+        self._make_whole()  # with the others, though this replica may have no sample to evaluate
         codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
         return self._evaluator.evaluate(batches, codecs)
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The newest weights of this rank's stages, by the model's own names. They are the engine's: only
-        look.
-        """
-        return {
-            name: tensor for stage in self.stages.values() for name, tensor in stage.banks.newest().items()
-        }
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of this rank's newest weights and of its persistent buffers, by the model's own names."""
-        return {name: tensor.detach().clone() for name, tensor in self._held().items()}
-
-    def _held(self) -> dict[str, Tensor]:
-        """What there are copies of in `state_dict`."""
-        persistent = {state.name for state in self.graph.buffers if state.persistent}
-        buffers = {
-            name: tensor
-            for stage in self.stages.values()
-            for name, tensor in stage.buffers.items()
-            if name in persistent
-        }
-        return self.parameters() | buffers
-
-    def snapshot(self, *, all_held: bool = False, but: Collection[str] = ()) -> Snapshot:
-        """Copies of this rank's share of the state after the last batch whose result it has taken.
-
-        To be called while `train` goes on, right when it gives a result, or when nothing is under way: then
-        all ranks' snapshots after the same batch belong together. One rank answers for each tensor; with
-        `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline. What
-        `but` names is left out: who restores the snapshot has it already, as frozen weights.
-        """
-        owners, layout = self.layout.owners, self.layout
-        is_owner = layout.replica == 0
-        own = {
-            name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
-        }.difference(but)
-        pieces_of = {name for name, rank in owners.items() if rank == layout.pipeline_rank}.difference(but)
-        tensors: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            tensors |= sections_of(stage, own, replica=layout.replica, pieces_of=pieces_of, alone=all_held)
-            pieces_of.difference_update(stage.banks.names)
-        if self._averages is not None:
-            tensors |= self._averages.sections(own)
-        tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
-        tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
-        shares = None if self.balancer is None else self.balancer.state()
-        return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
-
-    def restore(self, saved: Snapshot) -> None:
-        """Go on from a snapshot, which must have all tensors of this rank's stages that training changes,
-        before the first batch. Of the others, what it lacks stays as it is.
-
-        The next batch's number is that of the batches trained. With the same plan it goes on to the last bit
-        as if it had never stopped.
-        """
-        self._check_drained()
-        for stage in self.stages.values():
-            load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
-        if self._averages is not None:
-            self._averages.load(saved.tensors)
-        load_feedback(self._reducer.feedback, saved, self.layout)
-        load_thresholds(self._courier.thresholds, saved, self.layout)
-        self.num_trained = saved.num_trained
-        self._updates.scale = saved.clip_scale
-        if self.balancer is not None:
-            self.balancer.load(saved.shares, saved.num_trained)
 
     def join(self) -> None:
         """Come to the first batch that this replica has a part in, with the state of the others before it."""
@@ -407,22 +319,6 @@ class Pipeline:
         self._check_drained()
         assert self._averages is not None, "a pipeline alone has nobody to meet"
         return self._averages.meet(self.num_trained, numbers)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
-
-        All ranks must call it. Shared weights are there under each of their names.
-        """
-        wanted = [state for state in (*self.graph.parameters, *self.graph.buffers) if state.persistent]
-        owners = self.layout.owners
-        held = [state for state in wanted if state.name in owners]
-        whole = dict(gather_tensors(self._spare, held, self._held(), owners))
-        return {
-            name: whole[state.name]
-            for state in held
-            if state.name in whole
-            for name in (state.name, *state.aliases)
-        }
 
     def timeline(self) -> Timeline:
         """What the first replica's ranks did in the last recorded training, on one clock. All ranks must
@@ -504,16 +400,3 @@ class Pipeline:
         if self._paging is not None:
             self._paging.close()
         self._fabric.close()
-
-    def _check_drained(self) -> None:
-        """Refuse to go on from where nothing can."""
-        if self._failure is not None:
-            raise BiremeError(
-                f"Training has failed in this pipeline ({self._failure}) and cannot continue. Fix that "
-                "and make a new pipeline."
-            ) from self._failure
-        if self._is_running:
-            raise BiremeError(
-                "The pipeline is not drained: it is training, or a training was left before its batches had "
-                "ended. Take all results of train(); to end early, end the batches."
-            )

@@ -1,6 +1,6 @@
 """The replicas of a stage that share its optimiser: who owns what, and how all get what an owner has made."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from bireme.sync.exchange import SLICE_BYTES
 from bireme.sync.gradients import Parts
 from bireme.sync.group import Pending, SharingGroup
 
-__all__ = ["Sharers", "check_shared", "sharers_of"]
+__all__ = ["Sharers", "sharers_of"]
 
 
 class Sharers:
@@ -64,13 +64,3 @@ def sharers_of(shard: str, layout: Layout) -> Sharers | None:
     if shard not in SHARDS:
         raise BiremeError(f"There is no shard {shard!r}. {closest(shard, SHARDS)}")
     return Sharers(layout.replica, layout.width) if shard != "none" and layout.width > 1 else None
-
-
-def check_shared(also: Mapping[str, bool]) -> None:
-    """Refuse what replicas that share an optimiser cannot do, by what else a pipeline is asked for."""
-    for what, is_asked in also.items():
-        if is_asked:
-            raise BiremeError(
-                f'Replicas share the optimizer (shard = "optimizer"), which does not go with {what}. Leave '
-                "out one of the two."
-            )

@@ -6,7 +6,7 @@ from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.run_file import RunFile
 
-__all__ = ["check_replicas"]
+__all__ = ["check_paged", "check_replicas", "refuse_averages_elsewhere"]
 
 
 def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
@@ -36,6 +36,22 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
             f'sync.mode is "{mode}", in which weights are averaged rank by rank, but {plan.schedule} has '
             f'{most} stages on a rank. Use a schedule with one, such as 1f1b or 2bw, or sync.mode = "quorum".'
         )
+
+
+def check_paged(run: RunFile, plan: Plan) -> None:
+    """Refuse a plan that pages, as one from a file may, where the run asks for what does not page."""
+    if plan.paging is None:
+        return
+    asked = {
+        "memory.shard": (run.memory.shard, "none"),
+        "training.gradient": (run.training.gradient, "whole"),
+    }
+    for key, (value, usual) in asked.items():
+        if value != usual:
+            raise BiremeError(
+                f'{key} is "{value}", but the plan pages, which goes with "{usual}" only. Set {key} to '
+                f'"{usual}", or use a plan that does not page.'
+            )
 
 
 def refuse_averages_elsewhere(run: RunFile) -> None:

@@ -45,6 +45,11 @@ class Averaging:
         named = plan.plan if isinstance(plan, SavedPlan) else plan
         if not isinstance(named, Plan):
             raise BiremeError("Replicas average weights in programs of a plan, not in one that is given.")
+        if named.paging is not None:
+            raise BiremeError(
+                "Replicas average weights that lie on their devices, but the plan pages them. Make a plan "
+                "that does not page."
+            )
         return named.averaging(self.lag)
 
     def averages(self, stages: Mapping[int, Stage], layout: Layout, device: torch.device) -> Averages:

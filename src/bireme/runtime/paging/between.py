@@ -84,7 +84,7 @@ def opened(store: ChunkStore, item: Item, stage: int, number: int) -> Iterator[N
     for chunk in chunks:
         if 0 not in store.held(chunk).where:
             _make_room(store)
-            store.carry(chunk, 0)
+        store.carry(chunk, 0)  # and nowhere else: it may be written to
     yield
     store.opened.difference_update(chunks)
     for chunk in chunks:
