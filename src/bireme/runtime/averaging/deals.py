@@ -21,13 +21,14 @@ class Deals:
         self.window = Window(0, 0)
         self.wants = self.asked_to_end = self.ended_at = 0
         """The first batch that is not wanted yet, how many windows were asked to end, and the place at which
-        the last one ended."""
+        the present one ends, as far as that is known."""
         self._own, self._wait_for, self._say = own, wait_for, say
         self._known: dict[int, Deal] = {}
 
     def enter(self, number: int, until: int) -> None:
         """The next batches are of that window, which has the places below `until`."""
         self.window = replace(self.window, number=number, until=until)
+        self.ended_at = until
 
     def ask_end(self) -> None:
         """Ask for the present window to end."""
