@@ -33,8 +33,8 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
     if mode == "groups" and plan.num_stages > 1:
         raise BiremeError(
-            f'sync.mode is "groups", but the plan has {plan.num_stages} stages, and such a run has stood still '
-            'at times. Set plan.depth = 1, or use sync.mode = "quorum".'
+            f'sync.mode is "groups", but the plan has {plan.num_stages} stages, and such runs have stood '
+            'still at times. Set plan.depth = 1, or use sync.mode = "quorum".'
         )
     if run.sync.averages and most > 1:
         raise BiremeError(
