@@ -274,9 +274,7 @@ def verdicts(
             what = f"(d) in the engine, back after {row['median_to_full_strength_s']:.1f} s"
         else:
             what = f"(d) known after {row['known_s']:g} s, back after {row['back_s'] + row['snapshot_s']:g} s"
-        # That a launcher sees nothing is for machines that are lost; of those the limit does not speak.
-        if row.get("known_s", 0.0) < LEASE_S:
-            yield at_least(f"{what}: goodput", row["goodput"], LEAST_GOODPUT)
+        yield at_least(f"{what}: goodput", row["goodput"], LEAST_GOODPUT)
         leases = row["median_to_next_batch_s"] / LEASE_S
         yield at_most(f"{what}: leases from a kill to the next batch, median", leases, MOST_LEASES)
     for row in e:

@@ -45,8 +45,7 @@ RANKS, PIECES = (1, 2, 4), (32, 128)
 RATES = (0.3, 0.6, 1.0)
 BATCH, EPOCHS, QUICK_EPOCHS = 64, 15, 1
 FORMS = ("whole", "principal:8", "principal:1")
-JUDGED = {"fully connected": "principal:8", "convolutional": "principal:16"}
-BY_SAMPLE = "principal:1:1"
+JUDGED, BY_SAMPLE, HIGHER = "principal:8", "principal:1:1", "principal:16"
 HELD_OUT = 360
 
 
@@ -60,7 +59,7 @@ def measure(asked: Namespace) -> Findings:
     rows = []
     for name, make in {"fully connected": _connected, "convolutional": _convolutional}.items():
         # A convolution has a pair at each of its places, too many to take one by one.
-        more = BY_SAMPLE if make is _connected else JUDGED[name]
+        more = BY_SAMPLE if make is _connected else HIGHER
         for form in (*FORMS, more):
             log(f"{name}, {form}")
             found = [_trained(make, form, rate, epochs, images, wanted) for rate in rates]
@@ -93,11 +92,9 @@ def _verdicts(
     ]
     for name in dict.fromkeys(row["network"] for row in rows):
         of = {row["form"]: row for row in rows if row["network"] == name}
-        judged = of[JUDGED[name]]
+        judged = of[JUDGED]
         lost = judged["accuracy"] - of["whole"]["accuracy"]
-        found.append(
-            at_least(f"accuracy of {judged['form']}, {name}, less that of whole gradients", lost, -0.01)
-        )
+        found.append(at_least(f"accuracy of {JUDGED}, {name}, less that of whole gradients", lost, -0.01))
         share = judged["gradient_bytes"] / of["whole"]["gradient_bytes"]
         found.append(at_most(f"its gradient bytes, {name}, of those of whole gradients", share, 1.0))
     return found

@@ -62,6 +62,9 @@ def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_lea
     members = [one["members"] for one in document["membership"]]
     assert members[0] == [0, 1]
     assert [one for one in members if one in ([0], [1])][:2] == [[1], [0]]
+    without_1, without_0 = members.index([1]), members.index([0])
+    assert [0, 1] in members[without_1:without_0]
+    assert [0, 1] in members[without_0:]
     places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
     assert len(set(places)) == len(places) == sync["samples_committed"]
     assert sync["samples_redone"] == rounds[-1]["returned"] > 0
