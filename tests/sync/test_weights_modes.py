@@ -72,6 +72,40 @@ def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_w
     assert all(word is not None and word.is_settled for word in words)
 
 
+def test_all_members_of_a_group_are_told_the_same_members_under_the_same_number() -> None:
+    talk = Talk(SyncMode.GROUPS, 3, 1, num_lines=0)
+    for rank in reversed(talk.reports):
+        talk.say(rank, wants=1)
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0))
+    (told,) = {talk.word(rank).group for rank in talk.reports}
+    assert told is not None
+    assert [one.replica for one in told.members] == [0, 1, 2]
+
+
+def test_messages_of_an_old_epoch_change_nothing() -> None:
+    """A rank that does not know yet that another one is gone has said what it says to that one, too."""
+    talk = Talk(SyncMode.OUTER, 3, 1, num_lines=1)
+    for rank in talk.reports:
+        talk.say(rank, wants=1)
+    old, of_dead = talk.state.membership.epoch, talk.reports[RankId(2, 0, 0)]
+    talk.end(2)
+    before, ledger = talk.word(RankId(0, 0, 0)), list(talk.lines)
+    rounds = (RoundAt(ready=0, num_samples=8, trained=1), RoundAt(ready=0, trained=1))
+    for rank, last in [*talk.reports.items(), (of_dead.rank, of_dead)]:
+        late = replace(last, number=last.number + 1, epoch=old, rounds=rounds)
+        done = step(talk.state, late, talk.now_s)
+        talk.state = done.state
+        after = talk.word(RankId(0, 0, 0))
+        assert (after.epoch, after.members, after.grants, after.commits) == (
+            (before.epoch, before.members, (), ())
+        ), rank
+        assert [*ledger, *done.lines] == ledger
+    for rank, last in talk.reports.items():
+        talk.reports[rank] = replace(last, number=last.number + 1)
+        talk.say(rank, rounds=rounds)
+    assert talk.word(RankId(0, 0, 0)).grants  # the same is heard in the new epoch
+
+
 def test_a_member_of_a_group_that_dies_leaves_its_samples_to_the_others() -> None:
     talk = Talk(SyncMode.GROUPS, 3, 1, num_lines=0)
     for rank in talk.reports:

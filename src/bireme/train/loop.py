@@ -102,6 +102,7 @@ class Loop:
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
+        self._loader: RankBatches | None = None
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = member is None or not (member.has_come_late or self._averaging)
         self._record_from = self._recorded_first()
@@ -166,7 +167,7 @@ class Loop:
         self._sum_bytes = self.pipeline.sum_bytes
         self._tiers = self.pipeline.tiers
         self._reading.close()
-        self._read = None
+        self._loader = self._read = None
         self._sent += self._sent_by_pipeline()
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
@@ -257,33 +258,27 @@ class Loop:
         samples, order = self.data.training, self.data.order(asked.seed)
         if self._home is not None:
             samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
-        if self._averaging is not None:
-            yield from self._averaging.batches(
-                end,
+        if self._loader is None:
+            make = RankBatches if self._member is None else self._member.batches
+            self._loader = make(
+                samples,
+                order,
+                self.run.training.batch_size,
                 self.pipeline.num_trained,
-                samples,
-                order,
-                self.run.training.batch_size,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                wanted=self.pipeline.cutter.wanted,
-            )
-            return
-        if self._read is None:
-            make = self._member.batches if isinstance(self._member, Replica) else RankBatches
-            loader = make(
-                samples,
-                order,
-                self.run.training.batch_size,
-                first,
                 self.run.training.steps - first,
                 prefetch=asked.prefetch,
                 num_workers=asked.num_workers,
                 wanted=self.pipeline.cutter.wanted,
             )
-            self._read = iter(self._reading.enter_context(loader))
+            self._reading.enter_context(self._loader)
             if self.pipeline.balancer is not None:
                 self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
+        if self._averaging is not None:
+            self._averaging.enter(end)
+            yield from self._loader  # to the end of the window
+            return
+        if self._read is None:
+            self._read = iter(self._loader)
         for number, batch in zip(range(first, end), self._read, strict=False):
             if self._ends is not None and number >= self._ends:
                 return
