@@ -48,7 +48,7 @@ def test_processes_of_a_replica_are_called_by_the_ranks_that_messages_name(
         return cast(Process, None), Pipe()[0]
 
     monkeypatch.setattr(launching, "start_process", start)
-    order = Order(0, 2, timeout_s=1.0, num_threads=1, first_rank=4)
+    order = Order(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", first_rank=4)
     Crew(order, b"", cast(Board, None)).start()
 
     assert called == ["bireme rank 4", "bireme rank 5"]

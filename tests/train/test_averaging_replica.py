@@ -130,7 +130,7 @@ def test_the_next_replica_writes_the_last_checkpoint_if_who_leads_dies_before_it
     writer = LeaderWriter(
         tmp_path,
         lambda _number: CheckpointWriter(tmp_path, 0, 1, HashStore(), on_event=ignore, resumed_from=None),
-        ignore,
+        pytest.fail,
     )
     with writer:
         found = RunCheckpoints(RUN, writer, META, Stops(), replica, frozenset())
