@@ -55,7 +55,7 @@ def test_a_replica_that_is_started_again_counts_from_where_the_run_went_on(make:
 
 def test_all_ranks_find_the_same_replica_to_lead(make: Maker) -> None:
     """That follows from the mean alone: which members a rank knows of is another matter."""
-    met = Met((0, 1), (0.0, 8.0, 8.0, 1.0, 0.0))
+    met = Met((0, 1), (0.0, 0.0, 8.0, 8.0, 1.0, 0.0))
     pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
     replicas = [make(0, 1), make(1, 0)]
     meetings = [one.meet(pipeline) for one in replicas]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bireme.errors import BiremeError
 from bireme.runtime.averaging.deals import Deals
 from bireme.runtime.averaging.for_others import ForOthers
 from bireme.runtime.averaging.groups import GroupJob, Groups
@@ -52,6 +53,7 @@ class AveragingAgent:
         self._device = device
         self._changed, self._saying = threading.Condition(), threading.Lock()
         self._healed: int | None = None
+        self._waits = ""
         self.deals = Deals(own, self.wait_for, self._say)
         self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
         self._error: BaseException | None = None
@@ -93,15 +95,15 @@ class AveragingAgent:
                 line.offer, line.at = None, replace(line.at, ready=None)
         self._say()
 
-    def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
-        """Wait until that is so of the last word, which it gives."""
+    def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
+        """Wait until that is so of the last word, which it gives. `what` it is, all may wait for in vain."""
         found: list[Word] = []
 
         def is_known() -> bool:
             found[:] = [self._coordinator.word]
             return is_so(found[0])
 
-        self._wait(is_known)
+        self._wait(is_known, what)
         return found[0]
 
     @property
@@ -118,7 +120,7 @@ class AveragingAgent:
         job = self._groups.job
         assert job is not None, "it has arrived"
         assert job.batch == batch, "groups are taken in the order of arrivals"
-        self._wait(job.is_done.is_set)
+        self._wait(job.is_done.is_set, f"a group after its batch {batch}")
         return job
 
     def give_back(self, job: GroupJob) -> None:
@@ -137,7 +139,7 @@ class AveragingAgent:
 
     def wait_settled(self, lines: Sequence[Line]) -> None:
         """Wait until a round of one of these lines counts that the rank has not taken."""
-        self._wait(lambda: any(line.settled for line in lines))
+        self._wait(lambda: any(line.settled for line in lines), "a mean of the replicas")
 
     def take(self, line: Line) -> Settled | None:
         """The next round of a line that counts and that this rank has not used; it is taken as used."""
@@ -210,12 +212,15 @@ class AveragingAgent:
             return is_donor or all(map(lambda kept, own: kept >= own, word.kept, used))
 
         with suppress(Exception):
-            self.wait_for(is_over)
+            self.wait_for(is_over, "others to use the last mean")
 
     def wait_until_gone(self, replica: int) -> None:
         """Wait until another replica is no member any more, or there is no telling."""
         with suppress(Exception):
-            self.wait_for(lambda word: all(one.replica != replica for one in word.members))
+            self.wait_for(
+                lambda word: all(one.replica != replica for one in word.members),
+                f"replica {replica} to leave",
+            )
 
     # The agent's own thread.
 
@@ -223,20 +228,20 @@ class AveragingAgent:
         try:
             with torch.no_grad():
                 while not self._is_closed:
-                    word = self._coordinator.word
+                    word, job = self._coordinator.word, self._groups.job
                     self._check_usable(word)
                     self._forget(word)
                     if not self._step(word):
-                        self._wait_for_news(word)
+                        self._wait_for_news(word, job)
         except BaseException as error:
             is_first = not self._is_closed
             self._end(error)
             if is_first:
                 self._on_error(error)
 
-    def _wait_for_news(self, seen: Word) -> None:
+    def _wait_for_news(self, seen: Word, job: GroupJob | None) -> None:
+        """Wait until there is another word than the one that was seen, or another job."""
         with self._changed:
-            job = self._groups.job
             self._changed.wait_for(
                 lambda: self._is_closed or self._coordinator.word is not seen or self._groups.job is not job,
                 LOOK_S,
@@ -341,18 +346,29 @@ class AveragingAgent:
                     "healed": self._healed,
                     "window": self.deals.window,
                     "means": self.deals.asked_to_end,
+                    "waits": self._waits,
                 }
             self._coordinator.say(address=self._board.address, **fields)
 
     # Other threads.
 
-    def _wait(self, is_so: Callable[[], bool]) -> None:
+    def _wait(self, is_so: Callable[[], bool], what: str = "") -> None:
+        """Wait until that is so, and let the coordinator know for what if nothing happens."""
+        while not (found := self._looked(is_so)):
+            if found is None and what and not self._waits:
+                self._tell_waits(what)
+        if what and self._waits == what:
+            self._tell_waits("")
+
+    def _looked(self, is_so: Callable[[], bool]) -> bool | None:
+        """Whether that is so: False if it may be by now, None if nothing has happened for a while."""
         with self._changed:
-            while True:
-                self._check_usable(self._coordinator.word)
-                if is_so():
-                    return
-                self._changed.wait(LOOK_S)
+            self._check_usable(self._coordinator.word)
+            return is_so() or (False if self._changed.wait(LOOK_S) else None)
+
+    def _tell_waits(self, what: str) -> None:
+        self._waits = what
+        self._say()
 
     def _poke(self) -> None:
         with self._changed:
@@ -363,6 +379,8 @@ class AveragingAgent:
             raise self._error
         if self._is_closed:
             raise ConnectionAbortedError("This rank's agent is closed.")
+        if word.standstill:
+            raise BiremeError(word.standstill)
         if word.is_dropped:
             raise DroppedError(f"a rank of replica {self.own.replica} was silent for longer than its lease.")
 
