@@ -169,6 +169,18 @@ def test_a_window_ends_where_its_samples_are_dealt_and_the_mean_of_all_makes_the
     assert talk.committed == [(batch, (0,)) for batch in range(4)]
 
 
+def test_a_rank_that_has_not_entered_the_window_yet_does_not_end_it_for_its_replica() -> None:
+    talk = Talk(SyncMode.GROUPS, 1, 2, num_lines=0)
+    first, second = talk.reports
+    for rank in talk.reports:
+        talk.say(rank, window=Window(0, 0))
+    talk.say(second, window=Window(0, 24))
+    talk.say(second, wants=1)
+    word = talk.word(first)
+    assert word.ends == ()
+    assert [one.num_samples for one in word.deals] == [12]
+
+
 def test_a_window_that_somebody_asks_to_end_ends_with_a_batch_of_the_run() -> None:
     talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0)
     first, second = talk.reports

@@ -62,7 +62,7 @@ def test_a_replica_that_is_started_again_counts_from_where_the_run_went_on(make:
 
 def test_all_ranks_find_the_same_replica_to_lead(make: Maker) -> None:
     """That follows from the mean alone: which members a rank knows of is another matter."""
-    met = Met((0, 1), (0.0, 8.0, 8.0, 1.0, 0.0))
+    met = Met((0, 1), (0.0, 0.0, 8.0, 8.0, 1.0, 0.0))
     pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
     replicas = [make(0, 1), make(1, 0)]
     meetings = [one.meet(pipeline) for one in replicas]
@@ -104,7 +104,7 @@ def test_when_who_leads_dies_one_of_the_others_writes_the_log_until_they_meet(
     has_members(monkeypatch, Life(0, 1))
     assert back.speaks
 
-    met = Met((0, 1), (0.0, 8.0, 8.0, 1.0, 0.0))
+    met = Met((0, 1), (0.0, 0.0, 8.0, 8.0, 1.0, 0.0))
     pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
     for one in (second, back):
         one.meet(pipeline)

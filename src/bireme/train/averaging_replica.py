@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings
@@ -34,12 +35,13 @@ for at the end of a window."""
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all replicas agree on: the step, why the run ends if it does, and the samples of each replica
-    since the meeting before. `num_samples` of them were trained since this rank's last batch.
+    """What all replicas agree on: the step, why the run ends if it does, who met, and the samples of each
+    replica since the meeting before. `num_samples` of them were trained since this rank's last batch.
     """
 
     step: int
     reason: Reason
+    members: tuple[int, ...]
     shares: tuple[int, ...]
     num_samples: int
 
@@ -161,17 +163,17 @@ class AveragingReplica(MortalReplica):
         """Make one mean of all replicas' weights, when the window has drained."""
         samples, lives = [0.0] * self._num_replicas, [0.0] * self._num_replicas
         samples[self.number], lives[self.number] = float(self._dealt), float(self._life.life)
-        met = pipeline.meet(float(self._reason), *samples, *lives)
-        votes, *told = met.numbers
+        met = pipeline.meet(float(self._reason), float(self._agent.deals.ended_at), *samples, *lives)
+        votes, ends, *told = met.numbers
         shares, lives = told[: self._num_replicas], told[self._num_replicas :]
         self._reason, self._dealt = Reason.NONE, 0
         # By what all were told, for all ranks must find the same one.
         self._order = tuple(sorted(met.parts, key=lambda one: (lives[one], one)))
         self._lives = {one: round(lives[one]) for one in met.parts}
-        end = self._agent.deals.ended_at
+        end = self._agreed_end(met.parts, ends)
         self.step = end // self._batch_size
         num_samples, self._place = max(end - self._place, 0), end
-        return Meeting(self.step, Reason.of(votes), tuple(map(round, shares)), num_samples)
+        return Meeting(self.step, Reason.of(votes), met.parts, tuple(map(round, shares)), num_samples)
 
     def leave(self, step: int) -> None:
         """This rank has done all steps up to that one. Who leads goes first."""
@@ -179,6 +181,19 @@ class AveragingReplica(MortalReplica):
         self._agent.wait_until_used_by_all()
         self.succeed()
         self._agent.close(is_leaving=True)
+
+    def _agreed_end(self, members: Sequence[int], ends: float) -> int:
+        """The place at which all who met say that their window ended; it is so in `ends` often. Who came late
+        to a window that was over knows it from the others.
+        """
+        own, mean = self._agent.deals.ended_at, ends / len(members)
+        if mean != (own if self.number in members else int(mean)):
+            raise BiremeError(
+                f"Replica {self.number} ended its window at place {own} of the run's samples, and all "
+                f"{len(members)} replicas that met did so at place {mean:g} in the mean: they are not at the "
+                "same step. This is a mistake in Bireme. bireme resume goes on from the last checkpoint."
+            )
+        return int(mean)
 
     def _known_step(self) -> int:
         """At which step the run is, as far as samples have been dealt."""

@@ -106,8 +106,8 @@ class Loop:
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = member is None or not (member.has_come_late or self._averaging)
         self._record_from = self._recorded_first()
-        self._shares: tuple[int, ...] = ()
-        """Samples of each replica in the last window, where they meet."""
+        self._shared: tuple[list[int], list[int]] = ([], [])
+        """Samples of each replica in the last window, and who met, where they meet."""
         self._tally = Tally(run, run.data.length if data.is_text else 0, tell, self.warn, self.step)
 
     @property
@@ -240,9 +240,10 @@ class Loop:
         before, begin_s = self.step, perf_counter()
         meeting = replica.meet(self.pipeline)
         self._tally.add_meeting(perf_counter() - begin_s, meeting.num_samples)
-        if meeting.shares != self._shares:
-            self._shares = meeting.shares
-            self.tell("shares", before, shares=list(meeting.shares))
+        shared = list(meeting.shares), list(meeting.members)
+        if shared != self._shared:
+            self._shared = shared
+            self.tell("shares", before, shares=shared[0], members=shared[1])
         if meeting.reason > Reason.SAVE:
             self._reason, self._ends = meeting.reason, self.step
         elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):

@@ -18,7 +18,7 @@ from bireme.runtime.averaging.groups import GroupJob, Groups
 from bireme.runtime.averaging.lines import Line, Offer, Settled
 from bireme.runtime.averaging.places import PLACES
 from bireme.runtime.quorum.job import Coordinator, is_in
-from bireme.runtime.quorum.peer_agent import PeerAgent, SupersededError
+from bireme.runtime.quorum.peer_agent import LOOK_S, PeerAgent, SupersededError
 from bireme.runtime.quorum.results import Result
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import Commit, Grant, RankId, Window, Word
@@ -44,6 +44,7 @@ class AveragingAgent(PeerAgent):
         self.lines: Sequence[Line] = ()
         """The last one has the means over all replicas."""
         self._device = device
+        self._waits = ""
         self.deals = Deals(own, self.wait_for, self._say)
         self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
         self._groups = Groups(own, self.add_up, device, self._changed, self._say)
@@ -77,6 +78,17 @@ class AveragingAgent(PeerAgent):
                 line.offer, line.at = None, replace(line.at, ready=None)
         self._say()
 
+    def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
+        """Wait until that is so of the last word, which it gives. `what` it is, all may wait for in vain."""
+        found: list[Word] = []
+
+        def is_known() -> bool:
+            found[:] = [self._coordinator.word]
+            return is_so(found[0])
+
+        self._wait(is_known, what)
+        return found[0]
+
     def arrive(self, batch: int, make: Callable[[], Contribution]) -> None:
         """Have the weights after a batch averaged with a group; returns at once."""
         self._groups.arrive(batch, make)
@@ -86,7 +98,7 @@ class AveragingAgent(PeerAgent):
         job = self._groups.job
         assert job is not None, "it has arrived"
         assert job.batch == batch, "groups are taken in the order of arrivals"
-        self._wait(job.is_done.is_set)
+        self._wait(job.is_done.is_set, f"a group after its batch {batch}")
         return job
 
     def give_back(self, job: GroupJob) -> None:
@@ -105,7 +117,7 @@ class AveragingAgent(PeerAgent):
 
     def wait_settled(self, lines: Sequence[Line]) -> None:
         """Wait until a round of one of these lines counts that the rank has not taken."""
-        self._wait(lambda: any(line.settled for line in lines))
+        self._wait(lambda: any(line.settled for line in lines), "a mean of the replicas")
 
     def take(self, line: Line) -> Settled | None:
         """The next round of a line that counts and that this rank has not used; it is taken as used."""
@@ -149,7 +161,7 @@ class AveragingAgent(PeerAgent):
             return is_donor or all(map(lambda kept, own: kept >= own, word.kept, used))
 
         with suppress(Exception):
-            self.wait_for(is_over)
+            self.wait_for(is_over, "others to use the last mean")
 
     # The agent's own thread.
 
@@ -163,6 +175,7 @@ class AveragingAgent(PeerAgent):
             "group": self._groups.at,
             "window": self.deals.window,
             "means": self.deals.asked_to_end,
+            "waits": self._waits,
         }
 
     def _wanted(self) -> object:
@@ -271,8 +284,23 @@ class AveragingAgent(PeerAgent):
 
     # Other threads.
 
-    def _wait(self, is_so: Callable[[], bool]) -> None:
-        self.wait_for(lambda _word: is_so())
+    def _wait(self, is_so: Callable[[], bool], what: str = "") -> None:
+        """Wait until that is so, and let the coordinator know for what if nothing happens."""
+        while not (found := self._looked(is_so)):
+            if found is None and what and not self._waits:
+                self._tell_waits(what)
+        if what and self._waits == what:
+            self._tell_waits("")
+
+    def _looked(self, is_so: Callable[[], bool]) -> bool | None:
+        """Whether that is so: False if it may be by now, None if nothing has happened for a while."""
+        with self._changed:
+            self._check_usable(self._coordinator.word)
+            return is_so() or (False if self._changed.wait(LOOK_S) else None)
+
+    def _tell_waits(self, what: str) -> None:
+        self._waits = what
+        self._say()
 
     def _end(self, error: BaseException | None) -> None:
         super()._end(error)

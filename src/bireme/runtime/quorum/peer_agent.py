@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bireme.errors import BiremeError
 from bireme.runtime.quorum.job import Coordinator, DroppedError, heal_in, member_in
 from bireme.runtime.quorum.parcels import Parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
@@ -23,7 +24,7 @@ from bireme.sync.coordinator.messages import TERM, Commit, Heal, RankId, Word
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
 from bireme.sync.quorum.ring import Contribution, Summed, sum_over
 
-__all__ = ["AddUp", "PeerAgent", "SupersededError", "fetched"]
+__all__ = ["LOOK_S", "AddUp", "PeerAgent", "SupersededError", "fetched"]
 
 LOOK_S = 0.5
 
@@ -92,8 +93,9 @@ class PeerAgent(ABC):
         """The last word of the coordinator."""
         return self._coordinator.word
 
-    def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
-        """Wait until that is so of the last word, which it gives."""
+    def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
+        """Wait until that is so of the last word, which it gives. `what` says it in words."""
+        del what
         with self._changed:
             while True:
                 word = self._coordinator.word
@@ -105,7 +107,10 @@ class PeerAgent(ABC):
     def wait_until_gone(self, replica: int) -> None:
         """Wait until another replica is no member any more, or there is no telling."""
         with suppress(Exception):
-            self.wait_for(lambda word: all(one.replica != replica for one in word.members))
+            self.wait_for(
+                lambda word: all(one.replica != replica for one in word.members),
+                f"replica {replica} to leave",
+            )
 
     @contextmanager
     def fetch(self, heal: Heal) -> Iterator[Parcel]:
@@ -251,6 +256,8 @@ class PeerAgent(ABC):
             raise self._error
         if self._is_closed:
             raise ConnectionAbortedError("This rank's agent is closed.")
+        if word.standstill:
+            raise BiremeError(word.standstill)
         if word.is_dropped:
             raise DroppedError(f"a rank of replica {self.own.replica} was silent for longer than its lease.")
 
