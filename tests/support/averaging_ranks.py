@@ -15,15 +15,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-import bireme.runtime.averaging.agent
+import bireme.runtime.quorum.peer_agent
 import bireme.train.averaging_replica
 from bireme.balance.shares import Limits
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import join_averaging
-from bireme.runtime.averaging.sums import SupersededError
+from bireme.runtime.averaging.lines import Line
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.quorum.peer_agent import SupersededError
 from bireme.runtime.quorum.results import Result as SumResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
@@ -263,7 +264,7 @@ class SimulatedAgent(AveragingAgent):
         self.world.agents[own] = self
         self._has_begun = False
         self._thread = cast(Any, SimpleNamespace(join=lambda _timeout_s: None))
-        cast(_Sums, self._sums).world = self.world
+        self._last = (-1, -1)
 
     def begin(self, *words: Any, **more: Any) -> None:
         super().begin(*words, **more)
@@ -323,16 +324,6 @@ class SimulatedAgent(AveragingAgent):
             )
         )
 
-
-class _Sums:
-    """Sums between ranks of a stage, in the place of `PeerSums`."""
-
-    world: RankWorld
-
-    def __init__(self, own: RankId, _board: object, word: Any, check: Any, _timeout_s: float) -> None:
-        self._own, self._word, self._check = own, word, check
-        self._last = (-1, -1)
-
     def add_up(
         self,
         own: Contribution,
@@ -346,21 +337,21 @@ class _Sums:
         assert (place, attempt) > self._last, "a line drops what is older than what it had"
         self._last = place, attempt
         lives = {one.replica: one.own_life for one in word.members}
-        come = self.world.offers.setdefault((self._own.stage, tuple(members), place, attempt), {})
-        come[self._own.replica] = own
+        come = self.world.offers.setdefault((self.own.stage, tuple(members), place, attempt), {})
+        come[self.own.replica] = own
 
         def lost() -> list[int]:
             return [one for one in members if one not in lives or not self.world.lives(lives[one])]
 
         def is_over() -> bool:
-            now = self._word()
+            now = self.word
             return set(members) <= come.keys() or bool(lost()) or now.is_dropped or not is_wanted(now)
 
         self.world.wait(is_over)
         self.world.sleep(SUM_S * self.world.random.random())
-        self._check(self._word())
+        self._check_usable(self.word)
         if not set(members) <= come.keys():
-            if not is_wanted(self._word()):
+            if not is_wanted(self.word):
                 raise SupersededError
             raise LineBroken((lost() or [members[0]])[0], "it is gone")
         parts = [come[one] for one in members]
@@ -369,27 +360,29 @@ class _Sums:
         numbers = tuple(map(sum, zip(*(one.numbers for one in parts), strict=True)))
         return Summed(b"", float(len(parts)), (), numbers)
 
-    def pulled(self, line: Any, commit: Commit, source: int, word: Word) -> SumResult | None:
+    def _pulled(self, line: Line, commit: Commit, word: Word) -> SumResult | None:
+        source = self._source(commit)
+        if source is None or source in line.at.lost:
+            return None
         life = next((one.own_life for one in word.members if one.replica == source), None)
 
         def kept() -> SumResult | None:
             if life is None or not self.world.lives(life):
                 return None
-            agent = self.world.agents[RankId(source, life.life, self._own.stage)]
+            agent = self.world.agents[RankId(source, life.life, self.own.stage)]
             return cast("SumResult | None", agent.lines[line.number].kept.get(commit.round))
 
         self.world.wait(
-            lambda: (
-                kept() is not None or life is None or not self.world.lives(life) or self._word().is_dropped
-            )
+            lambda: kept() is not None or life is None or not self.world.lives(life) or self.word.is_dropped
         )
-        self._check(self._word())
+        self._check_usable(self.word)
         found = kept()
         if found is None:
             self.world.sleep(SUM_S)
+            self._change(line, lost=(source,))
             return None
         assert found.summed is not None
-        result: SumResult = line.room()
+        result = line.room()
         for flat, its in zip(result.flats, found.flats, strict=True):
             flat.copy_(its)
         result.attempt, result.summed = commit.attempt, found.summed
@@ -543,5 +536,4 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas made of these parts."""
     monkeypatch.setattr(bireme.train.averaging_replica, "AveragingAgent", SimulatedAgent)
     monkeypatch.setattr(bireme.train.averaging_replica, "Talk", _Client)
-    monkeypatch.setattr(bireme.runtime.averaging.agent, "PeerSums", _Sums)
-    monkeypatch.setattr(bireme.runtime.averaging.agent, "Switchboard", _Board)
+    monkeypatch.setattr(bireme.runtime.quorum.peer_agent, "Switchboard", _Board)

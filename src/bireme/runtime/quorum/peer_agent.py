@@ -159,17 +159,17 @@ class PeerAgent(ABC):
                     self._check_usable(word)
                     self._note(word)
                     if not self._step(word):
-                        self._wait_for_news(wanted, word)
+                        self._wait_for_news(word, wanted)
         except BaseException as error:
             is_first = not self._is_closed
             self._end(error)
             if is_first:
                 self._on_error(error)
 
-    def _wait_for_news(self, wanted: object, word: Word) -> None:
+    def _wait_for_news(self, seen: Word, wanted: object) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_closed or self._coordinator.word is not word or self._wanted() is not wanted,
+                lambda: self._is_closed or self._coordinator.word is not seen or self._wanted() is not wanted,
                 LOOK_S,
             )
 
