@@ -1,6 +1,6 @@
 """A rank of a replica that averages weights, as the loop of a run sees it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,15 +10,24 @@ import torch
 
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Met
-from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.quorum.peer_agent import PeerAgent
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
+from bireme.schedule.rule import Rule
 from bireme.sync.coordinator.messages import Life, Member, Word
-from bireme.train.averaging_replica import AveragingReplica
+from bireme.sync.exchange import SentBytes
+from bireme.train.averaging_replica import AveragingReplica, Meeting
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.replica import LeaderWriter
+from bireme.train.data.order import Order
+from bireme.train.data.prepare import RunData
+from bireme.train.data.rank_batches import PartlyRead
+from bireme.train.data.samples import Batch
+from bireme.train.loop import Loop
+from bireme.train.memory_used import MemoryUsed
+from bireme.train.replica import LeaderWriter, MortalReplica
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
@@ -140,3 +149,87 @@ def test_the_next_replica_writes_the_last_checkpoint_if_who_leads_dies_before_it
 
     assert (gone, steps_in(tmp_path), found.newest) == ([0], [8], 8)
     assert found.has_led is not is_written
+
+
+class Counted:
+    """Samples that remember which of them were read."""
+
+    is_quick, is_columnar = True, False
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 50
+
+    def take(
+        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> Batch:
+        self.read += numbers
+        return {"x": torch.zeros(len(numbers))}
+
+
+class Alone(AveragingReplica):
+    """A replica without others, whose batches have two samples."""
+
+    speaks = True
+
+    def __init__(self) -> None:
+        MortalReplica.__init__(self, Life(0, 0), cast(PeerAgent, None), (0,))
+        self.step = self._until = 0
+
+    def votes(self, stops: Stops) -> Callable[[], float]:
+        return stops.vote
+
+    def enter(self, until: int) -> None:
+        self._until = until
+
+    def meet(self, pipeline: Pipeline) -> Meeting:
+        self.step = self._until
+        return Meeting(self.step, Reason.NONE, (0,), (4,), 0)
+
+    def _deal(self, batch: int) -> Sequence[range] | None:
+        return [range(2 * batch, 2 * batch + 2)] if batch < self._until else None
+
+
+class Drained(SimpleNamespace):
+    """A pipeline that takes batches and trains nothing."""
+
+    def train(self, batches: Iterable[PartlyRead], **_: object) -> Iterator[Result]:
+        self.num_trained += len(list(batches))
+        return iter(())
+
+
+def test_what_tells_whether_ranks_read_the_same_is_read_once_and_not_in_each_window() -> None:
+    """Samples may take long to read."""
+    training = {"steps": 6, "batch_size": 2, "evaluate_every": 2}
+    saving = {"every_steps": 0, "at_end": False}
+    run = RunFile.model_validate({"format": 1, "training": training, "checkpoint": saving})
+    samples = Counted()
+    order = Order(len(samples))
+    data = SimpleNamespace(training=samples, evaluation=None, is_text=False, order=lambda _seed: order)
+    pipeline = Drained(
+        num_trained=0,
+        plan=SimpleNamespace(source=SimpleNamespace(rule=Rule.SYNCHRONOUS, name="1f1b")),
+        cutter=SimpleNamespace(wanted=None),
+        layout=SimpleNamespace(rank=0, pipeline_rank=0),
+        balancer=None,
+        recording=None,
+        sum_bytes=SentBytes(),
+        traffic={},
+        tiers=(),
+    )
+    loop = Loop(
+        run,
+        cast(Pipeline, pipeline),
+        cast(RunData, data),
+        cast(LeaderWriter, SimpleNamespace(wait=lambda: None)),
+        META,
+        tell=lambda *_, **__: None,
+        memory=cast(MemoryUsed, SimpleNamespace(peak_bytes=lambda: None)),
+        rank_bytes=lambda own: [own],
+        stops=Stops(),
+        member=Alone(),
+    )
+    assert loop.go().steps == pipeline.num_trained == 6
+    assert len(samples.read) == len(order.probes) + 6 * 2
