@@ -370,7 +370,7 @@ class SimulatedAgent(AveragingAgent):
             if life is None or not self.world.lives(life):
                 return None
             agent = self.world.agents[RankId(source, life.life, self.own.stage)]
-            return cast("SumResult | None", agent.lines[line.number].kept.get(commit.round))
+            return agent.lines[line.number].kept.get(commit.round)
 
         self.world.wait(
             lambda: kept() is not None or life is None or not self.world.lives(life) or self.word.is_dropped
