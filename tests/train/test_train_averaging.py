@@ -45,7 +45,7 @@ def write_averaging(
 @pytest.mark.parametrize(
     ("mode", "schedule", "depth", "more"),
     [
-        ("groups", "2bw-fresh", 1, {"connect_every": 2}),
+        ("groups", "2bw-fresh", 2, {"connect_every": 2}),
         ("outer", "1f1b", 1, {"outer_every": 2, "outer_fragments": 2}),
     ],
 )
