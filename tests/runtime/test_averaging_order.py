@@ -13,7 +13,7 @@ from tests.support.extent import draws
 __all__ = ["simulated"]
 
 pytestmark = pytest.mark.usefixtures("simulated")
-SEEDS = range(draws(3000, 48))
+SEEDS = range(draws(3000, 20))
 LONGEST_S = 200.0
 """Of the simulated clock, far longer than any of these runs takes."""
 
@@ -24,7 +24,7 @@ def case_of(seed: int, **more: object) -> Case:
         "schedule": random.choice(["1f1b", "2bw", "2bw-fresh"]),
         "num_stages": random.choice([1, 2, 2, 3]),
         "num_replicas": random.choice([2, 2, 3]),
-        "every": random.choice([2, 4, 12]),
+        "every": random.choice([2, 4, 8]),
         "first": random.choice([0, 0, 12]),
         "connect_every": random.choice([1, 2, 5]),
         "late_s": random.choice([0.0, 0.01, 0.2]),
@@ -32,7 +32,7 @@ def case_of(seed: int, **more: object) -> Case:
         "is_bad": random.random() < 0.5,
         **more,
     }
-    fields["steps"] = fields["first"] + 12
+    fields["steps"] = fields["first"] + 8
     return Case(seed=seed, **fields)  # type: ignore[arg-type]
 
 
@@ -57,9 +57,8 @@ def counted(world: RankWorld) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_all_replicas_come_to_the_end_whichever_rank_is_late_and_each_sample_counts_once(part: int) -> None:
-    for seed in SEEDS[part::2]:
+def test_all_replicas_come_to_the_end_whichever_rank_is_late_and_each_sample_counts_once() -> None:
+    for seed in SEEDS:
         world = RankWorld(case_of(seed))
         world.run(LONGEST_S)
         case = world.case

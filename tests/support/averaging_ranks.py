@@ -127,8 +127,8 @@ class RankWorld(Turns):
 
     def end(self, replica: int) -> None:
         """Kill a replica, if others go on; it is started again."""
-        members = self.members
-        if self.ended or replica not in self.replicas or not members - {replica}:
+        others = self.members & self.replicas.keys() - {replica}
+        if self.ended or replica not in self.replicas or not others:
             return
         life = self.replicas[replica].life
         self.num_deaths += 1
@@ -146,7 +146,8 @@ class RankWorld(Turns):
     @property
     def members(self) -> set[int]:
         state = self._host.state
-        return set() if state is None else set(state.membership.replicas)
+        lives = [] if state is None else [one.own_life for one in state.membership.members]
+        return {one.replica for one in lives if self.lives(one)}
 
     def lives(self, life: Life) -> bool:
         found = self.replicas.get(life.replica)

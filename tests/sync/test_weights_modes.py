@@ -224,3 +224,33 @@ def test_a_coordinator_of_averages_waits_for_members_that_were_all_silent_for_lo
     assert done.host.state is not None
     assert done.host.state.membership.members == before.membership.members
     assert done.host.state.pool == before.pool
+
+
+def test_a_replica_leaves_once_all_of_its_ranks_have() -> None:
+    """Who leads has left only when nobody of it writes any more; none of its ranks is dropped meanwhile."""
+    talk = Talk(SyncMode.GROUPS, 2, 2, num_lines=0)
+    first, second, *others = talk.reports
+    talk.say(first, is_leaving=True)
+    assert [one.replica for one in talk.word(others[0]).members] == [0, 1]
+    assert not talk.word(second).is_dropped
+    talk.say(second, is_leaving=True)
+    assert [one.replica for one in talk.word(others[0]).members] == [1]
+
+
+def test_replicas_that_all_wait_for_each_other_for_the_timeout_are_told_so_and_others_are_not() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0, timeout_s=0.5)
+    first, second = talk.reports
+
+    def wait() -> str:
+        for _ in range(400):  # of which none is silent for the lease
+            talk.say(first)
+            talk.say(second)
+        return talk.word(first).standstill
+
+    talk.say(first, waits="a mean of the replicas")
+    assert wait() == ""
+    talk.say(second, waits="replica 0 to leave")
+    talk.say(first, wants=1)  # which is news
+    found = wait()
+    assert "nothing has happened for 0.5 s: rank 0 of replica 0 for a mean of the replicas" in found
+    assert "rank 0 of replica 1 for replica 0 to leave" in found

@@ -35,11 +35,6 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
             'pages. Leave paging out of the plan, or use sync.mode = "all".'
         )
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
-    if mode == "groups" and plan.num_stages > 1:
-        raise BiremeError(
-            f'sync.mode is "groups", but the plan has {plan.num_stages} stages, and such runs have stood '
-            'still at times. Set plan.depth = 1, or use sync.mode = "quorum".'
-        )
     if run.sync.averages and most > 1:
         raise BiremeError(
             f'sync.mode is "{mode}", in which weights are averaged rank by rank, but {plan.schedule} has '
