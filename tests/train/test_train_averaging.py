@@ -82,9 +82,11 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["groups", "outer"])
-def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(mode: str, tmp_path: Path) -> None:
-    path, run = write_averaging(tmp_path, mode, "1f1b", 1, PACED), tmp_path / "runs" / "run"
+@pytest.mark.parametrize(("mode", "depth"), [("groups", 2), ("outer", 1)])
+def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(
+    mode: str, depth: int, tmp_path: Path
+) -> None:
+    path, run = write_averaging(tmp_path, mode, "1f1b", depth, PACED), tmp_path / "runs" / "run"
     more = settings(training__steps=5000, cluster__timeout_s=16)
     with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as train:
         train.wait_for_step(4)
