@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.messages import Known, RankId, Report, RoundAt, Word, decode, encode
+from bireme.sync.coordinator.message_lines import decode, encode
+from bireme.sync.coordinator.messages import Known, RankId, Report, RoundAt, Word
 
 __all__ = ["Address", "CoordinatorClient", "Dropped", "NoWord"]
 
