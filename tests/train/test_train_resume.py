@@ -18,9 +18,9 @@ from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.data.order import NUM_PROBES, Order
 from bireme.train.model import RunModel
+from bireme.train.rank_part import Start
 from bireme.train.run_data import data_of
 from bireme.train.run_file import load_run_file
-from bireme.train.worker import Start
 from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.once import made_once

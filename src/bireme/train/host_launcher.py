@@ -40,10 +40,10 @@ from bireme.train.launching import VISIBLE, Finished, finish, signals_passed_on
 from bireme.train.orders import Orders
 from bireme.train.outcome import first_of
 from bireme.train.prepare import Prepared, prepared_before
+from bireme.train.rank_part import Start
 from bireme.train.rank_zero_setup import RunSetup
 from bireme.train.rendezvous import Environment, Talk, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
-from bireme.train.worker import Start
 
 __all__ = ["host_orders", "meet_hosts", "train_on_host", "under_way"]
 
