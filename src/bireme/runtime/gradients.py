@@ -172,7 +172,7 @@ class _Lending:
                 leaves[name].grad = view
             else:
                 move = partial(_move_in, self._sums, name)
-                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
+                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __exit__(
         self,
