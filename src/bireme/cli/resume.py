@@ -81,7 +81,7 @@ def _rate_of(run: "RunFile", steps: int) -> str:
     if run.training.schedule == "constant" or run.training.schedule_steps is not None:
         return ""
     return (
-        f" --set training.schedule_steps={steps}, which goes on at the last learning rate; with --set "
+        f" --set training.schedule_steps={steps}, which keeps the last learning rate; with --set "
         "training.after_schedule=restart as well it warms up and falls once more"
     )
 

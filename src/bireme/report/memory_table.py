@@ -75,7 +75,7 @@ def _least(paging: BlockPaging, behaviour: Behaviour) -> str:
     return (
         f"Paging in chunks of {bytes_text(paging.chunk_bytes)} could do with "
         f"{bytes_text(paging.least_bytes)} ({saved:.0%} less), of which {bytes_text(paging.unpaged_bytes)} "
-        "are never paged. Copies that take less than the iteration could run beside it."
+        "are never paged. Copies that take less than the iteration could run during it."
     )
 
 

@@ -130,13 +130,14 @@ def under_way(
         socket.create_server(("", port)).close()
     except OSError as error:
         raise BiremeError(
-            f"The run in {found.orders.folder} goes on, but port {port}, where the coordinator of this host "
-            f"was, cannot be opened ({error.strerror}). End the bireme train that was started here before."
+            f"The run in {found.orders.folder} is still going, but port {port}, where the coordinator of "
+            f"this host was, cannot be opened ({error.strerror}). End the bireme train that was started here "
+            "before."
         ) from None
     since_s = max(time.time() - found.began_s, 1.0)
     coordinator = _coordinator(orders, number, RunFolder(Path(found.orders.folder)), port)
     coordinator.start()
-    _tell(f"The run goes on. Replicas of this host, {address}, begin again.")
+    _tell(f"The run is still going. Replicas of this host, {address}, start again.")
     # Each life takes longer than a second, so none before has that number.
     return found.orders, Site(
         number,

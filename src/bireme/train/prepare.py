@@ -161,7 +161,7 @@ def prepared_again(
     if _keeps_plan(run, folder):
         found = prepared_before(run, folder, progress, is_alone=is_alone)
     else:
-        tell("What the plan rests on was changed, so a new one is made.")
+        tell("What the plan was made from has changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone)
     check_borders(run, found.plan.plan)
     if checkpoint is not None:

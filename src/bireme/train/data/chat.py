@@ -72,7 +72,7 @@ class ChatTemplate:
             end = self._ids(messages[: place + 1])
             if ids[: len(end)] != end or end[: len(begin)] != begin:
                 raise BiremeError(
-                    f"In {where} it cannot be told which tokens are message {place + 1}: the tokenizer's "
+                    f"In {where} Bireme cannot tell which tokens are message {place + 1}: the tokenizer's "
                     "chat template writes the beginning of a conversation in another way when more "
                     "follows. Put {% generation %} and {% endgeneration %} around the assistant's content "
                     "in the template."

@@ -89,7 +89,7 @@ class SavedRows:
                 continue
             if not all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in messages):
                 raise BiremeError(
-                    f"In {place} the column {self.column!r} is no list of messages. A message is a role "
+                    f"In {place} the column {self.column!r} is not a list of messages. A message is a role "
                     "and a "
                     'content, such as {"role": "user", "content": "Hello"}.'
                 )
