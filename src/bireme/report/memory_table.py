@@ -94,7 +94,7 @@ def _paging(paging: BlockPaging, behaviour: Behaviour) -> Table:
 
 
 def _published(behaviour: Behaviour) -> str:
-    """The figures of the paper, by where we have them from, beside this iteration's share of activations."""
+    """The figures of the paper, by source, with this iteration's share of activations."""
     by_source: dict[str, list[str]] = {}
     for figure in PUBLISHED:
         by_source.setdefault(figure.source, []).append(f"{figure.name}: {figure.value}")

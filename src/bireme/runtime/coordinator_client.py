@@ -33,7 +33,7 @@ NOTHING = Word(epoch=0, number=-1)
 
 
 class Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
-    """The others go on without this replica: its ranks end, and it begins anew."""
+    """The others continue without this replica: its ranks end, and it starts again."""
 
 
 class NoWord(Exception):  # noqa: N818 (it is an event, which the caller acts on)

@@ -148,7 +148,7 @@ class RunFolder:
 
     @property
     def base(self) -> Path:
-        """Which frozen weights it trains a part beside; only where checkpoints leave these out."""
+        """Which frozen weights it trains a part on; only where checkpoints leave these out."""
         return self.path / "base.json"
 
     @property

@@ -25,7 +25,7 @@ __all__ = ["RankPart", "Start"]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Which run, from which checkpoint if any, and what the processes are told beside what its folder says.
+    """Which run, from which checkpoint if any, and what else the processes need beyond what its folder says.
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
     damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new

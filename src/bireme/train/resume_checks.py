@@ -45,7 +45,7 @@ SUM_CODEC, GRADIENT = "sum_codec", "gradient"
 def run_conditions(
     run: RunFile, identity: DataIdentity, base: BaseIdentity | None = None
 ) -> dict[str, JsonValue]:
-    """What a checkpoint keeps, beside the seed and the batch's number, of what it was made under."""
+    """The conditions of the run that a checkpoint keeps, in addition to the seed and the batch's number."""
     found: dict[str, JsonValue] = {
         BATCH_SIZE: run.training.batch_size,
         NUM_SAMPLES: identity.num_samples,

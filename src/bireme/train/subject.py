@@ -55,7 +55,7 @@ class Subject:
     is_run: bool = False
 
     def weights(self, model: RunModel, graph: Graph) -> Weights:
-        """Reads parameters and buffers by name; those that are nowhere kept are made anew."""
+        """Reads parameters and buffers by name; those that no file holds are initialised."""
         if self.checkpoint is not None:
             return _of_checkpoint(open_checkpoint(self.checkpoint), model.weights(graph))
         if self.folder is not None:

@@ -282,7 +282,7 @@ class Heal:
 
     It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once
     it has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
-    there. One whose donor changes begins anew. `addresses` are those of its ranks.
+    there. One whose donor changes starts again. `addresses` are those of its ranks.
     """
 
     replica: int

@@ -1,6 +1,6 @@
 """Rows of a dataset of the `datasets` library: text, token ids that somebody made before, or conversations.
 
-What is read of a row is one column, and the labels beside token ids. Where the rows come from is for
+What is read of a row is one column, and the labels of token ids. Where the rows come from is for
 `hub.py`; here they may lie in a folder or come over the network one by one.
 """
 

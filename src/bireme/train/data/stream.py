@@ -90,7 +90,7 @@ class StreamCut:
 class StreamSamples:
     """Samples of a stream, by the number that they have in a run of `seed`.
 
-    They can be taken in rising order; a number that has passed is found by beginning anew. The first
+    They can be taken in rising order; a number that has passed is found by starting again. The first
     `num_apart` rows are left out of every epoch, for they are kept for evaluation.
     """
 
