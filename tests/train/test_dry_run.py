@@ -57,7 +57,7 @@ def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys
         ({"plan__pin": "[]"}, "plan.pin is []"),
     ],
 )
-def test_wrong_wishes_of_a_run_file_are_a_sentence_before_anything_is_measured(
+def test_contradictions_in_a_run_file_are_one_sentence_before_anything_is_measured(
     values: dict[str, object], part: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bireme.train.prepare.profile", lambda *_, **__: 1 / 0)

@@ -61,7 +61,7 @@ def test_the_last_batch_has_just_the_fraction_wherever_there_is_room_to_fall(tra
 
 
 @given(training=trainings(), beyond=st.integers(0, 1000))
-def test_behind_the_last_batch_nothing_changes_any_more(training: Training, beyond: int) -> None:
+def test_after_the_last_batch_the_factor_stays(training: Training, beyond: int) -> None:
     factor = rate_factor(training)
     assert factor(training.steps + beyond) == factor(training.steps - 1)
 
