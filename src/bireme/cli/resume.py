@@ -58,7 +58,7 @@ def resume(
     # A run that was killed at its very end must still export its model.
     if has_ended(run, folder, at):
         raise BiremeError(
-            f"{run_dir} has finished its {at} steps. To train on: --set training.steps={2 * at}"
+            f"{run_dir} has finished its {at} steps. To train further: --set training.steps={2 * at}"
             f"{_rate_of(run, at)}."
         )
     check_rate(run, folder, at, _tell)

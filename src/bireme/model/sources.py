@@ -305,7 +305,7 @@ def _function(path: str) -> Callable[[], Any]:
     function: Callable[[], Any] = getattr(module, name)
     if not callable(function):
         raise BiremeError(
-            f"{path} is {_kind(function)}, not a function. It must be one that returns a torch.nn.Module."
+            f"{path} is {_kind(function)}, not a function. Name a function that returns a torch.nn.Module."
         )
     return function
 

@@ -170,7 +170,7 @@ def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> _Fou
     data = data_of(run, model, progress, what="training" if job.is_apart else "evaluation")
     samples = data.evaluation if job.is_apart else data.training
     if samples is None:
-        raise BiremeError(f"{job.subject.name} kept no data apart to evaluate with. Name some: --data FILE.")
+        raise BiremeError(f"{job.subject.name} held out no data for evaluation. Name some: --data FILE.")
     return _Found(samples, data.tokenizer, data.num_tokens is not None)
 
 

@@ -59,7 +59,7 @@ class ChatTemplate:
             lines = str(error).strip().splitlines() or ["it says no more"]
             raise BiremeError(
                 f"The tokenizer's chat template does not take {where}: {type(error).__name__}: "
-                f"{lines[0].rstrip('.')}. Mend the row, or leave it out."
+                f"{lines[0].rstrip('.')}. Correct the row, or leave it out."
             ) from error
 
     def _by_differences(self, messages: Messages, where: str) -> IdRow:

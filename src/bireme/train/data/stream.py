@@ -205,6 +205,6 @@ def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num
         if len(samples) >= num_samples:
             return Held(cut.stacked(samples), len(held))
     raise BiremeError(
-        f"{rows.origin} has {len(held)} rows, too few to keep {num_samples} samples apart for evaluation. "
+        f"{rows.origin} has {len(held)} rows, too few to hold out {num_samples} samples for evaluation. "
         "Give another source in data.evaluation_source, or set data.evaluation_fraction to 0."
     )
