@@ -244,7 +244,7 @@ def test_a_trace_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_wrong_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = bireme(capsys, "report", str(tmp_path / "nothing"))
     assert result.status == 2
-    assert "is no folder" in result.err
+    assert "is not a folder" in result.err
     make_run(tmp_path / "one", steps=5, recorded=False)
     result = bireme(capsys, "report", str(tmp_path))
     assert result.status == 2
