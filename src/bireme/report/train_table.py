@@ -64,7 +64,7 @@ def print_prepared(
             highlight=False,
         )
     plan, forecast = saved.plan, saved.forecast
-    recompute = f", stages {', '.join(map(str, plan.recompute))} recompute" if plan.recompute else ""
+    recompute = f", recomputing stage {', '.join(map(str, plan.recompute))}" if plan.recompute else ""
     replicas = f", {plan.width} replicas" if plan.width > 1 else ""
     say(
         f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{replicas}, "
