@@ -245,7 +245,7 @@ def test_sweeps_are_found_where_weights_are_most_of_what_is_fetched() -> None:
 
 
 @pytest.mark.slow
-def test_below_the_least_budget_the_number_that_would_do_is_told_and_does() -> None:
+def test_below_the_least_budget_the_error_names_a_number_that_fits() -> None:
     with pytest.raises(BiremeError, match="must be at least") as refused:
         found(TierLimits(20 * MB), is_small=True)
     number = int(str(refused.value).split("at least ")[1].split()[0])

@@ -175,7 +175,7 @@ def assert_parts(sizes: Sequence[int], whole: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
-def test_going_on_from_a_snapshot_with_it_or_without_is_never_having_stopped(schedule: str) -> None:
+def test_resuming_from_a_snapshot_with_it_or_without_is_never_having_stopped(schedule: str) -> None:
     model, data = gpt("layers=3"), token_batches(12, 5)
     alone = Setting(plan_for(schedule, width=2))
     shared = replace(alone, shard="optimizer")

@@ -84,7 +84,7 @@ class Blocks:
             torch.mul(rows, shares, out=scratch)
             if self._is_stochastic:
                 scratch += noise(rows.numel(), scattered(seed) + begin, rows.device).view(rows.shape)
-            # Cut to whole numbers, which rounds to the nearest, or to one of the two beside it.
+            # Cut to whole numbers, which rounds to the nearest, or to one of its two neighbours.
             scratch += self._centre if self._is_stochastic else self._centre + 0.5
             into = codes[begin * self._block : end * self._block].view(-1, self._block)
             if self._bits == 8:  # by way of what torch converts to fastest

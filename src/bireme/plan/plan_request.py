@@ -23,6 +23,9 @@ AUTO = "auto"
 SHARDS = ("none", "optimizer")
 """What the replicas of a stage may share."""
 
+SHORT_BYTES = 2
+"""Weights whose values have so many bytes are made from a float32 master copy."""
+
 
 def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:
     """Whether a plan with this schedule, or with any if it is auto, may delay updates."""
@@ -118,6 +121,11 @@ class PlanRequest:
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimiser; 1 if each has its own."""
         return width if self.shard == "optimizer" else 1
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether weights have a master copy, which is counted with the optimiser."""
+        return self.value_bytes == SHORT_BYTES
 
     @property
     def delay_warmup_share(self) -> float:

@@ -81,7 +81,7 @@ def _chunks(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def comparison_document(contenders: Iterable[Contender]) -> dict[str, Any]:
-    """All schedules beside each other; one that cannot run in this shape says why."""
+    """All schedules compared; one that cannot run in this shape says why."""
     rows: list[dict[str, Any]] = []
     for contender in contenders:
         row: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A plan for people: its stages, what it promises, what limits it, and other kinds of plans beside it."""
+"""A plan for people: its stages, what it promises, what limits it, and other kinds of plans."""
 
 from collections.abc import Sequence
 

@@ -45,7 +45,7 @@ def decide(
     """The groups to evict and how far ahead to fetch them again.
 
     A chunk that comes back has its slot `ahead` steps before it is used, or half as far ahead where that
-    cannot be, and so on; one that must be copied out keeps it so long, so that both can happen beside work.
+    cannot be, and so on; one that must be copied out keeps it so long, so that both can happen during work.
     Raises `OverfullError` where there is no room even with 0.
     """
     table = _Table(accesses, gaps, num_steps)

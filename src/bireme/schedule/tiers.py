@@ -41,7 +41,7 @@ class RankTiers:
 
     `chunks` says how many chunks an item of a stage has, `begin` on which tier each chunk lies that there is
     when the window begins. `master` says that weights are made from the optimiser's own master copy, and not
-    from the version before. `unpaged_bytes` have their place on the device beside the chunks.
+    from the version before. `unpaged_bytes` have their place on the device in addition to the chunks.
     """
 
     chunk_bytes: int

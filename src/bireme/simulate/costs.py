@@ -178,10 +178,10 @@ class Costs:
     def seconds(self, step: Instruction, rank: int, *, takes_bytes: float | None = None) -> float:
         """How long an instruction keeps its rank busy; `takes_bytes` has the message that it uses, if any.
 
-        What a message is under way and a sync with replicas run beside it.
+        What a message is under way and a sync with replicas run in parallel to it.
         """
         if step.kind in PAGING:
-            return 0.0  # Posted; a mover copies beside the track.
+            return 0.0  # Posted; a mover copies in parallel.
         speed = self.rank_speed[rank] if self.rank_speed else 1.0
         own_s = self.engine.instruction_s + self._work_s(step)
         if takes_bytes is not None:

@@ -1,6 +1,6 @@
 """How far ahead chunks are fetched, and when ranks update: what the simulated batch is fastest with.
 
-If copies begin earlier, more of them run beside work, but their slots cannot keep chunks on the device.
+If copies begin earlier, more of them run during work, but their slots cannot keep chunks on the device.
 """
 
 from itertools import product

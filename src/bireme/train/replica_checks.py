@@ -16,7 +16,7 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         return
     if plan.width < 2:
         raise BiremeError(
-            f'sync.mode is "{mode}", but the plan has one replica, which nobody could go on without. Set '
+            f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
             'plan.width to 2 or more, or use sync.mode = "all".'
         )
     if isinstance(samples, StreamSamples):

@@ -16,9 +16,6 @@ from bireme.timeline.timeline import Timeline
 
 __all__ = ["busiest_wire", "paging_of", "tier_forecasts"]
 
-SHORT_BYTES = 2
-"""Values of so many bytes are weights with a master copy, from which the optimiser makes them."""
-
 
 def paging_of(
     problem: PlanningProblem,
@@ -36,7 +33,7 @@ def paging_of(
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(
         sizes,
-        master=problem.request.value_bytes == SHORT_BYTES,
+        master=problem.request.has_master_weights,
         optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
         buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
     )

@@ -6,7 +6,7 @@ equal replicas in step that is exact, as their messages are under way at the sam
 approximation. A batch is that of the slowest replica, and never shorter than what the busiest device or lane
 needs for its bytes alone.
 
-Parameters that stages on several ranks share are summed over all of these, in a ring beside the others.
+Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
 from collections import defaultdict
@@ -337,7 +337,9 @@ class PlanEvaluator:
         return self._works[key]
 
     def _rings(self, draft: Draft, rank_of_stage: Sequence[int]) -> list[tuple[tuple[int, ...], Ring]]:
-        """The stages whose gradients go around each ring beside those of replicas, and what goes there."""
+        """The stages whose gradients go around each ring in addition to those of replicas, and what goes
+        there.
+        """
         stages = draft.stages(len(self._problem.profile.units))
         of_ranks: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         sums: defaultdict[tuple[int, ...], float] = defaultdict(float)

@@ -45,7 +45,7 @@ def _copied_bytes_per_s(to: torch.Tensor, source: torch.Tensor, device: torch.de
 def check_disk_folder(folder: Path, name: str) -> None:
     """Refuse what is no folder that can be written to; `name` is the key that names it."""
     if not folder.is_dir():
-        raise BiremeError(f"{name} is {folder}, which is no folder. Make it, or name another.")
+        raise BiremeError(f"{name} is {folder}, which is not a folder. Make it, or name another.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise BiremeError(f"{name} is {folder}, which cannot be written to. Name another folder.")
 

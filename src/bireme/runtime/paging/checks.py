@@ -43,8 +43,8 @@ def paging_of(
     if frozen_bytes > tiers.unpaged_bytes:
         raise BiremeError(
             f"Rank {layout.rank} has {frozen_bytes} bytes of frozen weights that the plan leaves on the "
-            f"device, where it counts on {tiers.unpaged_bytes:.0f} bytes beside its chunks. Make the plan "
-            "anew for the part of the model that learns."
+            f"device, where it counts on {tiers.unpaged_bytes:.0f} bytes besides its chunks. Make a "
+            "new plan for the part of the model that learns."
         )
     keeps = _keeps_gradients(program, rank, tiers)
     trained = {state.name for state in graph.parameters if state.trainable}

@@ -169,7 +169,7 @@ class ChunkStore:
         synchronize(self.device)
 
     def bring(self, chunk: Chunk) -> None:
-        """Have a chunk on the device, which has room, beside where it is; between windows, and at once."""
+        """Copy a chunk to the device, which has room, and wait; to be called between windows."""
         held = self.held(chunk)
         self.wait(held.last)
         held.arrival = self.last_read = None

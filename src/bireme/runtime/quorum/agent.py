@@ -38,7 +38,7 @@ from bireme.sync.quorum.ring import sum_over
 __all__ = ["Agent"]
 
 MOST_BEHIND = 8
-"""A replica that has fallen further behind the others begins anew, for to heal it need not compute."""
+"""A replica that has fallen further behind the others starts again: to heal, it need not compute."""
 LOOK_S = 0.5
 
 
