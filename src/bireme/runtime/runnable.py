@@ -16,7 +16,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import ProgramSource, source_of
 
-__all__ = ["AnyPlan", "halfway", "on_pages", "runnable", "unhurried", "work_of"]
+__all__ = ["AnyPlan", "check_shared", "gathering", "halfway", "on_pages", "runnable", "unhurried", "work_of"]
 
 AnyPlan = Plan | SavedPlan | ProgramPlan | Program
 
@@ -83,6 +83,35 @@ def halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and not named.updates_halfway:
         return replace(named, updates_halfway=True).by_program
+    return by_program
+
+
+WHOLE_WEIGHTS = 2
+"""Of a plan that does not say it: those of the pass that runs, and those of the next on their way."""
+
+
+def check_shared(plan: AnyPlan, shard: str) -> None:
+    """Refuse a plan whose replicas share weights where they are to share something else."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and named.whole_weights and shard != "weights":
+        raise BiremeError(
+            f"In the plan replicas share weights (whole_weights = {named.whole_weights}), but shard is "
+            f'"{shard}". Set shard = "weights", or make the plan anew.'
+        )
+
+
+def gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where replicas share weights: they are gathered where they are used."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if not isinstance(named, Plan):
+        raise BiremeError(
+            "Replicas share the weights, which are gathered where a schedule uses them, but "
+            f"{by_program.source.name} "
+            'is a program and not a plan with a schedule. Name a schedule, or use shard = "optimizer".'
+        )
+    if not named.whole_weights:
+        by_program = replace(named, whole_weights=WHOLE_WEIGHTS).by_program
+    by_program.source.settled()  # refuses schedules that need gradients whole
     return by_program
 
 
