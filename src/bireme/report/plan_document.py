@@ -91,8 +91,8 @@ def sync_document(request: PlanRequest) -> dict[str, Any]:
 
 
 def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = ()) -> dict[str, Any]:
-    """What is paged or shared, of a plan that does so, and what each way to save memory would take, where that
-    was asked.
+    """What is paged or shared, of a plan that does so, and what each way to save memory would take, where
+    that was asked.
 
     Bytes moved are those that are copied into the tier in a batch.
     """

@@ -75,7 +75,7 @@ class GradientSums:
             self.held.add(name)
 
     def items(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Each parameter in the arenas with its sum, if it has one; the piece of it, where there are parts."""
+        """Each parameter in the arenas with its sum, or the piece of it, if it has one."""
         parts = self.parts
         if parts is not None:
             yield from ((name, parts.piece(name)) for name in parts.names)
