@@ -11,11 +11,14 @@ from bireme.memory.arena import Arena
 from bireme.memory.lent_arena import LentArena
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.shelf_part import ShelfPart
-from bireme.sync.exchange import SLICE_BYTES, SentBytes
+from bireme.sync.exchange import SentBytes
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.parts import sum_parts
 
 __all__ = ["GradientParts"]
+
+SLICE_BYTES = 2**22
+"""Summed at a time: several slices and their copies are under way, and are to be few beside a stage."""
 
 
 class GradientParts:
