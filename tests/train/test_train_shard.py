@@ -1,4 +1,4 @@
-"""`bireme train` with replicas that share an optimiser, then weights: losses of a plain run, and checkpoints for any."""
+"""`bireme train` with replicas that share an optimiser, or weights: losses of a plain run, and resuming."""
 
 import json
 from pathlib import Path

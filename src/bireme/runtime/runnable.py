@@ -16,7 +16,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import ProgramSource, source_of
 
-__all__ = ["AnyPlan", "check_shared", "gathering", "halfway", "on_pages", "runnable", "unhurried", "work_of"]
+__all__ = ["AnyPlan", "for_sharers", "on_pages", "runnable", "unhurried", "work_of"]
 
 AnyPlan = Plan | SavedPlan | ProgramPlan | Program
 
@@ -78,7 +78,7 @@ def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     return by_program
 
 
-def halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+def _halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     """The plan where replicas share an optimiser: updates leave time for the weights to travel."""
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and not named.updates_halfway:
@@ -90,17 +90,22 @@ WHOLE_WEIGHTS = 2
 """Of a plan that does not say it: those of the pass that runs, and those of the next on their way."""
 
 
-def check_shared(plan: AnyPlan, shard: str) -> None:
-    """Refuse a plan whose replicas share weights where they are to share something else."""
+def for_sharers(plan: AnyPlan, by_program: ProgramPlan, shard: str) -> ProgramPlan:
+    """The plan for replicas that share this: with time for weights to travel, or gathers of them. Refuses a
+    plan whose replicas are to share weights where they do not.
+    """
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and named.whole_weights and shard != "weights":
         raise BiremeError(
             f"In the plan replicas share weights (whole_weights = {named.whole_weights}), but shard is "
             f'"{shard}". Set shard = "weights", or make the plan anew.'
         )
+    if shard == "none" or by_program.width == 1:
+        return by_program
+    return _halfway(plan, by_program) if shard == "optimizer" else _gathering(plan, by_program)
 
 
-def gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+def _gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     """The plan where replicas share weights: they are gathered where they are used."""
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if not isinstance(named, Plan):
