@@ -141,12 +141,7 @@ WEIGHTS_TOO = {
         Setting(Plan((2, 4, 6), 4, "1f1b", width=2, stages_per_rank=2, sweep=4, recompute=(1,))),
         0.0,
     ),
-    "short": (
-        True,
-        UNTIED,
-        Setting(Plan((2, 4, 6), 4, "2bw", width=2, stages_per_rank=2), "sgd", bank_dtype=SHORT),
-        2e-2,
-    ),
+    "short": (True, UNTIED, Setting(plan_for("2bw", width=2), "sgd", bank_dtype=SHORT), 0.0),
     "tied on one rank": (
         False,
         "layers=3",
