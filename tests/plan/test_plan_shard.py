@@ -75,11 +75,78 @@ def test_a_plan_that_fits_only_shared_is_found_and_says_so(tmp_path: Path) -> No
     assert "updates_halfway" not in (tmp_path / "plain.json").read_text()
 
 
+def gathered_forecast(parts: int, whole_weights: int, sweep: int = 1) -> Forecast:
+    devices = (tuple(f"s{place}/gpu0" for place in range(WIDTH)),)
+    plan = Plan(
+        tuple(range(1, parts)),
+        4,
+        "1f1b",
+        width=WIDTH,
+        stages_per_rank=parts,
+        sweep=sweep,
+        micro_batch_sizes=(1,) * WIDTH,
+        devices=devices,
+        whole_weights=whole_weights,
+    )
+    shard = "weights" if whole_weights else "optimizer"
+    return forecast_of(plan, tiny_profile(), cluster(), PlanRequest(batch_size=4 * WIDTH, shard=shard))
+
+
+def test_shared_weights_are_predicted_to_be_whole_a_few_at_a_time() -> None:
+    """Weights and sums are there as parts, and besides those of the largest stage that is computed on."""
+    units = tiny_profile().units
+    parts = len(units)
+    own, shared = (gathered_forecast(parts, whole).stages[0].peak_bytes for whole in (0, 1))
+    state = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
+    whole = max(unit.parameter_bytes + unit.gradient_bytes for unit in units)
+    assert shared <= own - (1 - 1 / WIDTH) * state + whole + 1
+    assert gathered_forecast(parts, 2).stages[0].peak_bytes > shared
+
+
+def test_gathers_and_sums_are_predicted_to_take_their_bytes_on_the_links() -> None:
+    units = tiny_profile().units
+    one, swept = gathered_forecast(2, 1), gathered_forecast(2, 1, sweep=4)
+    device, replicas = swept.tiers
+    cut = [units[:1], units[1:]]
+    weights, gradients = (
+        [sum(getattr(unit, f"{what}_bytes") for unit in own) for own in cut]
+        for what in ("parameter", "gradient")
+    )
+    # Forward through both, and back: the last part is whole already, and the first one is at the next batch.
+    share = (WIDTH - 1) / WIDTH
+    assert device.predicted_bytes_moved == pytest.approx(share * (2 * weights[0] + weights[1]))
+    assert replicas.predicted_bytes_moved == pytest.approx(share * sum(gradients))
+    assert one.tiers[0].predicted_bytes_moved > device.predicted_bytes_moved
+    assert swept.batch_s < one.batch_s
+    assert swept.batch_s >= (device.predicted_bytes_moved + replicas.predicted_bytes_moved) / SLOW
+
+
+def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path: Path) -> None:
+    profile = tiny_profile()
+    request = PlanRequest(
+        batch_size=4 * WIDTH, schedule="1f1b", width=WIDTH, micro_batch=1, shard="optimizer"
+    )
+    parts = len(profile.units)
+    peaks = [gathered_forecast(parts, whole).stages[0].peak_bytes for whole in (0, 2)]
+    between = cluster(int(sum(peaks)) // 2)
+    assert not isinstance(find_plan(profile, between, request), Answer)
+    found = find_plan(profile, between, replace(request, shard="weights"))
+    assert isinstance(found, Answer)
+    assert found.best.plan.whole_weights
+    assert found.best.plan.num_stages > 1
+    write_plan(tmp_path / "plan.json", found)
+    assert load_plan(tmp_path / "plan.json").plan == found.best.plan
+
+
 def test_what_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(BiremeError, match="'weights'"):
-        PlanRequest(batch_size=4, shard="weights")
+    with pytest.raises(BiremeError, match="'gradients'"):
+        PlanRequest(batch_size=4, shard="gradients")
     with pytest.raises(BiremeError, match="not paged"):
         PlanRequest(batch_size=4, shard="optimizer", memory=TierLimits())
+    with pytest.raises(BiremeError, match="trial steps, which need whole gradients"):
+        PlanningProblem(
+            tiny_profile(), cluster(), PlanRequest(batch_size=4, shard="weights", schedule="2bw-fresh")
+        )
     request = PlanRequest(batch_size=4, shard="optimizer")
     with pytest.raises(BiremeError, match="muon, which steps whole"):
         PlanningProblem(replace(tiny_profile(), optimizer="muon"), cluster(), request)

@@ -154,7 +154,7 @@ def plan(
     shard: Annotated[
         str,
         constraint_option(
-            **word("thing to share", "none", "optimizer"),
+            **word("thing to share", "none", "optimizer", "weights"),
             help="What replicas of a stage share, as memory.shard of a run file.",
         ),
     ] = "none",

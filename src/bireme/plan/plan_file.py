@@ -66,6 +66,8 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
         del plain["plan"]["paging"]["sizes"]["frozen"]
     if not saved.plan.updates_halfway:
         del plain["plan"]["updates_halfway"]
+    if not saved.plan.whole_weights:
+        del plain["plan"]["whole_weights"]
     if saved.forecast is not None and not saved.forecast.tiers:
         del plain["forecast"]["tiers"]
     return plain

@@ -53,7 +53,7 @@ from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.refusals import check_together
 from bireme.runtime.result import Result, result_of
-from bireme.runtime.runnable import AnyPlan, halfway, on_pages, runnable, unhurried, work_of
+from bireme.runtime.runnable import AnyPlan, for_sharers, on_pages, runnable, unhurried, work_of
 from bireme.runtime.sharers import sharers_of
 from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.updates import Settings, Updates
@@ -141,8 +141,7 @@ class Pipeline(HeldState):
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan)
         sharers = sharers_of(shard, self.layout)
-        if sharers is not None:
-            self.plan = halfway(plan, self.plan)
+        self.plan = for_sharers(plan, self.plan, shard)
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
@@ -218,7 +217,9 @@ class Pipeline(HeldState):
         )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
-            self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
+            self._evaluator = Evaluator(
+                forwards, self.layout, self._interpreter, self._spare, self.cutter, gathers=shard == "weights"
+            )
         self.recording: Recording | None = None
         """When this rank's instructions of the last `train` ran, if it was asked to record them."""
         self._recorded = range(0)

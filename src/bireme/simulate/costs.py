@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import PAGING, Instruction, Kind, Message
+from bireme.schedule.instruction import PAGING, SHARING, Instruction, Kind, Message
 from bireme.schedule.residency import Sizes
 
 __all__ = ["CodecCost", "Costs", "PerStage"]
@@ -180,8 +180,8 @@ class Costs:
 
         What a message is under way and a sync with replicas run in parallel to it.
         """
-        if step.kind in PAGING:
-            return 0.0  # Posted; a mover copies in parallel.
+        if step.kind in PAGING or step.kind in SHARING:
+            return 0.0  # Posted or waited for; what it moves moves in parallel.
         speed = self.rank_speed[rank] if self.rank_speed else 1.0
         own_s = self.engine.instruction_s + self._work_s(step)
         if takes_bytes is not None:

@@ -44,7 +44,14 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
 
 
 def check_paged(run: RunFile, plan: Plan) -> None:
-    """Refuse a plan that pages, as one from a file may, where the run asks for what does not page."""
+    """Refuse a plan that pages or shares weights, as one from a file may, where the run asks for what
+    does not go with that.
+    """
+    if plan.whole_weights and run.memory.shard != "weights":
+        raise BiremeError(
+            f"In the plan replicas share weights (whole_weights = {plan.whole_weights}), but memory.shard is "
+            f'"{run.memory.shard}". Set memory.shard = "weights", or use a plan that was made without it.'
+        )
     if plan.paging is None:
         return
     asked = {

@@ -11,7 +11,9 @@ from bireme.plan.search.tier_budgets import budgets_of
 from bireme.schedule.chunks import LARGE_PAGE_BYTES
 from bireme.schedule.instruction import PAGING, Kind
 from bireme.schedule.program import Program
+from bireme.schedule.residency import Residency
 from bireme.simulate.costs import Costs
+from bireme.simulate.gathering import REPLICAS
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["busiest_wire", "paging_of", "tier_forecasts"]
@@ -53,10 +55,12 @@ def paging_of(
 
 
 def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:
-    """Each tier of the ranks that page."""
+    """Each tier of the ranks that page, and what ranks exchange with replicas that share their weights."""
     program = timeline.program
     waited_s = {moved.rank: moved.waited_s / program.num_batches for moved in timeline.paging}
     for kept in timeline.memory:
+        if program.num_sharers > 1:
+            yield from _shared(timeline, kept, waited_s[kept.rank])
         for number, tier in enumerate(kept.tiers):
             yield TierForecast(
                 rank=kept.rank,
@@ -68,18 +72,35 @@ def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:
             )
 
 
+def _shared(timeline: Timeline, kept: Residency, waited_s: float) -> Iterator[TierForecast]:
+    """What a rank gathers from the replicas that share its weights, and what it gives them."""
+    moved = {
+        copies.destination: sum(copies.num_bytes) / timeline.program.num_batches
+        for one in timeline.paging
+        if one.rank == kept.rank
+        for copies in one.copies
+    }
+    yield TierForecast(kept.rank, "device", None, kept.peak_bytes, moved.get("device", 0.0), waited_s)
+    yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0))
+
+
 def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:
-    """For how long a batch keeps the busiest wire between tiers busy, of which rank, and the lower tier."""
+    """For how long a batch keeps the busiest wire between tiers, or to replicas that share weights, busy, of
+    which rank, and the lower tier, or `REPLICAS`.
+    """
     busiest = (0.0, 0, "")
     for moved in timeline.paging:
-        disk_s = 0.0
+        disk_s = exchanged_s = 0.0
         for copies in moved.copies:
             seconds = (sum(copies.end_s) - sum(copies.start_s)) / timeline.program.num_batches
-            if "disk" in (copies.source, copies.destination):
+            ends = copies.source, copies.destination
+            if "disk" in ends:
                 disk_s += seconds
+            elif REPLICAS in ends:
+                exchanged_s += seconds
             else:
                 busiest = max(busiest, (seconds, moved.rank, "host"))
-        busiest = max(busiest, (disk_s, moved.rank, "disk"))
+        busiest = max(busiest, (disk_s, moved.rank, "disk"), (exchanged_s, moved.rank, REPLICAS))
     return busiest
 
 

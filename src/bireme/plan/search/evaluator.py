@@ -32,6 +32,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
+from bireme.simulate.gathering import REPLICAS
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
@@ -204,6 +205,8 @@ class PlanEvaluator:
         if seconds <= floor.seconds:
             return floor.bottleneck
         name = self._problem.names[draft.grid[rank][0]]
+        if lower == REPLICAS:
+            return f"{name}'s links to its replicas"
         return f"{name}'s disk" if lower == "disk" else f"{name}'s wire to its host"
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:

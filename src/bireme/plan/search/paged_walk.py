@@ -91,7 +91,7 @@ class PagedWalk:
             if promised and promised.tiers and bool(draft.recompute) == again
         ]
         best = min(found, key=self._cost, default=None)
-        return None if best is None else self._candidate(_paged(self._evaluator, best), self._seen[best])
+        return None if best is None else self._candidate(self._placed(best), self._seen[best])
 
     def refusal(self) -> BiremeError:
         """Why nothing fits, with the device memory that would do."""
@@ -224,6 +224,10 @@ class PagedWalk:
                     more = outline.num_microbatches * times
                     yield replace(draft, outline=replace(outline, sizes=sizes, num_microbatches=more))
 
+    def _placed(self, draft: Draft) -> Draft:
+        """The draft with what makes it fit."""
+        return _paged(self._evaluator, draft)
+
     def _forecast(self, draft: Draft) -> Forecast | None:
         """What a draft promises; None where it does not fit."""
         if draft in self._seen:
@@ -233,7 +237,7 @@ class PagedWalk:
         if not keeps_home(problem, draft.outline, draft.grid, draft.cuts):
             return None
         try:
-            paged = _paged(self._evaluator, draft)
+            paged = self._placed(draft)
             found = self._evaluator.forecast(paged)
         except TierTooSmallError as error:
             self._note(draft, error)
@@ -266,7 +270,7 @@ class PagedWalk:
 
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
-        best, forecast = _paged(self._evaluator, draft), self._seen[draft]
+        best, forecast = self._placed(draft), self._seen[draft]
         if best.paging is not None and _waits(forecast):
             for paging in _variants(best.paging):
                 other = replace(best, paging=paging)

@@ -265,11 +265,18 @@ def _schedules(request: PlanRequest) -> tuple[str, ...]:
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
         if request.synchronous:
             found = [name for name in found if SCHEDULES[name].rule is Rule.SYNCHRONOUS]
+        if request.shares_weights:
+            found = [name for name in found if SCHEDULES[name].rule is not Rule.FRESH]
         return tuple(n for n in found if not (request.whole_backwards and SCHEDULES[n].splits_backward))
     schedule = schedule_named(request.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(
             f"The engine does not run {schedule.name}, so Bireme cannot plan for it. Use 2bw, its successor."
+        )
+    if request.shares_weights and schedule.rule is Rule.FRESH:
+        raise BiremeError(
+            f"Replicas share the weights, but {schedule.name} makes trial steps, which need whole gradients "
+            "of one replica. Use another schedule, such as 2bw, or share the optimizer only."
         )
     if request.synchronous and schedule.rule is not Rule.SYNCHRONOUS:
         raise BiremeError(

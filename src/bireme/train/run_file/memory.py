@@ -61,10 +61,11 @@ class Memory(Table):
         default=True, description="Page the activations of micro-batches too, not only weights and optimizer"
     )
 
-    shard: Literal["none", "optimizer"] = Field(
+    shard: Literal["none", "optimizer", "weights"] = Field(
         default="none",
-        description="What the replicas of a stage share: nothing (none), or the optimizer, of which each "
-        "replica then keeps and steps a part, and sends the others the new weights of it",
+        description="What the replicas of a stage share: nothing (none); the optimizer, of which each "
+        "replica then keeps and steps a part, and sends the others the new weights of it; or weights and "
+        "gradients too (weights), which are then gathered where they are used",
         examples=["optimizer"],
     )
 
