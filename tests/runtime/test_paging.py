@@ -87,6 +87,18 @@ CASES = {
     "tied weights and recomputed stages": Case(
         parts("1f1b", recompute=(0, 1, 2, 3)), 0.1, model="layers=3", is_summed=True
     ),
+    "updates on the host of one rank": Case(parts("1f1b", 4), more=(("host_updates", True),)),
+    "updates on the host, which pages to a disk": Case(
+        parts("2bw"), host=0.7, disk=True, windows=(1, 2), more=(("host_updates", True),)
+    ),
+    "updates on the host of bfloat16 banks": Case(
+        parts("2bw"),
+        0.2,
+        dtype="bfloat16",
+        bank_dtype=torch.bfloat16,
+        windows=(1, 1, 1),
+        more=(("host_updates", True), ("updates_together", True)),
+    ),
     "backwards in halves": Case(parts("zb-h1")),
     "micro-batches in halves": Case(Plan((4,), 3, "1f1b-sliced"), 0.3),
     "recomputed units": Case(parts("interleaved", recompute_units=(1, 4)), 0.2),

@@ -20,6 +20,9 @@ __all__ = ["AUTO", "SHARDS", "Goal", "PlanRequest", "may_delay_updates"]
 AUTO = "auto"
 """The codec that the planner chooses."""
 
+SHORT_BYTES = 2
+"""Values of so many bytes are not stepped themselves."""
+
 SHARDS = ("none", "optimizer")
 """What the replicas of a stage may share."""
 
@@ -118,6 +121,11 @@ class PlanRequest:
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimiser; 1 if each has its own."""
         return width if self.shard == "optimizer" else 1
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
+        return self.value_bytes == SHORT_BYTES
 
     @property
     def delay_warmup_share(self) -> float:

@@ -3,8 +3,8 @@
 Each rank has a wire from its device to the host and one back, and one wire to the disk for both ways. Copies
 of one wire go one after the other, in the order of the track. A copy sets out when the copies of its chunk
 before it are through and its slot is free; an instruction starts when its chunks are there and, for what it
-makes, slots are free. All of that follows from what the rank has done before, so a copy's time is known when
-it is posted.
+makes, slots are free. An update on the host waits for its chunks there. All of that follows from
+what the rank has done before, so a copy's time is known when it is posted.
 """
 
 import math
@@ -18,7 +18,7 @@ from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import PAGING, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import ChunkUses, Mode
+from bireme.schedule.uses import ChunkUses, Mode, Use
 from bireme.timeline.timeline import Copies, RankCopies
 
 __all__ = ["RankMover", "TierLinks"]
@@ -132,6 +132,9 @@ class RankMover:
         where, fetched_s = self.where, self.fetched_s
         for use, chunks in self.uses.of(step):
             is_read = use.mode is Mode.READ
+            if use.tier:
+                ready = max(ready, *(self._ready_below_s(chunk, use) for chunk in chunks))
+                continue
             for chunk in chunks:
                 tiers = where.get(chunk)
                 if tiers is None:
@@ -147,6 +150,18 @@ class RankMover:
                 if 0 not in tiers:
                     tiers.add(0)
                     ready = max(ready, self.slots[0].take())
+        return ready
+
+    def _ready_below_s(self, chunk: Chunk, use: Use) -> float:
+        """When a chunk can be used on the tier below."""
+        tiers, ready = self.where.setdefault(chunk, set()), self.moved_s.get(chunk, 0.0)
+        if use.mode is not Mode.READ:
+            for tier in tiers - {use.tier}:
+                self._give(tier, chunk, ready)
+            tiers.intersection_update({use.tier})
+        if use.tier not in tiers:
+            tiers.add(use.tier)
+            ready = max(ready, self.slots[use.tier].take())
         return ready
 
     def _give(self, tier: int, chunk: Chunk, now: float) -> None:
