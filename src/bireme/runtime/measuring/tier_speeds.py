@@ -36,7 +36,7 @@ def measured_host_bytes_per_s(device: torch.device) -> float:
         return min(_copied_bytes_per_s(above, below, device), _copied_bytes_per_s(below, above, device))
     memory, host = chunk_memory(device, 1, COPY_BYTES), HostTier(COPY_BYTES, device)
     host.grow(1)
-    (place,) = memory.reserve(1, 0).split(COPY_BYTES)
+    place = memory.reserve(1, 0)[:COPY_BYTES]
     up_s, down_s = [], []
     for _ in range(NUM_COPIES):
         begin_s = perf_counter()
