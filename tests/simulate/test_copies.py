@@ -131,6 +131,23 @@ def test_the_fastest_place_for_updates_is_found_if_the_host_s_time_is_known(
     assert fast < device == slow
 
 
+def test_copies_take_the_rank_s_own_time_while_it_works_where_no_core_is_left() -> None:
+    """The second part is copied out while the first still works; what the rank waits for costs no more."""
+    program, costs = program_of(8, microbatches=8), costs_of(8, stash=0, optimizer=0)
+    program = page(program, costs.sizes(), Budgets(10 * CHUNK), ahead=1, chunk_bytes=CHUNK)
+    apart, half, one = (
+        simulate(program, costs, tier_links=TierLinks(2 * CHUNK / 0.4, core_share=share))
+        for share in (0.0, 0.5, 1.0)
+    )
+    (moved,) = apart.paging
+    copied_s = sum(sum(copies.end_s) - sum(copies.start_s) for copies in moved.copies)
+    slower_s = [other.makespan_s - apart.makespan_s for other in (half, one)]
+    assert 0 < slower_s[0] < slower_s[1] <= copied_s
+    for timeline, more_s in ((half, 0.5 * copied_s), (one, copied_s)):
+        busy_s = timeline.ranks[0].busy_s - apart.ranks[0].busy_s
+        assert 0 < busy_s <= more_s * (1 + 1e-9)
+
+
 def test_copies_hide_behind_work_where_there_is_room_to_fetch_ahead() -> None:
     program, costs = program_of(8, microbatches=8), costs_of(8, stash=0, optimizer=0)
     links = TierLinks(2 * CHUNK / 0.4)

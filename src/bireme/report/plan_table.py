@@ -155,6 +155,7 @@ def _shape(plan: Plan, short: Summary) -> str:
             f", {counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
             f", {plan.num_sliced} micro-batches sliced" if plan.num_sliced else "",
             f", in sweeps of {plan.sweep}" if plan.sweep > 1 else "",
+            ", updates on the host" if plan.paging is not None and plan.paging.host_updates else "",
         )
     )
     return (

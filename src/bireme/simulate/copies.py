@@ -5,6 +5,10 @@ of one wire go one after the other, in the order of the track. A copy sets out w
 before it are through and its slot is free; an instruction starts when its chunks are there and, for what it
 makes, slots are free. An update on the host waits for its chunks there. All of that follows from
 what the rank has done before, so a copy's time is known when it is posted.
+
+Where a rank's device is a processor, a copy to or from the host takes a core as work does. If the machine has
+none to spare, what a rank works at while it copies takes so much longer; copies that run while it waits cost
+it nothing.
 """
 
 import math
@@ -28,12 +32,14 @@ __all__ = ["RankMover", "TierLinks"]
 class TierLinks:
     """How fast a rank's chunks travel: between device and host each way, and to the disk or back.
 
-    A latency is added to every copy.
+    A latency is added to every copy. `core_share` is what of a copy between device and host work that runs
+    beside it loses: all of it where one core does both, nothing where copies have cores of their own.
     """
 
     host_bytes_per_s: float = math.inf
     disk_bytes_per_s: float = math.inf
     latency_s: float = 0.0
+    core_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("host_bytes_per_s", "disk_bytes_per_s"):
@@ -41,6 +47,8 @@ class TierLinks:
                 raise BiremeError(f"{name} is {getattr(self, name)}; it must be more than 0.")
         if not 0 <= self.latency_s < math.inf:
             raise BiremeError(f"The latency of copies is {self.latency_s}; it must be 0 or more seconds.")
+        if not 0 <= self.core_share <= 1:
+            raise BiremeError(f"The core share of copies is {self.core_share}; it must be 0 to 1.")
 
     def seconds(self, lower: str, num_bytes: float) -> float:
         """How long a copy to or from the tier of that name takes."""
@@ -100,6 +108,8 @@ class RankMover:
         self.wire_free_s: dict[tuple[int, bool], float] = {}
         self.copies: dict[tuple[int, bool], Copies] = {}
         self.waited_s = 0.0
+        self.on_cores: list[tuple[float, float]] = []
+        """When copies begin and end that take a core and have not met work yet, as a heap."""
 
     def start(self, index: int, now: float) -> float:
         """When the instruction of that index, which comes up now, has its chunks and slots."""
@@ -112,6 +122,14 @@ class RankMover:
                 self.ready_s = max(now, self._chunks_ready_s(self.step))
                 self.waited_s += self.ready_s - now
         return self.ready_s
+
+    def taken_s(self, now: float, seconds: float) -> float:
+        """How much longer work takes that begins now and takes so long alone, for the copies beside it."""
+        more_s, share = 0.0, self.links.core_share
+        while self.on_cores and self.on_cores[0][0] < now + seconds + more_s:
+            begin, end = heappop(self.on_cores)
+            more_s += share * max(end - max(begin, now), 0.0)
+        return more_s
 
     def end(self, now: float) -> None:
         """That instruction has ended."""
@@ -188,6 +206,8 @@ class RankMover:
         start = max(now, room_s, self.moved_s.get(chunk, 0.0), self.wire_free_s.get(wire, 0.0))
         end = start + self.links.seconds(lower, self.tiers.chunk_bytes)
         self.wire_free_s[wire] = self.moved_s[chunk] = end
+        if self.links.core_share and lower != "disk":
+            heappush(self.on_cores, (start, end))
         copies = self.copies.get((tier, is_fetch))
         if copies is None:
             upper = self.tiers.tiers[tier].name
