@@ -22,6 +22,7 @@ from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
 from bireme.report.units import rate_text
+from bireme.runtime.paging.mover import Job
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.residency import resident
@@ -287,6 +288,17 @@ def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) ->
         os.close(ready)
         os.close(told)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_of_a_copy_is_told_once_it_is_complete_on_the_device() -> None:
+    events: list[str] = []
+    job = Job((0, True), 1, lambda: events.append("posted"), note=lambda _s: events.append("told"))
+    job.do(lambda: events.append("complete"))
+    assert events == ["posted", "complete", "told"]
+    failed = Job((0, True), 1, lambda: events.remove("nothing"), note=lambda _s: events.append("told"))
+    failed.do()
+    assert isinstance(failed.error, ValueError)
+    assert len(events) == 3
 
 
 def test_a_plan_that_pages_to_a_disk_needs_a_folder(tmp_path: Path) -> None:
