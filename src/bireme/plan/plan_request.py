@@ -129,8 +129,8 @@ class PlanRequest:
         return self.shard == "weights"
 
     @property
-    def has_master_weights(self) -> bool:
-        """Whether weights have a master copy, which is counted with the optimiser."""
+    def has_masters(self) -> bool:
+        """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
         return self.value_bytes == SHORT_BYTES
 
     @property

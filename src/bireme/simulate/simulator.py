@@ -234,6 +234,8 @@ class _Run:
                     now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
             since = None
+            if seconds and rank.mover is not None:
+                seconds += rank.mover.taken_s(now, seconds)
             if seconds and self.in_order:
                 self._begin_work(rank, op, key, now, seconds)
                 return

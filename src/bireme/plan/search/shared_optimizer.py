@@ -28,7 +28,7 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
         return costs
     kept = costs.optimizer_bytes
     is_apart = draft.rule is Rule.FRESH
-    if is_apart and not request.has_master_weights:
+    if is_apart and not request.has_masters:
         # The newest weights, which trial versions are made from, are a part of what is shared.
         kept = tuple(own + weights for own, weights in zip(kept, costs.weight_bytes, strict=True))
     return replace(
