@@ -297,8 +297,11 @@ class Pipeline(HeldState):
         codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
         return self._evaluator.evaluate(batches, codecs)
 
-    def join(self) -> None:
-        """Come to the first batch that this replica has a part in, with the state of the others before it."""
+    def join(self, on_first: Callable[[int], None] | None = None) -> None:
+        """Come to the first batch that this replica has a part in, with the state of the others before it.
+
+        `on_first` is told which one that is, as soon as it is known.
+        """
         self._check_drained()
         assert isinstance(self._reducer, QuorumReducer), "a pipeline alone has nobody to join"
         reducer = self._reducer
@@ -306,7 +309,9 @@ class Pipeline(HeldState):
         def follow(batch: int) -> None:
             self._updates.follow(batch, reducer.follow)
 
-        self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
+        self.num_trained = reducer.first = join(
+            reducer.agent, self.num_trained, self.restore, follow, on_first
+        )
 
     def join_averaging(self, until: int) -> None:
         """Come to the first batch that this replica has, in a window of the places below `until`."""

@@ -20,8 +20,10 @@ from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.order import SampleOrder
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
+from bireme.train.data.samples import Samples
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
@@ -114,6 +116,13 @@ class Loop:
         """Batches of the run trained so far."""
         return self.pipeline.num_trained if self._averaging is None else self._averaging.step
 
+    def join(self) -> None:
+        """Come to the first batch that this replica has a part in. Samples are read as soon as that one is
+        known, while the weights still follow those of the others.
+        """
+        self.pipeline.join(self._read_from)
+        self._tally.begin_at(self.step)
+
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
         steps = self.run.training.steps
@@ -121,7 +130,7 @@ class Loop:
             self.warn(text)
         if self._home is not None:
             self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
-        with ExitStack() as self._reading:
+        with self._reading:
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
                     self._switch_schedule(self._switch)
@@ -253,11 +262,10 @@ class Loop:
         What reads them goes on from window to window: its worker processes stay, and its next batches are
         ready when an evaluation is over.
         """
-        asked, first = self.run.data, self.step
-        samples, order = self.data.training, self.data.order(asked.seed)
-        if self._home is not None:
-            samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
+        first = self.step
         if self._averaging is not None:
+            samples, order = self._samples()
+            asked = self.run.data
             yield from self._averaging.batches(
                 end,
                 self.pipeline.num_trained,
@@ -270,24 +278,35 @@ class Loop:
             )
             return
         if self._read is None:
-            make = self._member.batches if isinstance(self._member, Replica) else RankBatches
-            loader = make(
-                samples,
-                order,
-                self.run.training.batch_size,
-                first,
-                self.run.training.steps - first,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                wanted=self.pipeline.cutter.wanted,
-            )
-            self._read = iter(self._reading.enter_context(loader))
-            if self.pipeline.balancer is not None:
-                self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
+            self._read_from(first)
+        assert self._read is not None, "reading has just begun"
         for number, batch in zip(range(first, end), self._read, strict=False):
             if self._ends is not None and number >= self._ends:
                 return
             yield batch
+
+    def _read_from(self, first: int) -> None:
+        """Begin to read the batches of the run from that one on."""
+        asked = self.run.data
+        make = self._member.batches if isinstance(self._member, Replica) else RankBatches
+        loader = make(
+            *self._samples(),
+            self.run.training.batch_size,
+            first,
+            self.run.training.steps - first,
+            prefetch=asked.prefetch,
+            num_workers=asked.num_workers,
+            wanted=self.pipeline.cutter.wanted,
+        )
+        self._read = iter(self._reading.enter_context(loader))
+        if self.pipeline.balancer is not None:
+            self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
+
+    def _samples(self) -> tuple[Samples, SampleOrder]:
+        """What this rank reads, and in which order."""
+        if self._home is not None:
+            return self._home.samples, self._home.order(self._rows_of_replicas)
+        return self.data.training, self.data.order(self.run.data.seed)
 
     def _rows_of_replicas(self, step: int) -> tuple[int, ...]:
         """The rows of a batch that each replica has."""

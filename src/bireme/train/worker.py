@@ -187,8 +187,6 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         pipeline.restore(checkpoint.snapshot())
     if isinstance(part.member, AveragingReplica):
         part.member.join(pipeline)
-    elif part.member is not None:
-        pipeline.join()
     loop: Loop | None = None
 
     def open_writer(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
@@ -238,6 +236,8 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             member=part.member,
         )
         del pipeline  # the loop may have another one later, and no room for two
+        if isinstance(part.member, Replica):
+            loop.join()
         if log is not None:
             log.begin(loop.step)
         outcome = loop.go()

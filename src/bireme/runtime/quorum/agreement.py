@@ -105,11 +105,18 @@ class Donations:
             self._agent.offers.provide(Snapshot(batch, self._clip_scale(), tensors))
 
 
-def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: Callable[[int], None]) -> int:
+def join(
+    agent: Agent,
+    held: int,
+    restore: Callable[[Snapshot], None],
+    follow: Callable[[int], None],
+    on_first: Callable[[int], None] | None = None,
+) -> int:
     """Come to where this replica contributes; gives the first batch that it does so in.
 
     It has the state after `held` batches. If others have gone on it gets a snapshot from one of them, which
     `restore` takes, and all sums that were committed since, each of which `follow` waits for and applies.
+    `on_first` is told the first batch as soon as it is known, which is while those sums come.
     """
     agent.begin(held)
     own = agent.own
@@ -137,6 +144,9 @@ def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: C
     while True:
         word = agent.wait_for(goes_on)
         heal, first = heal_in(word, own), first_in(word)
+        if first is not None and on_first is not None:
+            on_first(max(first, held))
+            on_first = None
         if heal is not None and is_new(heal):
             if is_healed:  # another rank of this replica may wait for a sum that only the first donor had
                 raise DroppedError(f"replica {own.replica} has lost its donor.")
