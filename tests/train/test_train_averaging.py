@@ -83,6 +83,7 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["groups", "outer"])
+@pytest.mark.long
 def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(mode: str, tmp_path: Path) -> None:
     path, run = write_averaging(tmp_path, mode, "1f1b", 1, PACED), tmp_path / "runs" / "run"
     more = settings(training__steps=5000, cluster__timeout_s=16)
