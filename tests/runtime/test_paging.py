@@ -57,11 +57,12 @@ class Case:
     bank_dtype: torch.dtype | None = None
     is_summed: bool = False
     windows: tuple[int, ...] = ()
+    evaluates: bool = False
     more: tuple[tuple[str, Any], ...] = ()
 
     @property
     def of(self) -> Model:
-        return gpt(self.model, self.dtype)
+        return gpt(self.model, self.dtype, evaluates=self.evaluates)
 
     def paged(self) -> Plan:
         sizes = sizes_of(self.of, self.plan, bank_dtype=self.bank_dtype, stash=STASH)
@@ -158,7 +159,7 @@ def one_rank(folder: Path, **more: Any) -> tuple[Case, Callable[[], Pipeline]]:
 
 @pytest.mark.slow
 def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
-    case, make = one_rank(tmp_path)
+    case, make = one_rank(tmp_path, evaluates=True)
     data = token_batches(6, 4)
     resident_one = pipeline_of(case.of, case.setting(case.plan), None)
     results = resident_one.train(data)
