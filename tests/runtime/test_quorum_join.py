@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from bireme.sync.coordinator.messages import (
     Member,
     Part,
     RankId,
-    RoundAt,
     Source,
     Word,
 )
@@ -123,7 +122,7 @@ class Told:
         self.word = word
         self.act: Callable[[], None] = lambda: None
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+    def say(self, *, address: str, **fields: Any) -> None:
         pass
 
     def on_word(self, act: Callable[[], None]) -> None:
