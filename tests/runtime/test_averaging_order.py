@@ -4,6 +4,7 @@ Agents, programs, the coordinator and the order of a run are the real ones.
 """
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ LONGEST_S = 200.0
 
 def case_of(seed: int, **more: object) -> Case:
     random = Random(seed)
-    fields = {
+    fields: dict[str, Any] = {
         "schedule": random.choice(["1f1b", "2bw", "2bw-fresh"]),
         "num_stages": random.choice([1, 2, 2, 3]),
         "num_replicas": random.choice([2, 2, 3]),
@@ -33,7 +34,7 @@ def case_of(seed: int, **more: object) -> Case:
         **more,
     }
     fields["steps"] = fields["first"] + 8
-    return Case(seed=seed, **fields)  # type: ignore[arg-type]
+    return Case(seed=seed, **fields)
 
 
 def check_met(world: RankWorld) -> None:

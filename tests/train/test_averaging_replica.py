@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Met
 from bireme.runtime.pipeline import Pipeline, Result
@@ -78,6 +79,21 @@ def test_all_ranks_find_the_same_replica_to_lead(make: Maker) -> None:
 
     assert [one.leads for one in replicas] == [False, True]
     assert [one.shares for one in meetings] == [(8, 8)] * 2
+
+
+def test_who_meets_is_a_member_with_samples_or_without_and_all_end_their_window_at_one_place(
+    make: Maker,
+) -> None:
+    ends = 24.0
+    met = Met((0, 1), (0.0, 2 * ends, 0.0, 24.0, 0.0, 0.0))
+    pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
+    replica, other = make(0, 0), make(1, 0)
+    replica._agent.deals.ended_at = round(ends)
+    meeting = replica.meet(pipeline)
+
+    assert (meeting.members, meeting.shares) == ((0, 1), (0, 24))
+    with pytest.raises(BiremeError, match=r"Replica 1 ended .* at place 0 .* at place 24 in the mean"):
+        other.meet(pipeline)
 
 
 def test_a_limit_of_time_holds_after_the_replica_that_leads_has_died(

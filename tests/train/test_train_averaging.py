@@ -94,12 +94,12 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize(("mode", "killed"), [("groups", 0), ("outer", 1)])
+@pytest.mark.parametrize(("mode", "depth", "killed"), [("groups", 2, 0), ("outer", 1, 1)])
 def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(
-    mode: str, killed: int, tmp_path: Path
+    mode: str, depth: int, killed: int, tmp_path: Path
 ) -> None:
-    """With groups it is the one that leads."""
-    path, run = write_averaging(tmp_path, mode, "1f1b", 1, PACED), tmp_path / "runs" / "run"
+    """With groups it is the one that leads, of which the first rank is killed."""
+    path, run = write_averaging(tmp_path, mode, "1f1b", depth, PACED), tmp_path / "runs" / "run"
     more = settings(training__steps=PACED_STEPS, cluster__timeout_s=16)
     with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as started:
         started.wait_for_step(4)
