@@ -87,7 +87,7 @@ def test_a_donor_that_could_not_be_reached_once_is_asked_again_if_there_is_no_ot
     assert agent.begun == [(0, False), (0, False), (6, True)]  # the second takes back that it is lost
 
 
-def test_a_replica_that_loses_its_donor_while_it_catches_up_begins_anew() -> None:
+def test_a_replica_that_loses_its_donor_while_it_catches_up_starts_again() -> None:
     """Some of its ranks may have applied a sum that the others cannot get any more."""
     words = [
         Word(1, 1, committed=(4,), heals=(Heal(1, donor=0, batch=5),)),

@@ -15,9 +15,10 @@ from bireme.train import worker
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.rank_part import Start
 from bireme.train.replica import LeaderLog, LeaderWriter
 from bireme.train.run_log import RunLog
-from bireme.train.worker import Start, train_replica
+from bireme.train.worker import train_replica
 from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 
 

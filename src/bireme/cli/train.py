@@ -77,10 +77,10 @@ def train(
 
 def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
-    paths = [str(path) for path in folder.writes(prepared.run)]
-    if as_json:
-        from bireme.train.prepare import prepared_document
+    from bireme.train.prepare import prepared_document, written_paths
 
+    paths = [str(path) for path in written_paths(prepared, folder)]
+    if as_json:
         print_json(prepared_document(prepared) | {"writes": paths})
         return
     show_prepared(prepared, folder, as_json=False)

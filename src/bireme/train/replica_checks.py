@@ -20,7 +20,7 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         return
     if plan.width < 2:
         raise BiremeError(
-            f'sync.mode is "{mode}", but the plan has one replica, which nobody could go on without. Set '
+            f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
             'plan.width to 2 or more, or use sync.mode = "all".'
         )
     if isinstance(samples, StreamSamples):
@@ -50,7 +50,14 @@ def check_tied(run: RunFile, plan: Plan, graph: Graph) -> None:
 
 
 def check_paged(run: RunFile, plan: Plan) -> None:
-    """Refuse a plan that pages, as one from a file may, where the run asks for what does not page."""
+    """Refuse a plan that pages or shares weights, as one from a file may, where the run asks for what
+    does not go with that.
+    """
+    if plan.whole_weights and run.memory.shard != "weights":
+        raise BiremeError(
+            f"In the plan replicas share weights (whole_weights = {plan.whole_weights}), but memory.shard is "
+            f'"{run.memory.shard}". Set memory.shard = "weights", or use a plan that was made without it.'
+        )
     if plan.paging is None:
         return
     asked = {

@@ -251,10 +251,10 @@ class _Supervision:
             if (trouble := self._coordinator.trouble()) is not None:
                 if not self._may_lose_coordinator:
                     raise RunFailed(
-                        f"The coordinator {trouble}, and what it knew of batches under way is lost with it."
+                        f"The coordinator {trouble}, and what it knew of unfinished batches is lost."
                     )
                 self._coordinator.start_again()
-                self._tell(f"The coordinator {trouble}; it is started again, and the run goes on.")
+                self._tell(f"The coordinator {trouble}; it is started again, and the run continues.")
             self._note_members()
             if self._done() or self._is_over_elsewhere:
                 self._part()
@@ -318,7 +318,7 @@ class _Supervision:
             self._tell(f"{what} It has ended {MOST_IN_VAIN} times in a row and is not started again.")
             return
         left = f"replica{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
-        rest = f"The run goes on with {left}" if others else "Nothing is lost"
+        rest = f"The run continues with {left}" if others else "Nothing is lost"
         self._tell(f"{what} {rest}; replica {one.number} starts again.")
         self._tail.read()  # what counted before this life does not say that it trains
         one.begin()

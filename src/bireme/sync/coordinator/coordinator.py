@@ -92,7 +92,7 @@ def _is_beat(state: State, report: Report, now_s: float) -> bool:
 def is_behind(state: State, report: Report) -> bool:
     """Whether a rank has a later word of another coordinator than the one that this one took up from.
 
-    If this one is not installed yet, it must begin anew: others may have gone on without it.
+    If this one is not installed yet, it must start again: others may have continued without it.
     """
     held = None if report.known is None else report.known.held
     term = state.membership.epoch // TERM

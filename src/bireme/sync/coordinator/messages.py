@@ -1,5 +1,5 @@
-"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`, which are JSON. A launcher
-says a `Notice`, and is answered too.
+"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`. A launcher says a `Notice`,
+and is answered too.
 
 Both say all that holds now, not what has changed. So a later one replaces an earlier one, a lost one is made
 good by the next, and one that comes twice or late changes nothing. A rank reports whenever something has
@@ -32,14 +32,7 @@ dealt. Then they drain, and all of them make one mean: a round of the last line,
 in. The number of that round is the number of the window.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar, cast
-
-from pydantic import TypeAdapter, ValidationError
-
-from bireme.errors import BiremeError
 
 __all__ = [
     "TERM",
@@ -63,8 +56,6 @@ __all__ = [
     "Source",
     "Window",
     "Word",
-    "decode",
-    "encode",
 ]
 
 TERM = 1_000_000
@@ -293,7 +284,7 @@ class Heal:
 
     It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once
     it has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
-    there. One whose donor changes begins anew. `addresses` are those of its ranks.
+    there. One whose donor changes starts again. `addresses` are those of its ranks.
     """
 
     replica: int
@@ -394,27 +385,3 @@ class Known:
         if held is not None and word.epoch // TERM != held.epoch // TERM and word.after < held.place:
             return None
         return Known(word) if word.is_installed else Known(held, word)
-
-
-Message = TypeVar("Message", Report, Notice, Word)
-
-
-def encode(message: Report | Notice | Word) -> bytes:
-    """A message as one line of JSON, without its end. Fields that hold their default are left out."""
-    return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
-
-
-def decode(kind: type[Message], line: bytes) -> Message:
-    """The message in a line that `encode` wrote."""
-    try:
-        return cast("Message", _adapter(cast("Hashable", kind)).validate_json(line))
-    except ValidationError as error:
-        raise BiremeError(
-            f"A line between a rank and the coordinator is no {kind.__name__}: "
-            f"{error.errors()[0]['msg']}. Use one version of Bireme on all machines."
-        ) from None
-
-
-@cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(cast("type[Any]", kind))

@@ -357,6 +357,11 @@ def _check_shard(tables: Tables) -> None:
                 f'memory.shard is "{tables.memory.shard}", but {key} is {value!r}, and {reason}. Leave out '
                 "one of the two."
             )
+    if tables.memory.shard == "weights" and tables.plan.schedule == "2bw-fresh":
+        raise BiremeError(
+            'memory.shard is "weights", but plan.schedule is "2bw-fresh", whose trial steps need whole '
+            'gradients of one replica. Use "2bw", or memory.shard = "optimizer".'
+        )
     if tables.training.optimizer == "muon":
         raise BiremeError(
             f'memory.shard is "{tables.memory.shard}", but training.optimizer is "muon", which steps whole '
