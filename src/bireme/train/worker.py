@@ -11,6 +11,7 @@ import torch
 from bireme.balance.slow_stage import StageWatch
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
+from bireme.documents import get_ready
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
@@ -66,6 +67,10 @@ LEAST_KEPT = 2
 """The newest checkpoint may turn out to be damaged when it is needed."""
 
 ALL = 10**9
+
+get_ready(
+    Graph, SavedPlan, Profile
+)  # which every rank reads; ranks are copies of a process that has this module
 
 
 @dataclass(frozen=True, slots=True)
