@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.killing.goodput import Kills, goodput_row
-from bireme.bench.agreement import measure_agreement
+from benchmarks.replica_speeds.averaging import measure_agreement
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program

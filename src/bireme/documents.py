@@ -1,6 +1,6 @@
 """Reading the data files that are contracts: checked at the edge, and refused in one sentence.
 
-A file holds either a frozen dataclass, field by field and beside them a number `format`, or what a pydantic
+A file holds either a frozen dataclass, field by field and a number `format`, or what a pydantic
 model describes where people write in other words than the program thinks. Unknown keys are refused. What does
 not fit becomes one `BiremeError` that names the file, the place, the value and the remedy.
 """
@@ -51,7 +51,9 @@ def get_ready(*kinds: type) -> None:
 
 
 def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, source: str) -> Noun:
-    """The dataclass that a JSON object holds beside its `format`; `source` is what to call it in an error."""
+    """The dataclass that a JSON object holds, apart from its `format`; `source` is what to call it in an
+    error.
+    """
     rest = dict(data)
     if "format" not in rest:
         raise BiremeError(f"{source} lacks format.")

@@ -424,16 +424,17 @@ def test_sums_are_added_in_the_order_of_the_ranks_however_many_are_under_way(num
     assert all(own == wanted for own in found)
 
 
-def test_rank_0_adds_up_while_it_waits_for_something_else() -> None:
-    """Rank 1 sends that only when it knows the sum, so neither would go on."""
+@pytest.mark.parametrize("size", [8, LARGE_BYTES + 1])
+def test_rank_0_adds_up_while_it_waits_for_a_message(size: int) -> None:
+    """Rank 1 sends it only when it knows the sum, so otherwise neither would continue."""
     transports = star(2, timeout_s=5.0)
 
     def work(rank: int) -> float:
         sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
         pending = sums.all_reduce(own)
-        message = torch.full((8,), rank, dtype=torch.uint8)
+        message = torch.full((size,), rank, dtype=torch.uint8)
         if rank == 0:
-            assert Receive(transports[0], key(0, forward=False), 1, 8).wait().tolist() == [1] * 8
+            assert set(Receive(transports[0], key(0, forward=False), 1, size).wait().tolist()) == {1}
             pending.wait()
         else:
             pending.wait()
@@ -456,27 +457,6 @@ def test_a_sum_whose_rank_is_gone_says_so() -> None:
     with pytest.raises(PeerLost):
         run_threads(1, work)
     for transport in transports[:2]:
-        transport.close()
-
-
-def test_rank_0_adds_up_while_it_waits_for_a_large_message() -> None:
-    transports = star(2, timeout_s=5.0)
-    size = LARGE_BYTES + 1
-
-    def work(rank: int) -> float:
-        sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
-        pending = sums.all_reduce(own)
-        message = torch.full((size,), rank, dtype=torch.uint8)
-        if rank == 0:
-            Receive(transports[0], key(0, forward=False), 1, size).wait()
-            pending.wait()
-        else:
-            pending.wait()
-            send(transports[1], key(0, forward=False), 0, message).wait()
-        return float(own[0])
-
-    assert run_threads(2, work) == [0.1 + 1.1] * 2
-    for transport in transports:
         transport.close()
 
 

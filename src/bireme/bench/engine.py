@@ -39,7 +39,7 @@ class EngineReport:
 
 
 def bench_engine(effort: Effort) -> EngineReport:
-    """Measure the engine beside torch's pipeline runtime, its limits and the simulator."""
+    """Measure the engine; compare it with torch's pipeline runtime, its limits and the simulator."""
     has_proc = Path("/proc/self/status").exists()
     with _patient_threads():
         one, two = launch(_on_two_ranks, NUM_RANKS, effort, tiny_graph(), threads_per_process=1)

@@ -1,4 +1,5 @@
-"""Real compute: a small GPT on two ranks of one thread each, beside torch's runtime and beside one process.
+"""Real compute: a small GPT on two ranks of one thread each, compared with torch's runtime and with one
+process.
 
 The stages that torch's runtime is given run the same functions as ours, so that what differs is the runtime.
 """

@@ -104,11 +104,12 @@ class Loop:
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
+        self._loader: RankBatches | None = None
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = member is None or not (member.has_come_late or self._averaging)
         self._record_from = self._recorded_first()
-        self._shares: tuple[int, ...] = ()
-        """Samples of each replica in the last window, where they meet."""
+        self._shared: tuple[list[int], list[int]] = ([], [])
+        """Samples of each replica in the last window, and who met, where they meet."""
         self._tally = Tally(run, run.data.length if data.is_text else 0, tell, self.warn, self.step)
 
     @property
@@ -175,7 +176,7 @@ class Loop:
         self._sum_bytes = self.pipeline.sum_bytes
         self._tiers = self.pipeline.tiers
         self._reading.close()
-        self._read = None
+        self._loader = self._read = None
         self._sent += self._sent_by_pipeline()
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
@@ -248,9 +249,10 @@ class Loop:
         before, begin_s = self.step, perf_counter()
         meeting = replica.meet(self.pipeline)
         self._tally.add_meeting(perf_counter() - begin_s, meeting.num_samples)
-        if meeting.shares != self._shares:
-            self._shares = meeting.shares
-            self.tell("shares", before, shares=list(meeting.shares))
+        shared = list(meeting.shares), list(meeting.members)
+        if shared != self._shared:
+            self._shared = shared
+            self.tell("shares", before, shares=shared[0], members=shared[1])
         if meeting.reason > Reason.SAVE:
             self._reason, self._ends = meeting.reason, self.step
         elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):
@@ -262,21 +264,11 @@ class Loop:
         What reads them goes on from window to window: its worker processes stay, and its next batches are
         ready when an evaluation is over.
         """
-        first = self.step
         if self._averaging is not None:
-            samples, order = self._samples()
-            asked = self.run.data
-            yield from self._averaging.batches(
-                end,
-                self.pipeline.num_trained,
-                samples,
-                order,
-                self.run.training.batch_size,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                wanted=self.pipeline.cutter.wanted,
-            )
+            self._averaging.enter(end)
+            yield from self._loader_from(self.pipeline.num_trained)  # to the end of the window
             return
+        first = self.step
         if self._read is None:
             self._read_from(first)
         assert self._read is not None, "reading has just begun"
@@ -287,20 +279,26 @@ class Loop:
 
     def _read_from(self, first: int) -> None:
         """Begin to read the batches of the run from that one on."""
-        asked = self.run.data
-        make = self._member.batches if isinstance(self._member, Replica) else RankBatches
-        loader = make(
-            *self._samples(),
-            self.run.training.batch_size,
-            first,
-            self.run.training.steps - first,
-            prefetch=asked.prefetch,
-            num_workers=asked.num_workers,
-            wanted=self.pipeline.cutter.wanted,
-        )
-        self._read = iter(self._reading.enter_context(loader))
-        if self.pipeline.balancer is not None:
-            self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
+        self._read = iter(self._loader_from(first))
+
+    def _loader_from(self, first: int) -> RankBatches:
+        """What reads the batches of the run; that one is its first."""
+        if self._loader is None:
+            asked = self.run.data
+            make = RankBatches if self._member is None else self._member.batches
+            self._loader = make(
+                *self._samples(),
+                self.run.training.batch_size,
+                first,
+                self.run.training.steps - first,
+                prefetch=asked.prefetch,
+                num_workers=asked.num_workers,
+                wanted=self.pipeline.cutter.wanted,
+            )
+            self._reading.enter_context(self._loader)
+            if self.pipeline.balancer is not None:
+                self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
+        return self._loader
 
     def _samples(self) -> tuple[Samples, SampleOrder]:
         """What this rank reads, and in which order."""

@@ -14,6 +14,7 @@ from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.digests import Digests
 from bireme.runtime.quorum.job import DroppedError, heal_in
+from bireme.runtime.quorum.peer_agent import fetched
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.quorum.tied import TiedSums
 from bireme.runtime.snapshot import Snapshot, sections_of
@@ -21,7 +22,6 @@ from bireme.runtime.stage import Stage
 from bireme.runtime.transport import Transport
 from bireme.sync.coordinator.messages import Heal, Word
 from bireme.sync.group import Sums
-from bireme.sync.quorum.line import LineBroken
 
 __all__ = ["Agreement", "join"]
 
@@ -153,8 +153,8 @@ def join(
             if asked is not None:
                 agent.begin(held)  # a donor that was lost may be asked again
             asked = heal
-            if (snapshot := _fetched(agent, heal)) is not None:
-                restore(snapshot)
+            if (found := fetched(agent, heal)) is not None:
+                restore(found[0])
                 held, is_healed = heal.batch, True
                 agent.begin(held, is_healed=True)
         elif first is not None and held >= first:
@@ -162,15 +162,3 @@ def join(
         else:  # the sum is committed without this replica, so it comes
             follow(held)
             held += 1
-
-
-def _fetched(agent: Agent, heal: Heal) -> Snapshot | None:
-    """What the donor sends; None if it could not be had, and the coordinator is to name one again."""
-    try:
-        with agent.fetch(heal) as parcel:
-            words = parcel.words()
-            return Snapshot(words["num_trained"], words["clip_scale"], parcel.named(words))
-    except (LineBroken, OSError):
-        if heal in agent.word.heals:
-            agent.tell_lost(heal.donor)
-        return None
