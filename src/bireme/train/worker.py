@@ -17,6 +17,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.plan.window_file import read_windows
 from bireme.profile.control import Control
+from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
@@ -58,9 +59,7 @@ LEAST_KEPT = 2
 
 ALL = 10**9
 
-get_ready(
-    Graph, SavedPlan, Profile
-)  # which every rank reads; ranks are copies of a process that has this module
+get_ready(Graph, SavedPlan, Profile)  # which every rank reads, as a copy of a process that has imported this
 
 
 def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
