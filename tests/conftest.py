@@ -74,9 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[KEPT_GRAPHS] = str(_folder_of_graphs(config))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["OMP_WAIT_POLICY"] = (
-        "passive"  # as the engine's benchmark sets it: no process is of another kind
-    )
+    # As the engine's benchmark sets it, so that the fork server need not be another one there.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     if config.option.markexpr == FAST:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
