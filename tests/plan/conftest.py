@@ -20,5 +20,5 @@ def remember_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 def brief_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have searches end soon, for tests in which it does not matter how good the plans are."""
     if not TRY_ALL:
-        for name in ("LEAST_INSTRUCTIONS", "MOST_INSTRUCTIONS"):
-            monkeypatch.setattr(explorers, name, getattr(explorers, name) // 20)
+        for name, part in (("LEAST_INSTRUCTIONS", 20), ("MOST_INSTRUCTIONS", 20), ("MOST_SHAPES", 12)):
+            monkeypatch.setattr(explorers, name, getattr(explorers, name) // part)
