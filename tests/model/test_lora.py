@@ -105,7 +105,7 @@ def test_an_adapter_of_weights_that_nobody_keeps_is_refused(tmp_path: Path) -> N
     run = load_run_file(None, [f"model.source=hf:{folder}", "data.length=8", "model.lora.rank=4"])
     model = RunModel.of(run, 2)
     with pytest.raises(
-        BiremeError, match=r"begins with new ones from a seed\. Set model\.lora\.merge = true"
+        BiremeError, match=r"starts from new ones, made from a seed\. Set model\.lora\.merge = true"
     ):
         model.check_weights(model.training.graph(2))
     merging = run.model.model_copy(update={"lora": run.model.lora.model_copy(update={"merge": True})})

@@ -359,7 +359,7 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str
         ({"model_type": "abacus"}, "model_type 'abacus', which transformers .* does not know"),
         (
             {"model_type": "abacus", "auto_map": {"AutoConfig": "a.B"}},
-            "never runs code from a model's folder",
+            "Bireme never runs code from there",
         ),
         ({"model_type": "llama", "hidden_size": "wide"}, "No model can be made from .*hidden_size"),
         ({"model_type": "dpr"}, "transformers has no model with a loss for the model_type 'dpr'"),

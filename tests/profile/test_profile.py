@@ -166,7 +166,7 @@ def test_what_does_not_learn_takes_no_time_backward() -> None:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_keeps_the_bytes_foretold(name: str, dtype: torch.dtype) -> None:
+def test_an_optimizer_keeps_the_predicted_bytes(name: str, dtype: torch.dtype) -> None:
     """The engine's own optimisers after a step; short weights are stepped as copies that are kept too."""
     shapes = {
         "tokens.weight": (32, 8),

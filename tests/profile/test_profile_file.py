@@ -216,6 +216,6 @@ def test_a_cache_that_cannot_be_used_is_as_good_as_none(
     assert bench.num_calls == 3
 
 
-def test_an_estimate_is_made_anew_each_time(own_cache: Path) -> None:
+def test_estimates_are_not_cached(own_cache: Path) -> None:
     profile(gpt(), LAPTOP, [2])
     assert not own_cache.exists()

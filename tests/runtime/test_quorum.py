@@ -173,7 +173,7 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
 
 
 @pytest.mark.slow
-def test_three_replicas_lose_any_one_of_them_and_go_on() -> None:
+def test_any_of_three_replicas_may_die_and_comes_back_with_the_bits_of_its_peers() -> None:
     """Sums are in a ring then, so they equal one process to rounding, and each other to the bit."""
     walked(3, "1f1b", [(2, 0, 7), (0, 0, 3), (1, 0, 9)], num_stages=1)
 

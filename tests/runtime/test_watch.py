@@ -209,7 +209,7 @@ def test_a_store_out_of_reach_for_the_timeout_is_named_as_the_cause(monkeypatch:
         assert "it has not reached the store for" in str(watch.explain(LOST))
 
 
-def test_a_connection_to_the_store_that_broke_is_made_anew() -> None:
+def test_a_broken_connection_to_the_store_is_made_again() -> None:
     """Torch does not: every later request over it fails."""
     store = open_store("127.0.0.1", 0, serve=True, timeout_s=20.0)
     mine = PrefixStore("run", open_store("127.0.0.1", store.port, serve=False, timeout_s=20.0))

@@ -20,8 +20,11 @@ __all__ = ["AUTO", "SHARDS", "Goal", "PlanRequest", "may_delay_updates"]
 AUTO = "auto"
 """The codec that the planner chooses."""
 
-SHARDS = ("none", "optimizer")
+SHARDS = ("none", "optimizer", "weights")
 """What the replicas of a stage may share."""
+
+SHORT_BYTES = 2
+"""Weights whose values have so many bytes are made from a float32 master copy."""
 
 
 def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:
@@ -57,7 +60,8 @@ class PlanRequest:
     of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
     sums of gradients over replicas. With `memory` what does not fit a device may be paged to its host and to
     a disk, within these limits. `whole_backwards` forbids schedules that run backwards in two halves.
-    `shard` says what the replicas of a stage share: none, or optimizer.
+    `shard` says what the replicas of a stage share: none, optimizer, or weights, which are the optimizer,
+    the weights and the gradients.
     """
 
     batch_size: int
@@ -117,7 +121,17 @@ class PlanRequest:
 
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimiser; 1 if each has its own."""
-        return width if self.shard == "optimizer" else 1
+        return width if self.shard != "none" else 1
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether replicas share weights and gradients too."""
+        return self.shard == "weights"
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
+        return self.value_bytes == SHORT_BYTES
 
     @property
     def delay_warmup_share(self) -> float:

@@ -6,8 +6,8 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from bireme.profile.control import Control
@@ -21,7 +21,7 @@ from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.prepare import RunData
-from bireme.train.data.rank_batches import PartlyRead, RankBatches
+from bireme.train.data.rank_batches import PartlyRead
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
@@ -29,6 +29,7 @@ from bireme.train.replica import LeaderWriter, Replica
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_evaluations import RunEvaluations
 from bireme.train.run_file import RunFile
+from bireme.train.run_reading import RunReading
 from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
 from bireme.train.tally import Tally, Tell
@@ -101,18 +102,24 @@ class Loop:
         self._averaging = member if isinstance(member, AveragingReplica) else None
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
-        self._reading = ExitStack()
-        self._read: Iterator[PartlyRead] | None = None
+        self._reading = RunReading(run, data, home, member)
         self._to_record = member is None or not (member.has_come_late or self._averaging)
         self._record_from = self._recorded_first()
-        self._shares: tuple[int, ...] = ()
-        """Samples of each replica in the last window, where they meet."""
+        self._shared: tuple[list[int], list[int]] = ([], [])
+        """Samples of each replica in the last window, and who met, where they meet."""
         self._tally = Tally(run, run.data.length if data.is_text else 0, tell, self.warn, self.step)
 
     @property
     def step(self) -> int:
         """Batches of the run trained so far."""
         return self.pipeline.num_trained if self._averaging is None else self._averaging.step
+
+    def join(self) -> None:
+        """Come to the first batch that this replica has a part in. Samples are read as soon as that one is
+        known, while the weights still follow those of the others.
+        """
+        self.pipeline.join(partial(self._reading.begin, self.pipeline))
+        self._tally.begin_at(self.step)
 
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
@@ -121,7 +128,7 @@ class Loop:
             self.warn(text)
         if self._home is not None:
             self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
-        with ExitStack() as self._reading:
+        with self._reading:
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
                     self._switch_schedule(self._switch)
@@ -166,7 +173,6 @@ class Loop:
         self._sum_bytes = self.pipeline.sum_bytes
         self._tiers = self.pipeline.tiers
         self._reading.close()
-        self._read = None
         self._sent += self._sent_by_pipeline()
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
@@ -239,59 +245,28 @@ class Loop:
         before, begin_s = self.step, perf_counter()
         meeting = replica.meet(self.pipeline)
         self._tally.add_meeting(perf_counter() - begin_s, meeting.num_samples)
-        if meeting.shares != self._shares:
-            self._shares = meeting.shares
-            self.tell("shares", before, shares=list(meeting.shares))
+        shared = list(meeting.shares), list(meeting.members)
+        if shared != self._shared:
+            self._shared = shared
+            self.tell("shares", before, shares=shared[0], members=shared[1])
         if meeting.reason > Reason.SAVE:
             self._reason, self._ends = meeting.reason, self.step
         elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):
             self._save()
 
     def _batches(self, end: int) -> Iterator[PartlyRead]:
-        """The batches of a window. It ends early where the ranks have agreed to stop.
-
-        What reads them goes on from window to window: its worker processes stay, and its next batches are
-        ready when an evaluation is over.
-        """
-        asked, first = self.run.data, self.step
-        samples, order = self.data.training, self.data.order(asked.seed)
-        if self._home is not None:
-            samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
+        """The batches of a window. It ends early where the ranks have agreed to stop."""
         if self._averaging is not None:
-            yield from self._averaging.batches(
-                end,
-                self.pipeline.num_trained,
-                samples,
-                order,
-                self.run.training.batch_size,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                wanted=self.pipeline.cutter.wanted,
-            )
+            self._averaging.enter(end)
+            yield from self._reading.window(self.pipeline)
             return
-        if self._read is None:
-            make = self._member.batches if isinstance(self._member, Replica) else RankBatches
-            loader = make(
-                samples,
-                order,
-                self.run.training.batch_size,
-                first,
-                self.run.training.steps - first,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                wanted=self.pipeline.cutter.wanted,
-            )
-            self._read = iter(self._reading.enter_context(loader))
-            if self.pipeline.balancer is not None:
-                self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
-        for number, batch in zip(range(first, end), self._read, strict=False):
+        first = self.step
+        for number, batch in zip(
+            range(first, end), self._reading.batches(self.pipeline, first), strict=False
+        ):
             if self._ends is not None and number >= self._ends:
                 return
             yield batch
-
-    def _rows_of_replicas(self, step: int) -> tuple[int, ...]:
-        """The rows of a batch that each replica has."""
-        return self.pipeline.cutter.rows_of_replicas(step, self.run.training.batch_size)
 
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the request to stop."""

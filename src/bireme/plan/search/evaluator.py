@@ -6,7 +6,7 @@ equal replicas in step that is exact, as their messages are under way at the sam
 approximation. A batch is that of the slowest replica, and never shorter than what the busiest device or lane
 needs for its bytes alone.
 
-Parameters that stages on several ranks share are summed over all of these, in a ring beside the others.
+Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
 from collections import defaultdict
@@ -32,6 +32,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
+from bireme.simulate.gathering import REPLICAS
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
@@ -172,8 +173,7 @@ class PlanEvaluator:
         penalty = problem.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
-        codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
-        codec_penalty = problem.request.codec_penalty(codecs)
+        codec_penalty = problem.request.codec_penalty(problem.codecs(outline.rank_of_stage, draft.codecs))
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
@@ -187,8 +187,10 @@ class PlanEvaluator:
             tiers=tuple(tier_forecasts(slowest)),
         )
 
-    def paging(self, draft: Draft, *, ahead: int, updates_together: bool) -> Paging | None:
-        """What a draft would page; None where all of it fits."""
+    def paging(
+        self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
+    ) -> Paging | None:
+        """What a draft would page; None where all of it fits. Updates are made on the host where they can."""
         costs = self._work(draft, max(draft.outline.sizes)).costs
         stages = draft.stages(len(self._problem.profile.units))
         is_tied = any(
@@ -201,6 +203,7 @@ class PlanEvaluator:
             costs,
             ahead=ahead,
             updates_together=updates_together,
+            host_updates=host_updates,
             is_summed=is_tied or draft.outline.width > 1,
         )
 
@@ -209,6 +212,8 @@ class PlanEvaluator:
         if seconds <= floor.seconds:
             return floor.bottleneck
         name = self._problem.names[draft.grid[rank][0]]
+        if lower == REPLICAS:
+            return f"{name}'s links to its replicas"
         return f"{name}'s disk" if lower == "disk" else f"{name}'s wire to its host"
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
@@ -272,8 +277,7 @@ class PlanEvaluator:
         )
         shared = replace(network, wires=tuple(wires))
         costs = self._work(draft, draft.outline.sizes[replica]).costs
-        rings = self._rings(draft, program.rank_of_stage)
-        tied_s, reduce_bytes = self._syncs(draft, rings)
+        tied_s, reduce_bytes = self._syncs(draft, self._rings(draft, program.rank_of_stage))
         costs = replace(
             costs,
             reduce_s=tied_s,
@@ -325,6 +329,7 @@ class PlanEvaluator:
             if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
                 half = problem.whole(size // 2).forward_s
             costs = costs_between(problem.whole(size), draft.cuts, half_forward_s=half)
+            costs = replace(costs, master_weights=problem.request.has_masters)
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
@@ -339,7 +344,9 @@ class PlanEvaluator:
         return self._works[key]
 
     def _rings(self, draft: Draft, rank_of_stage: Sequence[int]) -> list[tuple[tuple[int, ...], Ring]]:
-        """The stages whose gradients go around each ring beside those of replicas, and what goes there."""
+        """The stages whose gradients go around each ring in addition to those of replicas, and what goes
+        there.
+        """
         stages = draft.stages(len(self._problem.profile.units))
         of_ranks: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         sums: defaultdict[tuple[int, ...], float] = defaultdict(float)
