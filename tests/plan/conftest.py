@@ -2,7 +2,8 @@
 
 import pytest
 
-from bireme.plan.search import search
+from bireme.plan.search import explorers, search
+from tests.support.extent import TRY_ALL
 from tests.support.graphs import remember_captures
 from tests.support.remembered import find_plan_once
 
@@ -13,3 +14,11 @@ remember_captures()
 def remember_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the command line search for nothing that was found before."""
     monkeypatch.setattr(search, "find_plan", find_plan_once)
+
+
+@pytest.fixture
+def brief_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have searches end soon, for tests in which it does not matter how good the plans are."""
+    if not TRY_ALL:
+        for name, part in (("LEAST_INSTRUCTIONS", 20), ("MOST_INSTRUCTIONS", 20), ("MOST_SHAPES", 12)):
+            monkeypatch.setattr(explorers, name, getattr(explorers, name) // part)

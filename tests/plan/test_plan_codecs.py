@@ -23,7 +23,7 @@ from tests.support.remembered import find_plan_once
 
 pytestmark = pytest.mark.slow
 
-WISHES = PlanRequest(8, depth=2, width=1, schedule="1f1b", codec="auto")
+WISHES = PlanRequest(4, depth=2, width=1, schedule="1f1b", codec="auto")
 
 
 def two_servers(bytes_per_s: float) -> Cluster:
@@ -34,7 +34,7 @@ def two_servers(bytes_per_s: float) -> Cluster:
 
 
 def found(cluster: Cluster, request: PlanRequest = WISHES) -> Answer:
-    answer = find_plan_once(tiny_profile(), cluster, request)
+    answer = find_plan_once(tiny_profile(2), cluster, request)
     assert isinstance(answer, Answer)
     return answer
 
@@ -47,7 +47,7 @@ def test_the_planner_takes_codecs_where_links_are_slow_and_none_where_they_are_f
     assert slow.best.forecast.cost_s_per_sample < without.forecast.cost_s_per_sample
     assert slow.best.forecast.batch_s < without.forecast.batch_s / 1.5
     assert fast.best == found(two_servers(1e15), replace(WISHES, codec="none")).best
-    document = plan_document(slow, tiny_profile(), 0.0)
+    document = plan_document(slow, tiny_profile(2), 0.0)
     assert document["codecs"][0].keys() == {"from_stage", "to_stage", "forward", "backward"}
     assert document["codec_penalty"] == slow.best.forecast.codec_penalty
 
@@ -66,7 +66,7 @@ def test_a_plan_keeps_its_codecs_in_its_file_and_promises_the_same_again(tmp_pat
     again = load_plan(tmp_path / "plan.json")
     assert again.plan == best.plan
     assert again.forecast == best.forecast
-    assert forecast_of(again.plan, tiny_profile(), cluster, replace(WISHES, codec="none")) == best.forecast
+    assert forecast_of(again.plan, tiny_profile(2), cluster, replace(WISHES, codec="none")) == best.forecast
 
 
 def test_single_borders_have_codecs_of_their_own_in_predictions() -> None:

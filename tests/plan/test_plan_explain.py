@@ -54,7 +54,7 @@ def two(bytes_per_s: float, memory_bytes: int = 2**30) -> Cluster:
 @pytest.mark.parametrize(("bytes_per_s", "least", "most"), [(1e6, 1.5, 2.0), (1e15, 0.999, 1.001)])
 def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: float, most: float) -> None:
     """No other change is searched for."""
-    cluster, request = two(bytes_per_s), PlanRequest(8, depth=2, width=1, schedule="1f1b")
+    cluster, request = two(bytes_per_s), PlanRequest(4, depth=2, width=1, schedule="1f1b")
     answer = find_plan(tiny_profile(), cluster, request)
     assert isinstance(answer, Answer)
 

@@ -48,7 +48,7 @@ def found(measured: Profile, schedule: str, *, memory_share: float) -> Answer | 
 def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapter(tmp_path: Path) -> None:
     """By default with fewer layers, on cards with as much less memory."""
     pytest.importorskip("peft")
-    num_layers = draws(32, 6)
+    num_layers = draws(32, 4)
     folder = save_config(
         tmp_path / "llama-7b",
         vocab_size=32000,

@@ -3,7 +3,7 @@
 from bireme.cluster.cluster import Cluster
 from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search import search
+from bireme.plan.search import explorers, search
 from bireme.profile.profile import Profile
 
 __all__ = ["find_plan_once", "forget_plans"]
@@ -21,7 +21,7 @@ def find_plan_once(
     is_brief: bool = False,
 ) -> Answer | NothingFits:
     """`find_plan`, or what it found before."""
-    question = repr((profile, cluster, request, is_brief))
+    question = repr((profile, cluster, request, is_brief, explorers.MOST_INSTRUCTIONS))
     if question not in _found:
         _found[question] = _find_plan(profile, cluster, request, progress=progress, is_brief=is_brief)
     return _found[question]

@@ -33,7 +33,6 @@ from bireme.schedule.rule import Rule
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
 from bireme.simulate.gathering import REPLICAS
-from bireme.simulate.network import Network
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
@@ -87,6 +86,7 @@ class PlanEvaluator:
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._works: dict[object, _Work] = {}
+        self._last_floor: tuple[Draft, LowerBound] | None = None
         self.num_instructions = 0
 
     @cached_property
@@ -101,6 +101,11 @@ class PlanEvaluator:
 
     def floor(self, draft: Draft) -> LowerBound:
         """What the busiest device and the busiest lane need, all else being free."""
+        if self._last_floor is None or self._last_floor[0] is not draft:
+            self._last_floor = draft, self._floor(draft)
+        return self._last_floor[1]
+
+    def _floor(self, draft: Draft) -> LowerBound:
         problem, outline = self._problem, draft.outline
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
@@ -266,14 +271,11 @@ class PlanEvaluator:
         devices = [row[replica] for row in draft.grid]
         replicas = dict(enumerate(draft.grid)) if draft.outline.width > 1 else None
         network = cluster_network(problem.cluster, program, devices, replicas=replicas)
-        shared = Network(
-            tuple(
-                replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
-                for wire in network.wires
-            ),
-            network.paths,
-            network.sync_paths,
+        wires = (
+            replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
+            for wire in network.wires
         )
+        shared = replace(network, wires=tuple(wires))
         costs = self._work(draft, draft.outline.sizes[replica]).costs
         tied_s, reduce_bytes = self._syncs(draft, self._rings(draft, program.rank_of_stage))
         costs = replace(

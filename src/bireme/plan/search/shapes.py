@@ -17,6 +17,7 @@ of work, on the s-fastest device in the best case.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -79,13 +80,20 @@ class Outline:
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        shape = ScheduleShape(self.num_stages, self.num_microbatches, 1, self.stages_per_rank)
-        return schedule_named(self.schedule).rank_of_stage(shape)
+        return _rank_of_stage(self.schedule, self.num_stages, self.num_microbatches, self.stages_per_rank)
 
     @property
     def num_devices(self) -> int:
         """How many devices it takes."""
         return self.num_ranks * self.width
+
+
+@lru_cache(maxsize=4096)
+def _rank_of_stage(
+    schedule: str, num_stages: int, num_microbatches: int, stages_per_rank: int
+) -> tuple[int, ...]:
+    shape = ScheduleShape(num_stages, num_microbatches, 1, stages_per_rank)
+    return schedule_named(schedule).rank_of_stage(shape)
 
 
 class Outlines:
