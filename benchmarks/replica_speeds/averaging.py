@@ -29,7 +29,7 @@ from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 
 __all__ = ["EngineRow", "measure_agreement"]
 
-PACE = Pace(0.005, 0.010)
+PACE = Pace(0.02, 0.04)
 MICROBATCHES = 4
 """Of one sample each, in a batch of one replica."""
 WARM_BATCHES = 3

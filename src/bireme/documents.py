@@ -22,6 +22,7 @@ __all__ = [
     "Advise",
     "JsonLines",
     "as_dataclass",
+    "get_ready",
     "read_dataclass",
     "read_json",
     "read_json_lines",
@@ -41,6 +42,12 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, val_json_b
 def read_dataclass(path: Path, kind: type[Noun], *, number: int) -> Noun:
     """The dataclass in a JSON file of that format number."""
     return as_dataclass(read_json_object(path), kind, number=number, source=str(path))
+
+
+def get_ready(*kinds: type) -> None:
+    """Build what checks documents of these dataclasses, which takes long: copies of this process have it."""
+    for kind in kinds:
+        _document(cast("Hashable", kind))
 
 
 def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, source: str) -> Noun:

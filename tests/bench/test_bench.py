@@ -79,6 +79,7 @@ def report(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_small_run_compares_every_schedule_with_torch_and_the_limits() -> None:
     found = bench_engine(TINY)
     document = json.loads(json.dumps(engine_document(found)))

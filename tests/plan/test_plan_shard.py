@@ -11,12 +11,14 @@ from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.partition.holdings import holdings
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.problem import PlanningProblem, check_shard
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.tier_limits import TierLimits
+from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
 
 SLOW = 1.25e6
@@ -75,11 +77,104 @@ def test_a_plan_that_fits_only_shared_is_found_and_says_so(tmp_path: Path) -> No
     assert "updates_halfway" not in (tmp_path / "plain.json").read_text()
 
 
+def gathered_forecast(parts: int, whole_weights: int, sweep: int = 1) -> Forecast:
+    devices = (tuple(f"s{place}/gpu0" for place in range(WIDTH)),)
+    plan = Plan(
+        tuple(range(1, parts)),
+        4,
+        "1f1b",
+        width=WIDTH,
+        stages_per_rank=parts,
+        sweep=sweep,
+        micro_batch_sizes=(1,) * WIDTH,
+        devices=devices,
+        whole_weights=whole_weights,
+    )
+    shard = "weights" if whole_weights else "optimizer"
+    return forecast_of(plan, tiny_profile(), cluster(), PlanRequest(batch_size=4 * WIDTH, shard=shard))
+
+
+def test_shared_weights_are_predicted_to_be_whole_a_few_at_a_time() -> None:
+    """Weights and sums are there as parts, and besides those of the largest stage that is computed on."""
+    units = tiny_profile().units
+    parts = len(units)
+    own, shared = (gathered_forecast(parts, whole).stages[0].peak_bytes for whole in (0, 1))
+    state = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
+    whole = max(unit.parameter_bytes + unit.gradient_bytes for unit in units)
+    assert shared <= own - (1 - 1 / WIDTH) * state + whole + 1
+    assert gathered_forecast(parts, 2).stages[0].peak_bytes > shared
+
+
+def test_gathers_and_sums_are_predicted_to_take_their_bytes_on_the_links() -> None:
+    units = tiny_profile().units
+    one, swept = gathered_forecast(2, 1), gathered_forecast(2, 1, sweep=4)
+    device, replicas = swept.tiers
+    cut = [units[:1], units[1:]]
+    weights, gradients = (
+        [sum(getattr(unit, f"{what}_bytes") for unit in own) for own in cut]
+        for what in ("parameter", "gradient")
+    )
+    # Forward through both, and back: the last part is whole already, and the first one is at the next batch.
+    share = (WIDTH - 1) / WIDTH
+    assert device.predicted_bytes_moved == pytest.approx(share * (2 * weights[0] + weights[1]))
+    assert replicas.predicted_bytes_moved == pytest.approx(share * sum(gradients))
+    assert one.tiers[0].predicted_bytes_moved > device.predicted_bytes_moved
+    assert swept.batch_s < one.batch_s
+    assert swept.batch_s >= (device.predicted_bytes_moved + replicas.predicted_bytes_moved) / SLOW
+
+
+def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path: Path) -> None:
+    profile = tiny_profile()
+    request = PlanRequest(
+        batch_size=4 * WIDTH, schedule="1f1b", width=WIDTH, micro_batch=1, shard="optimizer"
+    )
+    parts = len(profile.units)
+    peaks = [gathered_forecast(parts, whole).stages[0].peak_bytes for whole in (0, 2)]
+    between = cluster(int(sum(peaks)) // 2)
+    assert not isinstance(find_plan(profile, between, request), Answer)
+    found = find_plan(profile, between, replace(request, shard="weights"))
+    assert isinstance(found, Answer)
+    assert found.best.plan.whole_weights
+    assert found.best.plan.num_stages > 1
+    write_plan(tmp_path / "plan.json", found)
+    assert load_plan(tmp_path / "plan.json").plan == found.best.plan
+
+
 def test_what_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(BiremeError, match="'weights'"):
-        PlanRequest(batch_size=4, shard="weights")
+    with pytest.raises(BiremeError, match="'gradients'"):
+        PlanRequest(batch_size=4, shard="gradients")
     with pytest.raises(BiremeError, match="not paged"):
         PlanRequest(batch_size=4, shard="optimizer", memory=TierLimits())
+    with pytest.raises(BiremeError, match="trial steps, which need whole gradients"):
+        PlanningProblem(
+            tiny_profile(), cluster(), PlanRequest(batch_size=4, shard="weights", schedule="2bw-fresh")
+        )
     request = PlanRequest(batch_size=4, shard="optimizer")
+    check_shard(request, "adamw")
     with pytest.raises(BiremeError, match="muon, which steps whole"):
         PlanningProblem(replace(tiny_profile(), optimizer="muon"), cluster(), request)
+
+
+def test_what_cannot_be_shared_is_refused_before_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bireme.cli.plan.measure", None)
+    words = ("--model", "gpt", "--batch-size", "4", "--optimizer", "muon", "--shard", "optimizer")
+    told = bireme(capsys, "plan", *words)
+    assert told.status == 2
+    assert "muon, which steps whole" in told.err
+
+
+def test_with_master_weights_fresh_updates_keep_no_other_copy_of_the_newest_weights() -> None:
+    weights = sum(unit.parameter_bytes for unit in tiny_profile().units)
+    plan = Plan((), 4, "2bw-fresh", micro_batch_sizes=(1,), devices=(("s0/gpu0",),))
+    apart, masters = (
+        forecast_of(plan, tiny_profile(), cluster(), PlanRequest(4, value_bytes=one)).stages[0].peak_bytes
+        for one in (4, 2)
+    )
+    assert apart - masters == weights
+    versions = [
+        max(moment.version for moment in holdings("2bw-fresh", 2, 4, has_masters=one)[0])
+        for one in (False, True)
+    ]
+    assert versions == [3.0, 2.0]

@@ -104,7 +104,7 @@ def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
 
 def bfloat16(text: str) -> Model:
     """A model to compute with in bfloat16, with weights that are stepped in float32."""
-    model = gpt(text, "bfloat16")
+    model = gpt(text, "bfloat16", evaluates=True)
     return replace(model, weights={name: one.float() for name, one in model.weights.items()})
 
 
@@ -134,19 +134,43 @@ CASES = {
 }
 """Whether weights are computed with in bfloat16, the model, how it is trained, and how much may differ."""
 
+WEIGHTS_TOO = {
+    "parts in sweeps": (
+        False,
+        "layers=3,tied=false",
+        Setting(Plan((2, 4, 6), 4, "1f1b", width=2, stages_per_rank=2, sweep=4, recompute=(1,))),
+        0.0,
+    ),
+    "short": (True, UNTIED, Setting(plan_for("2bw", width=2), "sgd", bank_dtype=SHORT), 0.0),
+    "tied on one rank": (
+        False,
+        "layers=3",
+        Setting(Plan((2, 4, 6), 4, "2bw", width=3, stages_per_rank=4, whole_weights=1), clip_norm=0.5),
+        1e-12,
+    ),
+    "split backwards": (False, UNTIED, Setting(plan_for("zb-h1", width=2)), 0.0),
+}
+"""The same for replicas that share the weights as well."""
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_computes_what_replicas_with_an_optimiser_each_do(case: str) -> None:
+
+@pytest.mark.parametrize(
+    ("shard", "case"),
+    [*(("optimizer", case) for case in CASES), *(("weights", case) for case in WEIGHTS_TOO)],
+)
+def test_it_computes_what_replicas_with_an_optimiser_each_do(shard: str, case: str) -> None:
     """To the last bit, but for the norm, which is a sum of other pieces. One batch counts for nothing. The
-    optimiser's part of each is of equal size, and so is that of the weights that only it steps.
+    optimiser's part of each is of equal size, and so is that of the weights that only it steps; and those of
+    weights and gradients, where these are shared too.
     """
-    is_short, text, alone, tolerance = CASES[case]
-    model = bfloat16(text) if is_short else gpt(text)
+    is_short, text, alone, tolerance = (CASES if shard == "optimizer" else WEIGHTS_TOO)[case]
+    model = bfloat16(text) if is_short else gpt(text, evaluates=True)
     width = alone.plan.width
     data = token_batches(8 * width, 5)
     data[2] = {**data[2], "labels": torch.full_like(data[2]["labels"], -100)}
-    expected = train(model, alone, data)
-    found = train(model, replace(alone, shard="optimizer"), data)
+    plan = alone.plan
+    assert isinstance(plan, Plan)
+    expected = train(model, replace(alone, plan=replace(plan, whole_weights=0)), data)
+    found = train(model, replace(alone, shard=shard), data)
     for one, other in zip(found, expected, strict=True):
         assert one.losses == pytest.approx(other.losses, rel=tolerance or 1e-15, nan_ok=True)
         assert one.norms == pytest.approx(other.norms, rel=max(tolerance, 1e-6))
@@ -163,7 +187,10 @@ def test_it_computes_what_replicas_with_an_optimiser_each_do(case: str) -> None:
             own = [found[place + replica * per_replica].memory[stage] for replica in range(width)]
             assert_parts([one.apart_bytes for one in own], whole.apart_bytes)
             assert_parts([one.optimizer_bytes for one in own], whole.optimizer_bytes)
-            assert all(one.banks_bytes == whole.banks_bytes for one in own)
+            if shard == "optimizer":
+                assert all(one.banks_bytes == whole.banks_bytes for one in own)
+            else:
+                assert_parts([one.banks_bytes for one in own], whole.banks_bytes)
 
 
 def assert_parts(sizes: Sequence[int], whole: int) -> None:
@@ -176,7 +203,7 @@ def assert_parts(sizes: Sequence[int], whole: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
 def test_resuming_from_a_snapshot_with_it_or_without_is_never_having_stopped(schedule: str) -> None:
-    model, data = gpt("layers=3"), token_batches(12, 5)
+    model, data = gpt("layers=3", evaluates=True), token_batches(12, 5)
     alone = Setting(plan_for(schedule, width=2))
     shared = replace(alone, shard="optimizer")
     expected = train(model, alone, data)
@@ -214,7 +241,9 @@ def test_what_does_not_go_with_it_is_refused_in_a_sentence() -> None:
         "Muon steps .* as a whole": Setting(plan, "muon", shard="optimizer"),
         'does not go with sums through "int8"': Setting(plan, sum_codec="int8", shard="optimizer"),
         "principal components": Setting(plan, gradient="principal:2", shard="optimizer"),
-        "There is no shard 'weights'": Setting(plan, shard="weights"),
+        "There is no shard 'gradients'": Setting(plan, shard="gradients"),
+        "gradients of one replica alone": Setting(plan_for("2bw-fresh", width=2), shard="weights"),
+        'but shard is "none"': Setting(replace(plan, whole_weights=2)),
     }
     for sentence, setting in refused.items():
         with pytest.raises(BiremeError, match=sentence):

@@ -168,8 +168,10 @@ class Running:
 
     @property
     def ranks(self) -> list[int]:
-        """The processes of its ranks, in their order."""
-        return sorted(pid for pid in living(self.process.pid) if name_of(pid).startswith("bireme rank"))
+        """The processes of its ranks, in their order: not in that of their start, which replicas share."""
+        names = {pid: name_of(pid) for pid in living(self.process.pid)}
+        ranks = {pid: int(name.split()[-1]) for pid, name in names.items() if name.startswith("bireme rank")}
+        return sorted(ranks, key=ranks.__getitem__)
 
     def ended(self) -> "Ended":
         """What came of it; nobody of its group may be left."""

@@ -187,6 +187,7 @@ def with_impatient_watch(world: World, start: Start) -> Outcome:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_a_slow_stage_goes_on_with_a_new_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
+@pytest.mark.long
 def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys: Capture) -> None:
     """With pins, a range and a largest batch, which are those of `bireme plan`."""
     path, runs = write_run(tmp_path / "given"), tmp_path / "given" / "runs"

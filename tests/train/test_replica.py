@@ -62,7 +62,7 @@ def test_the_end_of_a_run_is_written_once() -> None:
     log = cast(RunLog, SimpleNamespace(end=ended.append))
     outcome = Outcome(4, "finished", None, None, None, None, None, 0, 4, RankOutcome(0, None, None))
     for leads in (True, False):
-        own = LeaderLog(lambda: log, SimpleNamespace(leads=True), lambda: True)
+        own = LeaderLog(lambda: log, SimpleNamespace(speaks=True), lambda: True)
         own.end(replace(outcome, leads=leads))
 
     assert ended == [outcome]

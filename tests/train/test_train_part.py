@@ -62,6 +62,7 @@ def run() -> Path:
 
 
 @torch.no_grad()
+@pytest.mark.long
 def test_an_adapter_of_two_ranks_has_the_same_logits_in_peft_and_merged(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

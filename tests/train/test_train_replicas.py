@@ -35,6 +35,7 @@ def write_quorum(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_leader_dies_saving(
     tmp_path: Path,
 ) -> None:

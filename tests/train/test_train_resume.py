@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         ("training.batch_size=16", "training.batch_size = 8, but now it is 16"),
         ("data.evaluation_fraction=0.5", "the number of samples"),
         ("training.optimizer=sgd", "has the state of adamw, but training.optimizer is sgd"),
-        ("model.source=gpt:layers=2,width=32,heads=2,vocab=257,context=32", "another model"),
+        ("model.source=gpt:layers=1,width=16,heads=2,vocab=257,context=32", "another model"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_place_in_the_data_is_refused(
@@ -178,8 +178,7 @@ def test_updates_are_delayed_after_the_warm_up_however_often_a_run_resumes(
     schedule: str, depth: int, step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a checkpoint before that step and from one after it."""
-    model = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=true"
-    path = write_run(tmp_path, schedule, depth, model=model)
+    path = write_run(tmp_path, schedule, depth)
     run = tmp_path / "runs" / "run"
     again = tmp_path / "again"
     with alone() if depth == 1 else nullcontext():

@@ -1,4 +1,4 @@
-"""`bireme train` with replicas that share an optimiser: losses of a plain run, and checkpoints for any."""
+"""`bireme train` with replicas that share an optimiser, or weights: losses of a plain run, and resuming."""
 
 import json
 from pathlib import Path
@@ -25,16 +25,19 @@ def test_a_shared_run_is_the_plain_one_and_another_number_of_replicas_resumes_it
     common = {"plan__file": write_plan(tmp_path, 2), "cluster__workers": 2, "training__clip_norm": 0}
     plain = settings(**common, training__steps=6, log__name="plain")
     assert bireme(capsys, "train", str(path), "--json", *plain).status == 0
-    shared = settings(**common, training__steps=4, memory__shard="optimizer", log__name="shared")
+    shared = settings(**common, training__steps=2, memory__shard="optimizer", log__name="shared")
     first = bireme(capsys, "train", str(path), "--json", *shared)
     assert first.status == 0, first.err
+    weights = settings(training__steps=4, training__schedule_steps=2, memory__shard="weights")
+    then = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), "--json", *weights)
+    assert then.status == 0, then.err
     expected, found = losses(tmp_path / "runs" / "plain"), losses(tmp_path / "runs" / "shared")
     assert found == {step: expected[step] for step in (1, 2, 3, 4)}
 
     alone = settings(
         plan__file=write_plan(tmp_path, 1), cluster__workers=1, memory__shard="none", training__steps=6
     )
-    more = settings(training__schedule_steps=4)
+    more = settings(training__schedule_steps=2)
     second = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), "--json", *alone, *more)
     assert second.status == 0, second.err
     assert losses(tmp_path / "runs" / "shared") == pytest.approx(expected, rel=1e-4)

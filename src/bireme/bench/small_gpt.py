@@ -100,6 +100,8 @@ def load_small_gpt() -> SmallGpt:
 
 def measure_gpt(world: World, effort: Effort) -> list[GptTimes]:
     """On both ranks: every contender, in turn."""
+    if not effort.small_gpt:
+        return []
     gpt = load_small_gpt()
     fabric = DistFabric(world)
     found = []

@@ -101,7 +101,7 @@ def run_to_end(
     prepared: "Prepared", folder: "RunFolder", checkpoint: "Checkpoint | None", *, as_json: bool
 ) -> None:
     """Show the plan, run it, and show the results."""
-    from bireme.runtime.failures import RankFailed
+    from bireme.runtime.failures import RunFailed
     from bireme.train.launching import start
 
     show_prepared(prepared, folder, as_json=as_json)
@@ -110,7 +110,7 @@ def run_to_end(
     except KeyboardInterrupt:
         typer.echo(f"bireme: interrupted before a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(INTERRUPTED_STATUS) from None
-    except RankFailed as error:
+    except RunFailed as error:
         typer.echo(f"bireme: {error}\n{_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(1) from None
     show_finished(finished, as_json=as_json)

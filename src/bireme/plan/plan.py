@@ -19,6 +19,7 @@ from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.folding import WRITTEN_OUT
+from bireme.schedule.gathering import gathered
 from bireme.schedule.program import Program, Track
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import SETTLED, ProgramSource, source_like
@@ -51,7 +52,8 @@ class Plan:
     the borders, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
     a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
     nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
-    share an optimiser.
+    share an optimiser. Where they share the weights too, `whole_weights` says how many stages of a rank, or
+    versions of one, have theirs whole at a time; 0 where every replica has its own.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -70,6 +72,7 @@ class Plan:
     sweep: Count = 1
     paging: Paging | None = None
     updates_halfway: bool = False
+    whole_weights: Place = 0
 
     def __post_init__(self) -> None:
         num_ranks = self.by_program.source.num_ranks
@@ -85,6 +88,11 @@ class Plan:
             )
         if self.paging is not None:
             self.paging.check(num_ranks, self.num_stages)
+            if self.whole_weights:
+                raise BiremeError(
+                    "The plan pages, and its replicas share weights, which are gathered where they are used "
+                    "and not paged. Leave out paging or whole_weights."
+                )
 
     @property
     def num_stages(self) -> int:
@@ -177,7 +185,8 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
 @lru_cache(maxsize=64)
 def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
     if plan.paging is None:
-        return _resident(plan, num_batches, first_batch)
+        resident = _resident(plan, num_batches, first_batch)
+        return gathered(resident, plan.width, plan.whole_weights) if plan.whole_weights else resident
     known = KNOWN.get((plan, num_batches, first_batch))
     if known is not None:
         return known

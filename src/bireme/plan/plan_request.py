@@ -20,7 +20,7 @@ __all__ = ["AUTO", "SHARDS", "Goal", "PlanRequest", "may_delay_updates"]
 AUTO = "auto"
 """The codec that the planner chooses."""
 
-SHARDS = ("none", "optimizer")
+SHARDS = ("none", "optimizer", "weights")
 """What the replicas of a stage may share."""
 
 SHORT_BYTES = 2
@@ -60,7 +60,8 @@ class PlanRequest:
     of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
     sums of gradients over replicas. With `memory` what does not fit a device may be paged to its host and to
     a disk, within these limits. `whole_backwards` forbids schedules that run backwards in two halves.
-    `shard` says what the replicas of a stage share: none, or optimizer.
+    `shard` says what the replicas of a stage share: none, optimizer, or weights, which are the optimizer,
+    the weights and the gradients.
     """
 
     batch_size: int
@@ -120,11 +121,16 @@ class PlanRequest:
 
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimiser; 1 if each has its own."""
-        return width if self.shard == "optimizer" else 1
+        return width if self.shard != "none" else 1
 
     @property
-    def has_master_weights(self) -> bool:
-        """Whether weights have a master copy, which is counted with the optimiser."""
+    def shares_weights(self) -> bool:
+        """Whether replicas share weights and gradients too."""
+        return self.shard == "weights"
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
         return self.value_bytes == SHORT_BYTES
 
     @property

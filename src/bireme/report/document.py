@@ -77,6 +77,7 @@ def _chunks(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "chunk_bytes": tiers.chunk_bytes,
                 "num_copies": sum(len(copies.start_s) for copies in moved.copies),
                 "waited_s": moved.waited_s,
+                **({"host_updates": sorted(tiers.host_updates)} if tiers.host_updates else {}),
             }
 
 

@@ -17,7 +17,7 @@ from bireme.report.legend import Contents
 from bireme.report.shapes import Anchor, Flag, Rect, Shape, Text, fitted, text_width
 from bireme.report.units import seconds_text
 from bireme.schedule.grid import NAMES, number, rank_name
-from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind
+from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind, moved_item
 from bireme.timeline.timeline import (
     AVERAGE_SYNC,
     BUSY,
@@ -262,10 +262,10 @@ class Lanes:
             if start_s >= self.scale.most:
                 return
             step = rank.track[index]
-            if end_s > start_s and step.page is not None:
+            if end_s > start_s:
                 left, width = self._span(start_s, end_s)
-                shade = Kind.FORWARD if step.kind is Kind.FETCH else Kind.BACKWARD
-                title = f"{step.page.item} of stage {step.stage}, {num_bytes:,.0f} bytes"
+                shade = Kind.FORWARD if step.kind in (Kind.FETCH, Kind.GATHER) else Kind.BACKWARD
+                title = f"{moved_item(step)} of stage {step.stage}, {num_bytes:,.0f} bytes"
                 yield Rect(left, y, width, LINK, palette.fill(step.batch, shade), role="copy", title=title)
 
 

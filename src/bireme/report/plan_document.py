@@ -91,16 +91,22 @@ def sync_document(request: PlanRequest) -> dict[str, Any]:
 
 
 def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = ()) -> dict[str, Any]:
-    """What is paged, of a plan that pages, and what each way to save memory would take, where that was asked.
+    """What is paged or shared, of a plan that does so, and what each way to save memory would take, where
+    that was asked.
 
     Bytes moved are those that are copied into the tier in a batch.
     """
     found: dict[str, Any] = {}
     if plan.sweep > 1:
         found["sweep"] = plan.sweep
-    if plan.paging is not None:
+    if plan.whole_weights:
+        found["whole_weights"] = plan.whole_weights
+    if plan.paging is not None or plan.whole_weights:
         found["tiers"] = [] if forecast is None else [asdict(tier) for tier in forecast.tiers]
+    if plan.paging is not None:
         found["chunk_bytes"] = list(plan.paging.chunk_bytes)
+        if plan.paging.host_updates:
+            found["host_updates"] = True
     if ways:
         found["memory_ways"] = [
             {

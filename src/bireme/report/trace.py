@@ -14,7 +14,7 @@ from typing import Any
 
 from bireme.files import write_chunks_atomically
 from bireme.schedule.grid import NAMES, label, number, rank_name
-from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind
+from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind, moved_item
 from bireme.schedule.program import Program
 from bireme.timeline.timeline import (
     BUSY,
@@ -175,13 +175,12 @@ def _copies(timeline: Timeline, rank: int, copies: Copies, threads: _Threads) ->
         copies.start_s, copies.end_s, copies.num_bytes, copies.posted_by, strict=True
     ):
         step = track[index]
-        page = step.page
-        assert page is not None, "FETCH and EVICT have a page"
+        chunk = {} if step.page is None else {"chunk": step.page.chunk}
         what = {
-            "name": f"{step.kind.name.lower()} {page.item}",
+            "name": f"{step.kind.name.lower()} {moved_item(step)}",
             "cat": "copy",
             "cname": _colour(step),
-            "args": {**_args(step), "chunk": page.chunk, "bytes": num_bytes},
+            "args": {**_args(step), **chunk, "bytes": num_bytes},
         }
         yield from threads.event(rank, f"{copies.source} to {copies.destination}", start_s, end_s, what)
 

@@ -22,6 +22,7 @@ from bireme.memory.arena import Arena
 from bireme.model.linear_maps import LinearMap
 from bireme.runtime.bank_errors import BankInUse, DeadVersion
 from bireme.runtime.bank_memory import BankMemory
+from bireme.runtime.gathered_weights import GatheredWeights
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.principal import principal_of
@@ -50,7 +51,8 @@ class WeightBanks:
     master weights are stepped in its place. The parameters in `summed_apart` lie on shelves of their own,
     because their gradients are summed with other ranks than those of the rest. The gradients of the weights
     in `maps` are kept in a `form` of few numbers. Where replicas are `sharers` of the optimiser, this one
-    steps and remembers its parts of the weights, and gets the others' as they are made.
+    steps and remembers its parts of the weights, and gets the others' as they are made, or when they are
+    gathered.
     """
 
     def __init__(
@@ -94,8 +96,18 @@ class WeightBanks:
         )
         self._trials = Trials(self._stepper)
         parts = self._stepper.parts or (None,) * len(self._stepper.shelves)
+        gathers = sharers is not None and sharers.gathers
         self._stores = [
-            ShelfWeights(shelf, given, self._dtypes, num_banks, memory, is_apart=self._is_fresh, part=part)
+            ShelfWeights(
+                shelf,
+                given,
+                self._dtypes,
+                num_banks,
+                memory,
+                is_apart=self._is_fresh,
+                part=part,
+                keeps_part=gathers,
+            )
             for shelf, part in zip(self._stepper.shelves, parts, strict=True)
         ]
         store_of = {name: store for store in self._stores for name in store.leaves[0]}
@@ -111,7 +123,8 @@ class WeightBanks:
         self.shared: SharedWeights | None = None
         """What there is of the optimiser here, where replicas share it."""
         if sharers is not None:
-            self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
+            kind = GatheredWeights if gathers else SharedWeights
+            self.shared = kind(sharers, self._stepper, self._trials, self._stores, num_banks)
         self._leaves = [
             {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
             for bank in self._banks
@@ -123,7 +136,13 @@ class WeightBanks:
         principal = principal_of(maps or {}, form, given, rule, device)
         source = memory.gradients if memory.is_paged else None
         self.gradients = GradientPool(
-            self._stepper.shelves, self._trainable, device, principal, source, self._stepper.parts
+            self._stepper.shelves,
+            self._trainable,
+            device,
+            principal,
+            source,
+            self._stepper.parts,
+            summed_apart=summed_apart if gathers else None,
         )
         memory.before_gradients(self.gradients.reserve)
         """Where the sums of the gradients lie."""
@@ -137,6 +156,11 @@ class WeightBanks:
     def names(self) -> tuple[str, ...]:
         """All parameters, whether they learn or not."""
         return tuple(self._dtypes)
+
+    @property
+    def gathered(self) -> GatheredWeights | None:
+        """What gathers the weights, where each replica keeps a part of them."""
+        return self.shared if isinstance(self.shared, GatheredWeights) else None
 
     @property
     def is_fresh(self) -> bool:
@@ -199,7 +223,7 @@ class WeightBanks:
                 self._copy_apart_into(bank)
             self._close(version)
             if not skip and self.shared is not None:
-                self.shared.gather(bank)
+                self.shared.made(bank)
         self._newest_version = version
 
     def _step(self, weights: Tensors, gradients: Gradients, lr_factor: float, scale: float) -> None:
@@ -283,7 +307,7 @@ class WeightBanks:
                 self._copy_apart_into(bank)
             self._close(self._newest_version)
             if self.shared is not None:
-                self.shared.gather(bank)
+                self.shared.made(bank)
 
     def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
         """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
@@ -296,16 +320,32 @@ class WeightBanks:
         wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
         return {name: self._read(newest[name]) for name in wanted}
 
-    def next_to_run_on(self) -> Tensors:
+    def next_to_run_on(self, *, alone: bool = False) -> Tensors:
         """What the next batch runs on where that is not W: the version before it, or a trial version; else
-        nothing. Not copies.
+        nothing. `alone` and copies are as for `newest`.
         """
-        version = self._newest_version if self._is_fresh else self._newest_version - 1
-        if version < 0 or version not in self._lives:
+        version = self._other_version
+        if version is None:
             return {}
         if self.shared is not None:
-            self.shared.arrive(version)
+            return self.shared.run_on(version, alone=alone)
         return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
+
+    def own_pieces(self, *, before: bool = False) -> Tensors:
+        """This replica's pieces of what nobody has whole of W, or of the version `before` it that the next
+        batch runs on. Not copies.
+        """
+        assert self.shared is not None, "who shares has pieces"
+        if not before:
+            return self.shared.own_newest(self._newest_version % len(self._banks))
+        version = self._other_version
+        return {} if version is None else self.shared.own_run_on(version)
+
+    @property
+    def _other_version(self) -> int | None:
+        """The version besides W that the next batch runs on, if there is one."""
+        version = self._newest_version if self._is_fresh else self._newest_version - 1
+        return version if version >= 0 and version in self._lives else None
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
@@ -320,9 +360,12 @@ class WeightBanks:
     @contextmanager
     def lent(self) -> Iterator[Tensors | None]:
         """W as a stage takes it, to be read within this context, where it lies; None if it is paged and the
-        device has no room for it.
+        device has no room for it, or if it must be gathered and that of another stage is lent.
         """
-        if not self._memory.is_paged:
+        if self.gathered is not None:
+            with self.gathered.lent(self._newest_version) as is_whole:
+                yield self.leaves(self._newest_version) if is_whole else None
+        elif not self._memory.is_paged:
             yield self.newest_to_compute_with()
         elif self._is_fresh:
             yield None  # W lies among what the optimiser remembers
@@ -361,7 +404,8 @@ class WeightBanks:
             given = parameters if is_newest or older is None else older.get(living, parameters)
             bank = self._open(living)
             with self._memory.opened(Item.WEIGHTS, bank):
-                copy_by_name({name: given[name] for name in self.trainable}, self._banks[bank])
+                for store in self._stores:
+                    store.put(bank, given)
             self._close(living)
         if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
             with self._memory.opened(Item.FROZEN):
@@ -387,7 +431,7 @@ class WeightBanks:
             settled_bytes = principal.num_bytes
             piece_bytes = most_piece_elements(self._stepper, principal.shapes) * principal.most_itemsize
         return BankMemory(
-            banks_bytes=sum(bank.num_bytes for store in self._stores for bank in store.banks),
+            banks_bytes=sum(store.num_bank_bytes for store in self._stores),
             frozen_bytes=sum(tensor.nbytes for tensor in self._frozen.values()),
             apart_bytes=sum(store.apart.num_bytes for store in self._stores if store.apart is not None),
             optimizer_bytes=self._stepper.state_bytes() + settled_bytes,

@@ -97,12 +97,17 @@ class BatchEnd:
         owned: dict[str, Tensor] = {}
         for part in parts:
             assert part.whole is not None, "sums() has opened it"
-            together = [summed_apart.isdisjoint(arena.views) for arena in part.whole.arenas]
-            flats += [arena.flat for arena in compress(part.whole.arenas, together)]
-            for arena, cut in compress(zip(part.whole.arenas, part.pool.parts, strict=False), together):
-                cuts.append(cut.parts)
-                owned |= cut.views(arena.flat)
-            for name, view in part.whole.views.items():
+            own = part.whole.parts
+            if own is not None:  # they are summed up already
+                owned |= own.views
+                held |= own.held
+            else:
+                together = [summed_apart.isdisjoint(arena.views) for arena in part.whole.arenas]
+                flats += [arena.flat for arena in compress(part.whole.arenas, together)]
+                for arena, cut in compress(zip(part.whole.arenas, part.pool.parts, strict=False), together):
+                    cuts.append(cut.parts)
+                    owned |= cut.views(arena.flat)
+            for name, view in part.whole.whole_views.items():
                 known = views.setdefault(name, view)
                 if known is not view and name in part.whole.held:
                     known.add_(view) if name in held else known.copy_(view)
@@ -120,7 +125,7 @@ class BatchEnd:
         views, held = self.gradients.views, self.gradients.held
         for part in self.parts.values():
             assert part.whole is not None, "they were gathered from here"
-            part.whole.held = held & part.whole.views.keys()
+            part.whole.held = held & part.whole.whole_views.keys()
             if part.whole.streams is not None:
                 part.whole.streams.components = self.gradients.components
             for name in part.whole.held:

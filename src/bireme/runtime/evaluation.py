@@ -35,7 +35,9 @@ class Evaluation:
 
 
 class Evaluator:
-    """Runs batches through the stages of one rank. `group` has all ranks of all replicas."""
+    """Runs batches through the stages of one rank. `group` has all ranks of all replicas. Where replicas
+    share weights, this one `gathers` them with the others, whether it has samples of a batch or not.
+    """
 
     def __init__(
         self,
@@ -44,7 +46,10 @@ class Evaluator:
         interpreter: Interpreter,
         group: Group,
         cutter: Cutter,
+        *,
+        gathers: bool = False,
     ) -> None:
+        self._gathers = gathers
         self._stages = stages
         self._layout = layout
         self._group = group
@@ -77,6 +82,9 @@ class Evaluator:
             if portion.micro_batches:
                 self._run(portion, codecs)
                 loss += portion.weight * sum(stage.take_loss() for stage in self._stages.values())
+            elif self._gathers:
+                for _, stage in sorted(self._stages.items()):
+                    stage.take_part()
         return loss, weight, num_samples
 
     def _run(self, portion: Portion, codecs: LinkCodecs) -> None:
@@ -164,6 +172,10 @@ class EvaluationStage:
         if LOSS in results and micro_batch.share:
             self._loss += float(results[LOSS]) * micro_batch.share
         return {name: results[name] for name in self.function.sends}
+
+    def take_part(self) -> None:
+        """Have the weights that the others run a batch on."""
+        self._lending.of(self._banks)
 
     def take_loss(self) -> float:
         """The sum of the losses since it was last asked, each by its share."""

@@ -5,7 +5,7 @@ leaf's own `.grad` belongs to no batch. Here it is lent, for one backward at a t
 the backward is for, and autograd adds in place. Sums have at least 32 bits, whatever the leaves have.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,8 @@ from bireme.codec.principal import Product
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
 from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.lent_arena import LentArena
+from bireme.runtime.gradient_parts import GradientParts
 from bireme.runtime.principal import BatchStreams, PrincipalGradients
 from bireme.runtime.shelf import Shelf, without
 from bireme.runtime.shelf_part import ShelfPart
@@ -28,10 +30,11 @@ class GradientSums:
     """The sums of one batch. `held` are the parameters that have had a gradient.
 
     A parameter without one has no sum, not zero: an optimiser leaves it alone then, and does not even decay
-    it. `streams` has those gradients that are kept as principal components, if any are.
+    it. `streams` has those gradients that are kept as principal components, if any are. `parts` has this
+    replica's parts of those in `views` that replicas add up as they come, if any do.
     """
 
-    __slots__ = ("arenas", "held", "memory", "source", "streams", "views")
+    __slots__ = ("arenas", "held", "memory", "parts", "source", "streams", "views", "whole_views")
 
     def __init__(
         self,
@@ -39,21 +42,32 @@ class GradientSums:
         names: Sequence[str],
         memory: Carver,
         source: Callable[[], Carver],
+        parts: GradientParts | None = None,
     ) -> None:
         self.arenas = tuple(arenas)
+        self.parts = parts
         self.memory, self.source = memory, source
         views = {name: view for arena in arenas for name, view in arena.views.items()}
         self.views: Mapping[str, Tensor] = {name: views[name] for name in names}
+        self.whole_views = self.views
+        """Those that are not kept in parts."""
+        if parts is not None:
+            apart = self.views.keys() - set(parts.names)
+            self.whole_views = {name: views[name] for name in names if name in apart}
         self.held: set[str] = set()
         self.streams: BatchStreams | None = None
 
     def into(self, leaves: Mapping[str, Tensor]) -> "_Lending":
         """Within this context `torch.autograd.backward` adds the leaves' gradients to the sums."""
+        if self.parts is not None:
+            self.parts.take()
         return _Lending(self, leaves)
 
     @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a gradient that was computed apart, as by the weight half of a split backward."""
+        if self.parts is not None:
+            self.parts.take()
         if name in self.held:
             self.views[name].add_(gradient)
         else:
@@ -61,8 +75,12 @@ class GradientSums:
             self.held.add(name)
 
     def items(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Each parameter in the arenas with its sum, if it has one."""
-        return ((name, view if name in self.held else None) for name, view in self.views.items())
+        """Each parameter in the arenas with its sum, or the piece of it, if it has one."""
+        parts = self.parts
+        if parts is not None:
+            yield from ((name, parts.piece(name)) for name in parts.names)
+        whole = self.whole_views.items()
+        yield from ((name, view if name in self.held else None) for name, view in whole)
 
     def all_items(self) -> Iterator[tuple[str, Tensor | Product | None]]:
         """Each parameter with its gradient, if it has one."""
@@ -80,7 +98,8 @@ class GradientPool:
 
     `names` are the parameters in the order in which sums are gone through. Those of `principal` are in no
     arena. `memory` gives the memory of each batch's sums; copies of sums lie with torch in any case. `parts`
-    are those of the shelves, where replicas share the optimiser.
+    are those of the shelves, where replicas share the optimiser. Where they share the weights too, sums are
+    kept in parts, but those of the parameters in `summed_apart`.
     """
 
     def __init__(
@@ -91,8 +110,11 @@ class GradientPool:
         principal: PrincipalGradients | None = None,
         memory: Callable[[], Carver] | None = None,
         parts: Sequence[ShelfPart] = (),
+        *,
+        summed_apart: Collection[str] | None = None,
     ) -> None:
         self.parts = parts
+        self._summed_apart = None if summed_apart is None else frozenset(summed_apart)
         memory = memory or _plain
         apart = {} if principal is None else principal.shapes
         self._shelves = without(shelves, apart) if apart else tuple(shelves)
@@ -105,6 +127,7 @@ class GradientPool:
         """By who gave their memory."""
         self._reserved: GradientSums | None = None
         self._num_sets = 0
+        self._set_bytes = sum(shelf.num_bytes for shelf in self._shelves)
 
     def reserve(self) -> Carver:
         """The memory of the sums that are opened next."""
@@ -124,8 +147,24 @@ class GradientPool:
             return self._free[source].pop()
         self._num_sets += 1
         memory = source()
+        if self._summed_apart is not None:
+            return self._opened_in_parts(self._summed_apart, memory, source)
         arenas = [Arena(shelf.slots, shelf.dtype, self._device, memory) for shelf in self._shelves]
         return GradientSums(arenas, self._names, memory, source)
+
+    def _opened_in_parts(
+        self, summed_apart: frozenset[str], memory: Carver, source: Callable[[], Carver]
+    ) -> GradientSums:
+        arenas, lent, parts = [], [], []
+        for shelf, part in zip(self._shelves, self.parts, strict=True):
+            if summed_apart.isdisjoint(shelf.slots):
+                lent.append(LentArena(shelf.slots, shelf.dtype, self._device))
+                parts.append(part)
+            else:
+                arenas.append(Arena(shelf.slots, shelf.dtype, self._device, memory))
+        own = GradientParts(lent, parts, self._device)
+        self._set_bytes = sum(arena.num_bytes for arena in arenas) + own.num_bytes
+        return GradientSums([*arenas, *lent], self._names, memory, source, own)
 
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
@@ -140,6 +179,8 @@ class GradientPool:
     def release(self, sums: GradientSums) -> None:
         """Take back sums that have been applied."""
         sums.held.clear()
+        if sums.parts is not None:
+            sums.parts.held.clear()
         if sums.streams is not None:
             self._most_stream_bytes = max(self._most_stream_bytes, sums.streams.num_bytes)
             sums.streams = None
@@ -147,8 +188,8 @@ class GradientPool:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all arenas there are, and the most that streams have taken in addition."""
-        return self._num_sets * (sum(shelf.num_bytes for shelf in self._shelves) + self._most_stream_bytes)
+        """The bytes of all arenas that stay, and the most that streams have taken in addition."""
+        return self._num_sets * (self._set_bytes + self._most_stream_bytes)
 
 
 class _Lending:

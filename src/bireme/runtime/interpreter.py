@@ -14,6 +14,7 @@ from torch import Tensor
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.averaging.averages import Averages
 from bireme.runtime.courier import Courier
+from bireme.runtime.gathered_weights import GatheredWeights
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.recorder import Moment, Recorder
@@ -77,7 +78,15 @@ class Interpreter:
         }
         self._evaluates = dict(self._actions)
         """The same actions, for stages that train nothing, and so page and share nothing."""
-        if any(stage.banks.shared is not None for stage in stages.values()):
+        if any(stage.banks.gathered is not None for stage in stages.values()):
+            for kind in COMPUTE:
+                self._actions[kind] = self._when_gathered(self._actions[kind])
+            self._actions |= {
+                Kind.GATHER: self._gather,
+                Kind.RELEASE: self._let_go,
+                Kind.SCATTER: lambda step: stages[step.stage].sum_gradients(step.batch),
+            }
+        elif any(stage.banks.shared is not None for stage in stages.values()):
             self._actions[Kind.FORWARD] = self._forward_when_whole
         if averages is not None:
             self._actions |= {Kind.AVERAGE_START: averages.start, Kind.AVERAGE_END: averages.end}
@@ -136,6 +145,32 @@ class Interpreter:
         if shared is not None:
             shared.arrive(step.version)
         self._forward(step)
+
+    def _when_gathered(self, action: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
+        """A pass on weights that are on their way from the replicas that share them."""
+
+        def run(step: Instruction) -> None:
+            gathered, version = self._gathered(step)
+            gathered.arrive(version)
+            self._began = self._now()
+            action(step)
+
+        return run
+
+    def _gather(self, step: Instruction) -> None:
+        gathered, version = self._gathered(step)
+        gathered.take(version)
+
+    def _let_go(self, step: Instruction) -> None:
+        gathered, version = self._gathered(step)
+        gathered.let_go(version)
+
+    def _gathered(self, step: Instruction) -> tuple[GatheredWeights, int]:
+        """What gathers the weights that an instruction is about, and their version."""
+        gathered = self._stages[step.stage].banks.gathered
+        assert gathered is not None, "replicas share the weights"
+        assert step.version is not None, "it is about a version"
+        return gathered, step.version
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._courier.take(step)

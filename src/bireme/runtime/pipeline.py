@@ -53,7 +53,7 @@ from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.refusals import check_together
 from bireme.runtime.result import Result, result_of
-from bireme.runtime.runnable import AnyPlan, halfway, on_pages, runnable, unhurried, work_of
+from bireme.runtime.runnable import AnyPlan, for_sharers, on_pages, runnable, unhurried, work_of
 from bireme.runtime.sharers import sharers_of
 from bireme.runtime.stopwatch import Stopwatch
 from bireme.runtime.updates import Settings, Updates
@@ -141,8 +141,7 @@ class Pipeline(HeldState):
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan)
         sharers = sharers_of(shard, self.layout)
-        if sharers is not None:
-            self.plan = halfway(plan, self.plan)
+        self.plan = for_sharers(plan, self.plan, shard)
         self._borders = Borders(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._borders.check_halves(self.plan.source.name)
@@ -218,7 +217,9 @@ class Pipeline(HeldState):
         )
         self._evaluator: Evaluator | None = None
         if forwards is not None:
-            self._evaluator = Evaluator(forwards, self.layout, self._interpreter, self._spare, self.cutter)
+            self._evaluator = Evaluator(
+                forwards, self.layout, self._interpreter, self._spare, self.cutter, gathers=shard == "weights"
+            )
         self.recording: Recording | None = None
         """When this rank's instructions of the last `train` ran, if it was asked to record them."""
         self._recorded = range(0)
@@ -298,13 +299,18 @@ class Pipeline(HeldState):
         codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
         return self._evaluator.evaluate(batches, codecs)
 
-    def join(self) -> None:
-        """Come to the first batch that this replica has a part in, with the state of the others before it."""
+    def join(self, on_first: Callable[[int], None] | None = None) -> None:
+        """Come to the first batch that this replica has a part in, with the state of the others before it.
+
+        `on_first` is told which one that is, as soon as it is known.
+        """
         self._check_drained()
         assert isinstance(self._reducer, QuorumReducer), "a pipeline alone has nobody to join"
         reducer = self._reducer
         follow = partial(self._updates.follow, start=reducer.follow)
-        self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
+        self.num_trained = reducer.first = join(
+            reducer.agent, self.num_trained, self.restore, follow, on_first
+        )
 
     def join_averaging(self, until: int) -> None:
         """Come to the first batch that this replica has, in a window of the places below `until`."""

@@ -41,6 +41,6 @@ def check_together(
     for what, is_asked in also.items():
         if is_asked:
             raise BiremeError(
-                f'Replicas share the optimizer (shard = "optimizer"), which does not go with {what}. Leave '
+                f'Replicas share the {shard} (shard = "{shard}"), which does not go with {what}. Leave '
                 "out one of the two."
             )

@@ -16,7 +16,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.source import ProgramSource, source_of
 
-__all__ = ["AnyPlan", "halfway", "on_pages", "runnable", "unhurried", "work_of"]
+__all__ = ["AnyPlan", "for_sharers", "on_pages", "runnable", "unhurried", "work_of"]
 
 AnyPlan = Plan | SavedPlan | ProgramPlan | Program
 
@@ -78,11 +78,45 @@ def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     return by_program
 
 
-def halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+def _halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     """The plan where replicas share an optimiser: updates leave time for the weights to travel."""
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and not named.updates_halfway:
         return replace(named, updates_halfway=True).by_program
+    return by_program
+
+
+WHOLE_WEIGHTS = 2
+"""Of a plan that does not say it: those of the pass that runs, and those of the next on their way."""
+
+
+def for_sharers(plan: AnyPlan, by_program: ProgramPlan, shard: str) -> ProgramPlan:
+    """The plan for replicas that share this: with time for weights to travel, or gathers of them. Refuses a
+    plan whose replicas are to share weights where they do not.
+    """
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and named.whole_weights and shard != "weights":
+        raise BiremeError(
+            f"In the plan replicas share weights (whole_weights = {named.whole_weights}), but shard is "
+            f'"{shard}". Set shard = "weights", or make the plan anew.'
+        )
+    if shard == "none" or by_program.width == 1:
+        return by_program
+    return _halfway(plan, by_program) if shard == "optimizer" else _gathering(plan, by_program)
+
+
+def _gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where replicas share weights: they are gathered where they are used."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if not isinstance(named, Plan):
+        raise BiremeError(
+            "Replicas share the weights, which are gathered where a schedule uses them, but "
+            f"{by_program.source.name} "
+            'is a program and not a plan with a schedule. Name a schedule, or use shard = "optimizer".'
+        )
+    if not named.whole_weights:
+        by_program = replace(named, whole_weights=WHOLE_WEIGHTS).by_program
+    by_program.source.settled()  # refuses schedules that need gradients whole
     return by_program
 
 

@@ -1,6 +1,6 @@
 """The weights of a stage whose optimiser replicas share: each makes its parts and gets the others'."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,14 +56,22 @@ class SharedWeights:
         is_whole = tuple(value.shape) == self.shapes[name] and (value.ndim > 0 or key not in ONCE)
         return self.part_of[name].piece(name, value).clone() if is_whole else value
 
-    def own_newest(self) -> Tensors:
+    def own_newest(self, _bank: int) -> Tensors:
         """This replica's pieces of the newest weights that nobody has whole."""
         return {name: view for one in self._stores if one.apart for name, view in one.apart.views.items()}
+
+    def own_run_on(self, _version: int) -> Tensors:
+        """The same of a version that is computed with, which all have whole."""
+        return {}
+
+    def made(self, bank: int) -> None:
+        """This replica has made its part of a version: begin to give it to the others, and to get theirs."""
+        self.gather(bank)
 
     def gather(self, bank: int) -> None:
         """Begin to send this replica's parts of a bank, and to get the others'. Take part with the others."""
         self._arriving[bank] = self._sharers.gather(
-            (store.banks[bank].flat, _parts(store)) for store in self._stores
+            (store.to_gather(bank), _parts(store)) for store in self._stores
         )
 
     def arrive(self, version: int) -> None:
@@ -115,12 +123,25 @@ class SharedWeights:
         for store in self._stores:
             if store.apart is None:
                 found |= store.leaves[bank]
-                continue
-            if alone:
-                continue
-            whole = Arena(store.banks[bank].slots, store.apart.flat.dtype, store.apart.flat.device)
+            elif not alone:
+                found |= self._whole_copies([(store, store.apart.flat)])
+        return found
+
+    def run_on(self, version: int, *, alone: bool) -> Tensors:
+        """A version that is computed with; with `alone` without what nobody has whole, which is nothing."""
+        self.arrive(version)
+        bank = version % len(self._arriving)
+        return {name: leaf for store in self._stores for name, leaf in store.leaves[bank].items()}
+
+    def _whole_copies(self, owned: Iterable[tuple[ShelfWeights, Tensor]]) -> Tensors:
+        """Copies of weights of some stores, of each of which this is the part that this replica has; take
+        part with the others.
+        """
+        found: dict[str, Tensor] = {}
+        for store, own in owned:
+            whole = Arena(store.banks[0].slots, own.dtype, own.device)
             assert store.part is not None, "the stores of shared weights have parts"
-            store.part.of(whole.flat).copy_(store.apart.flat)
+            store.part.of(whole.flat).copy_(own)
             for pending in self._sharers.gather([(whole.flat, store.part.parts)]):
                 pending.wait()
             found |= whole.views

@@ -1,4 +1,4 @@
-"""The replicas of a stage that share its optimiser: who owns what, and how all get what an owner has made."""
+"""The replicas of a stage that share its optimiser or weights: who owns what, and how all get the rest."""
 
 from collections.abc import Iterable
 
@@ -18,11 +18,16 @@ __all__ = ["Sharers", "sharers_of"]
 
 
 class Sharers:
-    """The `num_members` replicas of a rank's stages, of which this one is `member`."""
+    """The `num_members` replicas of a rank's stages, of which this one is `member`. They share the optimiser,
+    or with `gathers` the weights and the gradients too.
+    """
 
-    def __init__(self, member: int, num_members: int) -> None:
+    def __init__(self, member: int, num_members: int, *, gathers: bool = False) -> None:
         self.member = member
         self.num_members = num_members
+        self.gathers = gathers
+        self.has_lent = False
+        """Whether an evaluation has the weights of a stage gathered."""
         self.sent_bytes = 0
         """What this replica has sent the others of its parts so far."""
         self._group: SharingGroup | None = None
@@ -60,7 +65,9 @@ class Sharers:
 
 
 def sharers_of(shard: str, layout: Layout) -> Sharers | None:
-    """The replicas of a rank as sharers of their optimiser; None if nothing is shared, or nobody is there."""
+    """The replicas of a rank as sharers of that; None if nothing is shared, or nobody is there."""
     if shard not in SHARDS:
         raise BiremeError(f"There is no shard {shard!r}. {closest(shard, SHARDS)}")
-    return Sharers(layout.replica, layout.width) if shard != "none" and layout.width > 1 else None
+    if shard == "none" or layout.width == 1:
+        return None
+    return Sharers(layout.replica, layout.width, gathers=shard == "weights")

@@ -39,8 +39,9 @@ class ShelfPart:
         return {name: part[slot.begin : slot.end] for name, slot in self.own.slots.items()}
 
     def piece(self, name: str, tensor: Tensor) -> Tensor:
-        """The piece of a tensor of its parameter's shape."""
-        return tensor.reshape(-1)[self.pieces[name]]
+        """The piece of a tensor of its parameter's shape; of a piece, that itself."""
+        is_piece = tensor.shape == self.own.slots[name].shape
+        return tensor if is_piece else tensor.reshape(-1)[self.pieces[name]]
 
 
 def part_of(shelf: Shelf, member: int, num_members: int) -> ShelfPart:

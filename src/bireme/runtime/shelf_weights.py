@@ -1,12 +1,13 @@
 """The weights of one shelf: an arena for each bank, and one for the newest weights where they are apart."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
+from bireme.memory.lent_arena import LentArena
 from bireme.runtime.shelf import Shelf
 from bireme.runtime.shelf_part import ShelfPart
 from bireme.runtime.stage_memory import StageMemory
@@ -20,7 +21,8 @@ Tensors = Mapping[str, Tensor]
 class ShelfWeights:
     """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks.
 
-    With a `part` only that is stepped here, and only that is kept apart.
+    With a `part` only that is stepped here, and only that is kept apart. With `keeps_part` there is no more
+    of the banks either, but while one is taken.
     """
 
     def __init__(
@@ -33,11 +35,22 @@ class ShelfWeights:
         *,
         is_apart: bool,
         part: ShelfPart | None = None,
+        keeps_part: bool = False,
     ) -> None:
         self.part = part
         names = tuple(shelf.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
-        self.banks = [Arena(shelf.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
+        self.banks: Sequence[Arena] = (
+            [LentArena(shelf.slots, dtype, device) for _ in range(num_banks)]
+            if keeps_part
+            else [Arena(shelf.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
+        )
+        self._parts = (
+            [Arena(part.own.slots, dtype, device) for _ in range(num_banks)]
+            if keeps_part and part is not None
+            else None
+        )
+        """What there is of each bank, where the rest is gathered."""
         self.apart = (
             Arena((part.own if part else shelf).slots, shelf.dtype, device, memory.optimizer())
             if is_apart or dtype != shelf.dtype
@@ -50,7 +63,7 @@ class ShelfWeights:
             )
         self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
         with memory.opened(Item.WEIGHTS):
-            copy_by_name({name: given[name] for name in names}, self.banks[0].views)
+            self.put(0, {name: given[name] for name in names})
         if self.apart is not None:
             with memory.opened(Item.OPTIMIZER):
                 self.put_apart(given)
@@ -59,20 +72,62 @@ class ShelfWeights:
         """What an optimiser steps where a version is made in a bank."""
         if self.apart is not None:
             return self.apart.views
-        return self.leaves[bank] if self.part is None else self.part.views(self.banks[bank].flat)
+        return self.leaves[bank] if self.part is None else self.pieces(bank)
+
+    def pieces(self, bank: int) -> Tensors:
+        """This replica's pieces of a bank."""
+        assert self.part is not None, "who has pieces has a part"
+        return self.part.views(self.banks[bank].flat) if self._parts is None else self._parts[bank].views
+
+    def put(self, bank: int, weights: Tensors) -> None:
+        """Take over copies of weights into a bank, or of what there is of it here."""
+        if self._parts is None or self.part is None:
+            copy_by_name({name: weights[name] for name in self.banks[bank].views}, self.banks[bank].views)
+            return
+        for name, piece in self.pieces(bank).items():
+            piece.copy_(self.part.piece(name, weights[name]))
+
+    def take(self, bank: int) -> None:
+        """Have memory for all of a bank."""
+        arena = self.banks[bank]
+        assert isinstance(arena, LentArena), "only what is not kept is taken"
+        arena.take()
+
+    def let_go(self, bank: int) -> None:
+        """Give back the memory of a bank, but for the part that is kept."""
+        arena = self.banks[bank]
+        assert isinstance(arena, LentArena), "only what is not kept is let go"
+        arena.let_go()
+
+    def to_gather(self, bank: int) -> Tensor:
+        """All of a bank, to be filled with the others' parts, with this replica's part in it."""
+        arena = self.banks[bank]
+        if not isinstance(arena, LentArena) or self.part is None:
+            return arena.flat
+        self.part.of(arena.unversioned).copy_(self.own(bank))
+        return arena.unversioned
+
+    def newest_part(self, bank: int) -> Tensor:
+        """This replica's part of the newest weights, which are in that bank or apart."""
+        return self.own(bank) if self.apart is None else self.apart.flat
+
+    @property
+    def num_bank_bytes(self) -> int:
+        """The bytes of the banks that are there for good."""
+        return sum(arena.num_bytes for arena in self._parts or self.banks)
 
     def round_into(self, bank: int) -> None:
         """Write the newest weights into a bank, where they are apart from it."""
         if self.apart is not None:
-            self._own(bank).copy_(self.apart.flat)
+            self.own(bank).copy_(self.apart.flat)
 
     def begin(self, bank: int, newest: int, *, skips: bool) -> None:
         """Let a bank be ready for a step of the newest weights; if that is skipped, let it be these."""
         if self.part is not None:
-            if bank != newest and skips:
+            if bank != newest and skips and self._parts is None:
                 self.banks[bank].flat.copy_(self.banks[newest].flat)
-            elif bank != newest and self.apart is None:
-                self._own(bank).copy_(self._own(newest))
+            elif bank != newest and (skips or self.apart is None):
+                self.own(bank).copy_(self.own(newest))
         elif self.apart is None and bank != newest:
             self.banks[bank].flat.copy_(self.banks[newest].flat)
         elif skips:
@@ -87,8 +142,10 @@ class ShelfWeights:
             }
             copy_by_name(own, self.apart.views)
 
-    def _own(self, bank: int) -> Tensor:
+    def own(self, bank: int) -> Tensor:
         """What is stepped here of a bank."""
+        if self._parts is not None:
+            return self._parts[bank].flat
         flat = self.banks[bank].flat
         return flat if self.part is None else self.part.of(flat)
 

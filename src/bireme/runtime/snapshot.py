@@ -75,8 +75,11 @@ def _shared_sections(
     banks = stage.banks
     newest = banks.newest(alone=not alone)
     found = {f"{WEIGHTS}/{name}": tensor for name, tensor in newest.items() if name in wanted}
-    found |= _to_run_on(stage, wanted, replica) | _buffers(stage, wanted)
-    pieces = {name: {} if alone else {f"{WEIGHTS}/{name}": one} for name, one in shared.own_newest().items()}
+    found |= _to_run_on(stage, wanted, replica, alone=not alone) | _buffers(stage, wanted)
+    pieces: dict[str, dict[str, Tensor]] = {}
+    for section, before in ((WEIGHTS, False), (BEFORE, True)) if not alone else ():
+        for name, one in banks.own_pieces(before=before).items():
+            pieces.setdefault(name, {})[f"{section}/{name}"] = one
     for name, state in banks.optimizer_state().items():
         known = {
             f"{OPTIMIZER}/{name}/{key}": _as_tensor(one) for key, one in state.items() if one is not None
@@ -103,9 +106,11 @@ def _named_pieces(shared: SharedWeights, name: str, own: Mapping[str, Tensor]) -
     return found
 
 
-def _to_run_on(stage: Stage, wanted: Collection[str], replica: int) -> dict[str, Tensor]:
+def _to_run_on(
+    stage: Stage, wanted: Collection[str], replica: int, *, alone: bool = False
+) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, tensor in stage.banks.next_to_run_on().items():
+    for name, tensor in stage.banks.next_to_run_on(alone=alone).items():
         if stage.banks.is_fresh:
             found[f"{TRIAL}/{replica}/{stage.index}/{name}"] = tensor
         elif name in wanted:

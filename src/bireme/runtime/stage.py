@@ -178,6 +178,15 @@ class Stage:
         self._has_seen(place, kept)
         self.banks.release(kept.version)
 
+    def sum_gradients(self, batch: int) -> None:
+        """Sum what a batch's gradients have come to over the replicas that share this stage's weights, each
+        part where its owner is. All of them must call it.
+        """
+        gathered, sums = self.banks.gathered, self.part(batch).sums()
+        assert gathered is not None, "who sums parts shares weights"
+        assert sums.parts is not None, "who shares weights has parts of sums"
+        sums.parts.sum_up(sums.held, gathered.sharers)
+
     def put_back_buffers(self, batch: int) -> None:
         """Let a batch have written to no buffer. What later batches have written meanwhile goes as well."""
         before = self.part(batch).buffers_before or {}

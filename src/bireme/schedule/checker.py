@@ -9,6 +9,7 @@ from itertools import chain, islice
 
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.deadlock import run_to_end
+from bireme.schedule.proofs.gathering import gathering_problems
 from bireme.schedule.proofs.messages import message_problems
 from bireme.schedule.proofs.paging import paging_problems
 from bireme.schedule.proofs.places import misplaced
@@ -55,7 +56,12 @@ def check(program: Program) -> Report:
     if problems:
         # An instruction in a wrong place makes nonsense of every other proof.
         return Report(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
-    proofs = chain(stage_problems(program), message_problems(program), paging_problems(program))
+    proofs = chain(
+        stage_problems(program),
+        message_problems(program),
+        paging_problems(program),
+        gathering_problems(program),
+    )
     problems = list(islice(proofs, MOST_PROBLEMS))
     stuck = run_to_end(program, synchronous_sends=True)
     buffered = None if stuck is None else run_to_end(program, synchronous_sends=False)

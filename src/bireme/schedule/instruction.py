@@ -15,11 +15,13 @@ __all__ = [
     "PAGING",
     "RECEIVES",
     "SENDS",
+    "SHARING",
     "Instruction",
     "Item",
     "Kind",
     "Message",
     "Page",
+    "moved_item",
 ]
 
 
@@ -56,6 +58,14 @@ class Kind(StrEnum):
     """Post the copy of a chunk from the tier below. It does not wait: the instruction that uses it does."""
     EVICT = "EVICT"
     """Give back a chunk's slot in a tier, once its copy to the tier below is complete if it needs one."""
+    GATHER = "UNSHARD"
+    """Post the gathering of a stage's weights, of which each replica keeps a part. It does not wait: the
+    instruction that uses them does."""
+    RELEASE = "RESHARD"
+    """Let gathered weights go; this replica's part of them stays."""
+    SCATTER = "SCATTER"
+    """Sum what a batch's gradients of a stage have come to over the replicas, each part where its owner is.
+    It waits."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
@@ -65,6 +75,7 @@ SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 AVERAGES = frozenset({Kind.AVERAGE_START, Kind.AVERAGE_END})
 PAGING = frozenset({Kind.FETCH, Kind.EVICT})
+SHARING = frozenset({Kind.GATHER, Kind.RELEASE, Kind.SCATTER})
 
 HALF_LETTERS = "ab"
 
@@ -121,12 +132,20 @@ class Page(NamedTuple):
     where nobody reads it again."""
 
 
+def moved_item(step: "Instruction") -> Item:
+    """What a FETCH, EVICT, GATHER or SCATTER moves."""
+    if step.page is not None:
+        return step.page.item
+    return Item.GRADIENT if step.kind is Kind.SCATTER else Item.WEIGHTS
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One step of a rank.
 
     `version` is the weight version that a compute instruction runs on, the one that UPDATE and TRIAL make,
-    and the one that AVERAGE_START reads and AVERAGE_END completes; communication has none. `half` is 0 or 1
+    the one that AVERAGE_START reads and AVERAGE_END completes, and the one that GATHER and RELEASE are about;
+    communication has none. `half` is 0 or 1
     where a micro-batch's forward is sliced. `seen` is, for TRIAL, how many micro-batches of the batch before
     have their gradient in the accumulator. `page` is what FETCH and EVICT move.
     """

@@ -125,6 +125,9 @@ class Program:
     average_lag: int | None = None
     """Where replicas average weights after each update: how many updates later the mean may become part of
     the weights. None where they do not."""
+    num_sharers: int = 1
+    """The replicas that share the weights of each stage: each keeps a part, and gathers all where they are
+    used. 1 where each replica has its weights whole."""
 
     @property
     def num_stages(self) -> int:

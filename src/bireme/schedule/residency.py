@@ -242,7 +242,7 @@ class _Ledger:
         self.recomputed = program.recomputed
         stages = program.stages_of(rank)
         self.kept = [0.0] * len(WHAT)
-        self.kept[0] = sum(sizes.version[stage] for stage in stages)
+        self.kept[0] = sum(sizes.version[stage] for stage in stages) / program.num_sharers
         self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
         if sizes.buffers:
             self.kept[2] += sum(sizes.buffers[stage] for stage in stages)
@@ -252,6 +252,9 @@ class _Ledger:
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
         self.accumulating: set[tuple[int, int, int | None]] = set()
+        self.whole_gradients: set[tuple[int, int]] = set()
+        """Stages and batches of which there are more gradients here than this replica's part, where replicas
+        share weights."""
         self.stashed = self.buffers = 0
         self.peak_stashed = self.peak_buffers = 0
         self.peak_bytes = self.bytes
@@ -294,6 +297,10 @@ class _Ledger:
             takes.append((5, self.sizes.version[step.stage]))
         elif step.kind is Kind.AVERAGE_END:
             gives.append((5, self.sizes.version[step.stage]))
+        elif step.kind is Kind.GATHER:
+            takes.append((0, self.sizes.version[step.stage]))
+        elif step.kind is Kind.RELEASE:
+            gives.append((0, self.sizes.version[step.stage]))
         entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry
@@ -331,29 +338,38 @@ class _Ledger:
         self.buffers -= entry.uses
         if entry.kind is Kind.UPDATE:
             self._close_gradient(entry.stage, batch, microbatch)
+        elif entry.kind is Kind.SCATTER and (entry.stage, batch) in self.whole_gradients:
+            self.whole_gradients.discard((entry.stage, batch))
+            self._add_gradient(-self.sizes.gradient[entry.stage])
 
     def _open_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
         """A gradient is kept until its update: a batch's or, where each is applied, a micro-batch's."""
         key = stage, batch, microbatch if self.program.rule is Rule.STASHED else None
         if key not in self.accumulating:
             self.accumulating.add(key)
-            self.kept[1] += self.sizes.gradient[stage]
-            self.bytes += self.sizes.gradient[stage]
+            self._add_gradient(self.sizes.gradient[stage] / self.program.num_sharers)
+        if self.program.num_sharers > 1 and (stage, batch) not in self.whole_gradients:
+            self.whole_gradients.add((stage, batch))
+            self._add_gradient(self.sizes.gradient[stage])
 
     def _close_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
         key = stage, batch, microbatch
         if key in self.accumulating:
             self.accumulating.discard(key)
-            self.kept[1] -= self.sizes.gradient[stage]
-            self.bytes -= self.sizes.gradient[stage]
+            self._add_gradient(-self.sizes.gradient[stage] / self.program.num_sharers)
+
+    def _add_gradient(self, num_bytes: float) -> None:
+        self.kept[1] += num_bytes
+        self.bytes += num_bytes
 
     def _open_version(self, entry: _Entry) -> None:
         """A version made takes a bank of its own until all banks are in use."""
         in_place = self.program.rule is Rule.FRESH and entry.kind is Kind.UPDATE
         if not in_place and self.versions[entry.stage] < self.most_versions[entry.stage]:
             self.versions[entry.stage] += 1
-            self.kept[0] += self.sizes.version[entry.stage]
-            self.bytes += self.sizes.version[entry.stage]
+            num_bytes = self.sizes.version[entry.stage] / self.program.num_sharers
+            self.kept[0] += num_bytes
+            self.bytes += num_bytes
 
     def _comes_from_afar(self, step: Instruction) -> bool:
         needed = step.needs(self.program.num_stages)

@@ -23,6 +23,7 @@ from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
 from bireme.simulate.copies import RankMover, TierLinks
 from bireme.simulate.costs import Costs
+from bireme.simulate.gathering import RankGatherer
 from bireme.simulate.network import Network, Traffic
 from bireme.simulate.operations import AGREED, AVERAGE, LOCAL, RECEIVE, REDUCE, SEND, USE, Op, Operations
 from bireme.simulate.parcels import Channel, Parcel
@@ -96,7 +97,13 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     return {(a, b) for a, b in neighbours if a != b}
 
 
-def _mover(program: Program, rank: int, links: TierLinks) -> RankMover | None:
+Mover = RankMover | RankGatherer
+"""What moves a rank's memory beside its track: between tiers, or from replicas that share weights."""
+
+
+def _mover(program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> Mover | None:
+    if program.num_sharers > 1:
+        return RankGatherer(program, rank, costs, network)
     tiers = program.tiers_of(rank)
     return None if tiers is None else RankMover(program, rank, tiers, links)
 
@@ -108,11 +115,11 @@ GOES_ON, WORKED = range(2)
 class _Rank:
     """A rank, how far it has got, and the times so far."""
 
-    def __init__(self, number: int, ops: Iterator[tuple[Op, int]], mover: RankMover | None) -> None:
+    def __init__(self, number: int, ops: Iterator[tuple[Op, int]], mover: Mover | None) -> None:
         self.number = number
         self.ops = ops
         self.mover = mover
-        """Who copies its chunks, where it pages."""
+        """Who copies its chunks, where it pages, or gathers its weights, where replicas share them."""
         self.now_s = 0.0
         self.held: tuple[Op, int] | None = None
         """The operation it waits in, and the shift of its key."""
@@ -151,7 +158,11 @@ class _Run:
         self.operations = Operations(program, costs, network, agree=agree)
         self.channels = self.operations.channels
         self.ranks = [
-            _Rank(number, self.operations.of_rank(number), _mover(program, number, tier_links[number]))
+            _Rank(
+                number,
+                self.operations.of_rank(number),
+                _mover(program, number, tier_links[number], costs, network),
+            )
             for number in range(program.num_ranks)
         ]
         self.agenda = [(0.0, rank.number, GOES_ON, 0) for rank in self.ranks]
@@ -223,6 +234,8 @@ class _Run:
                     now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
             since = None
+            if seconds and rank.mover is not None:
+                seconds += rank.mover.taken_s(now, seconds)
             if seconds and self.in_order:
                 self._begin_work(rank, op, key, now, seconds)
                 return

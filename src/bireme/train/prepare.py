@@ -44,7 +44,7 @@ from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.plan_search import plan_request_of, planned
 from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
-from bireme.train.replica_checks import check_paged, check_replicas
+from bireme.train.replica_checks import check_paged, check_replicas, check_tied
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
@@ -91,6 +91,7 @@ class Prepared:
     def __post_init__(self) -> None:  # refuses replicas and shares that cannot be
         check_paged(self.run, self.plan.plan)
         check_replicas(self.run, self.plan.plan, self.data.training)
+        check_tied(self.run, self.plan.plan, self.graph)
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
         check_schedule(self.run, self.plan.plan)
 

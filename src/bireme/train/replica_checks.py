@@ -1,12 +1,16 @@
 """Whether the replicas of a run can go on without each other: known before anything starts."""
 
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.units import units_of
 from bireme.plan.plan import Plan
+from bireme.runtime.averaging.averaging import check_untied
+from bireme.runtime.layout import layout_of
 from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.run_file import RunFile
 
-__all__ = ["check_paged", "check_replicas", "refuse_averages_elsewhere"]
+__all__ = ["check_paged", "check_replicas", "check_tied", "refuse_averages_elsewhere"]
 
 
 def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
@@ -31,11 +35,6 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
             'pages. Leave paging out of the plan, or use sync.mode = "all".'
         )
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
-    if mode == "groups" and plan.num_stages > 1:
-        raise BiremeError(
-            f'sync.mode is "groups", but the plan has {plan.num_stages} stages, and such runs have stood '
-            'still at times. Set plan.depth = 1, or use sync.mode = "quorum".'
-        )
     if run.sync.averages and most > 1:
         raise BiremeError(
             f'sync.mode is "{mode}", in which weights are averaged rank by rank, but {plan.schedule} has '
@@ -43,8 +42,22 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         )
 
 
+def check_tied(run: RunFile, plan: Plan, graph: Graph) -> None:
+    """Refuse weights that ranks of a replica share, where replicas average weights rank by rank."""
+    if run.sync.averages:
+        program = plan.by_program
+        check_untied(layout_of(graph, units_of(graph), program, 0, program.num_ranks))
+
+
 def check_paged(run: RunFile, plan: Plan) -> None:
-    """Refuse a plan that pages, as one from a file may, where the run asks for what does not page."""
+    """Refuse a plan that pages or shares weights, as one from a file may, where the run asks for what
+    does not go with that.
+    """
+    if plan.whole_weights and run.memory.shard != "weights":
+        raise BiremeError(
+            f"In the plan replicas share weights (whole_weights = {plan.whole_weights}), but memory.shard is "
+            f'"{run.memory.shard}". Set memory.shard = "weights", or use a plan that was made without it.'
+        )
     if plan.paging is None:
         return
     asked = {

@@ -9,6 +9,7 @@ import torch
 
 from bireme.balance.slow_stage import StageWatch
 from bireme.cluster.cluster_file import read_cluster
+from bireme.documents import get_ready
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
@@ -16,6 +17,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.plan.window_file import read_windows
 from bireme.profile.control import Control
+from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
@@ -56,6 +58,8 @@ LEAST_KEPT = 2
 """The newest checkpoint may turn out to be damaged when it is needed."""
 
 ALL = 10**9
+
+get_ready(Graph, SavedPlan, Profile)  # which every rank reads, as a copy of a process that has imported this
 
 
 def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
@@ -124,8 +128,6 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
         pipeline.restore(checkpoint.snapshot())
     if isinstance(part.member, AveragingReplica):
         part.member.join(pipeline)
-    elif part.member is not None:
-        pipeline.join()
     loop: Loop | None = None
 
     def open_writer(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
@@ -175,6 +177,8 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
             member=part.member,
         )
         del pipeline  # the loop may have another one later, and no room for two
+        if isinstance(part.member, Replica):
+            loop.join()
         if log is not None:
             log.begin(loop.step)
         outcome = loop.go()

@@ -7,7 +7,7 @@ Random numbers come from a state that is handed over, so that a seed means the s
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.placement.compiled import compiled
+from bireme.compiled import compiled
 from bireme.placement.items import Integers
 from bireme.placement.latency.wiring import CIRCLE, CPU, Scratch, Wiring
 

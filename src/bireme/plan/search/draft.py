@@ -12,6 +12,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.search.shapes import PARTS, Outline
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.folding import WRITTEN_OUT
+from bireme.schedule.gathering import gathered
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 
@@ -45,6 +46,7 @@ class Draft:
     """Of its borders; the one that is wished for on all of them if it is empty."""
     sweep: int = 1
     paging: Paging | None = None
+    whole_weights: int = 0
 
     @property
     def rule(self) -> Rule:
@@ -64,16 +66,19 @@ class Draft:
             outline.num_stages * outline.num_microbatches <= MOST_PASSES
             or outline.num_microbatches <= shows_all
             or self.paging is not None
+            or self.whole_weights
         ):
             return self
         return replace(self, outline=replace(outline, num_microbatches=shows_all))
 
     def program(self) -> Program:
         """What one replica does in a few batches."""
+        if self.whole_weights:
+            return _gathered(self)
         return self.resident_program() if self.paging is None else _paged(self)
 
     def resident_program(self) -> Program:
-        """The same without paging."""
+        """The same without paging and without what sharing weights takes."""
         outline = self.outline
         return _program(
             outline.schedule,
@@ -109,6 +114,7 @@ class Draft:
             codecs=() if all(one.is_none for one in codecs) else codecs,
             sweep=self.sweep,
             paging=self.paging,
+            whole_weights=self.whole_weights,
         )
 
 
@@ -151,6 +157,11 @@ def _paged(draft: Draft) -> Program:
     return draft.paging.paged(program, draft.paging.cut(program))
 
 
+@lru_cache(maxsize=64)
+def _gathered(draft: Draft) -> Program:
+    return gathered(draft.resident_program(), draft.outline.width, draft.whole_weights)
+
+
 def draft_of(plan: Plan, cluster: Cluster) -> Draft:
     """The draft of a plan that names its devices and the samples of its micro-batches."""
     if not plan.devices or not plan.micro_batch_sizes:
@@ -189,4 +200,5 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         plan.codecs,
         plan.sweep,
         plan.paging,
+        plan.whole_weights,
     )

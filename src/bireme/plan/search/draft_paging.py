@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from bireme.errors import BiremeError
 from bireme.plan.forecast import TierForecast
 from bireme.plan.paging import Paging
 from bireme.plan.search.draft import Draft
@@ -11,10 +12,12 @@ from bireme.plan.search.tier_budgets import budgets_of
 from bireme.schedule.chunks import LARGE_PAGE_BYTES
 from bireme.schedule.instruction import PAGING, Kind
 from bireme.schedule.program import Program
+from bireme.schedule.residency import Residency
 from bireme.simulate.costs import Costs
+from bireme.simulate.gathering import REPLICAS
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["busiest_wire", "paging_of", "tier_forecasts"]
+__all__ = ["busiest_wire", "paging_of", "tier_forecasts", "update_places"]
 
 
 def paging_of(
@@ -24,16 +27,20 @@ def paging_of(
     *,
     ahead: int,
     updates_together: bool,
+    host_updates: bool,
     is_summed: bool,
 ) -> Paging | None:
-    """What a draft pages whose stages cost that, in its largest micro-batches; None where all of it fits."""
+    """What a draft pages whose stages cost that, in its largest micro-batches; None where all of it fits.
+
+    Where no update can be made on the host, none is. Raises if the user asked for that.
+    """
     kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
     sizes = costs.sizes()
     # What codecs of sums keep is counted with the optimiser, and is not the optimiser's.
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(
         sizes,
-        master=problem.request.has_master_weights,
+        master=problem.request.has_masters,
         optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
         buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
     )
@@ -45,18 +52,50 @@ def paging_of(
         updates_together=updates_together,
         is_summed=is_summed,
         stashes=asked is None or asked.stashes,
+        host_updates=host_updates,
     )
     devices = problem.cluster.devices()
     is_mapped_large = any(devices[one].device.kind == "cuda" for row in draft.grid for one in row)
     cut = paging.cut(draft.resident_program(), LARGE_PAGE_BYTES if is_mapped_large else 0)
-    return paging.with_chunks(cut) if any(cut) else None
+    if not any(cut):
+        return None
+    if host_updates and not any(tiers.host_updates for tiers in cut if tiers is not None):
+        if asked is not None and asked.optimizer == "host":
+            raise BiremeError(
+                "The optimizer is to step on the host, but no stage of the plan can: its gradients are "
+                "summed over replicas or over stages that share weights, its updates are fresh (2bw-fresh), "
+                "it has no host memory, or what its optimizer remembers is too little to be paged. Let the "
+                "optimizer step on the device."
+            )
+        paging = replace(paging, host_updates=False)
+    return paging.with_chunks(cut)
+
+
+def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
+    """Whether drafts are to update on the host: never, always, or both ways are tried.
+
+    The engine steps on the host where the device is a processor: then they are the same, and equally fast.
+    """
+    asked = "auto" if problem.request.memory is None else problem.request.memory.optimizer
+    devices = problem.cluster.devices()
+    has_gpus = any(devices[one].device.kind == "cuda" for one in problem.devices)
+    if asked == "host" and has_gpus:
+        raise BiremeError(
+            "The optimizer is to step on the host, which Bireme's engine does for devices that are "
+            "processors, but the plan may use GPUs. Let the optimizer step on the device."
+        )
+    if asked == "auto":
+        return (False,) if has_gpus else (True, False)
+    return (asked == "host",)
 
 
 def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:
-    """Each tier of the ranks that page."""
+    """Each tier of the ranks that page, and what ranks exchange with replicas that share their weights."""
     program = timeline.program
     waited_s = {moved.rank: moved.waited_s / program.num_batches for moved in timeline.paging}
     for kept in timeline.memory:
+        if program.num_sharers > 1:
+            yield from _shared(timeline, kept, waited_s[kept.rank])
         for number, tier in enumerate(kept.tiers):
             yield TierForecast(
                 rank=kept.rank,
@@ -68,18 +107,35 @@ def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:
             )
 
 
+def _shared(timeline: Timeline, kept: Residency, waited_s: float) -> Iterator[TierForecast]:
+    """What a rank gathers from the replicas that share its weights, and what it gives them."""
+    moved = {
+        copies.destination: sum(copies.num_bytes) / timeline.program.num_batches
+        for one in timeline.paging
+        if one.rank == kept.rank
+        for copies in one.copies
+    }
+    yield TierForecast(kept.rank, "device", None, kept.peak_bytes, moved.get("device", 0.0), waited_s)
+    yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0))
+
+
 def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:
-    """For how long a batch keeps the busiest wire between tiers busy, of which rank, and the lower tier."""
+    """For how long a batch keeps the busiest wire between tiers, or to replicas that share weights, busy, of
+    which rank, and the lower tier, or `REPLICAS`.
+    """
     busiest = (0.0, 0, "")
     for moved in timeline.paging:
-        disk_s = 0.0
+        disk_s = exchanged_s = 0.0
         for copies in moved.copies:
             seconds = (sum(copies.end_s) - sum(copies.start_s)) / timeline.program.num_batches
-            if "disk" in (copies.source, copies.destination):
+            ends = copies.source, copies.destination
+            if "disk" in ends:
                 disk_s += seconds
+            elif REPLICAS in ends:
+                exchanged_s += seconds
             else:
                 busiest = max(busiest, (seconds, moved.rank, "host"))
-        busiest = max(busiest, (disk_s, moved.rank, "disk"))
+        busiest = max(busiest, (disk_s, moved.rank, "disk"), (exchanged_s, moved.rank, REPLICAS))
     return busiest
 
 

@@ -32,6 +32,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
+from bireme.simulate.gathering import REPLICAS
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
@@ -182,8 +183,10 @@ class PlanEvaluator:
             tiers=tuple(tier_forecasts(slowest)),
         )
 
-    def paging(self, draft: Draft, *, ahead: int, updates_together: bool) -> Paging | None:
-        """What a draft would page; None where all of it fits."""
+    def paging(
+        self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
+    ) -> Paging | None:
+        """What a draft would page; None where all of it fits. Updates are made on the host where they can."""
         costs = self._work(draft, max(draft.outline.sizes)).costs
         stages = draft.stages(len(self._problem.profile.units))
         is_tied = any(
@@ -196,6 +199,7 @@ class PlanEvaluator:
             costs,
             ahead=ahead,
             updates_together=updates_together,
+            host_updates=host_updates,
             is_summed=is_tied or draft.outline.width > 1,
         )
 
@@ -204,6 +208,8 @@ class PlanEvaluator:
         if seconds <= floor.seconds:
             return floor.bottleneck
         name = self._problem.names[draft.grid[rank][0]]
+        if lower == REPLICAS:
+            return f"{name}'s links to its replicas"
         return f"{name}'s disk" if lower == "disk" else f"{name}'s wire to its host"
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
@@ -323,6 +329,7 @@ class PlanEvaluator:
             if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
                 half = problem.whole(size // 2).forward_s
             costs = costs_between(problem.whole(size), draft.cuts, half_forward_s=half)
+            costs = replace(costs, master_weights=problem.request.has_masters)
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))

@@ -21,7 +21,7 @@ from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
 
-__all__ = ["with_paging"]
+__all__ = ["BRIEF_SEEDS", "MOST_SEEDS", "Search", "with_paging", "with_room"]
 
 
 class Search(Protocol):
@@ -50,7 +50,7 @@ def with_paging(
         power = forecast.watts if request.goal is Goal.ENERGY else None
         return forecast.cost_s_per_sample * (power or 1.0)
 
-    roomy = search(_roomy(cluster), replace(request, memory=None, memory_fraction=1.0))
+    roomy = search(with_room(cluster), replace(request, memory=None, memory_fraction=1.0))
     walk = PagedWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)
     if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
         return search(cluster, request)
@@ -77,7 +77,7 @@ def with_paging(
     )
 
 
-def _roomy(cluster: Cluster) -> Cluster:
+def with_room(cluster: Cluster) -> Cluster:
     """The cluster with room for everything."""
     servers = (
         replace(server, devices=tuple(replace(device, memory_bytes=ROOM_BYTES) for device in server.devices))

@@ -21,7 +21,7 @@ from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.rule import Rule
 
-__all__ = ["PlanningProblem", "check_numbers"]
+__all__ = ["PlanningProblem", "check_numbers", "check_shard"]
 
 
 UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
@@ -220,16 +220,21 @@ class PlanningProblem:
                 f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
                 "Give all devices their watts, or take another objective."
             )
-        if self.request.shard != "none" and self.profile.optimizer == "muon":
-            raise BiremeError(
-                f"Replicas share the {self.request.shard}, but the profile is of muon, which steps whole "
-                "matrices. Profile with adamw or sgd, or leave out shard."
-            )
+        check_shard(self.request, self.profile.optimizer)
         depth = self.request.depth or 1
         if depth > self.num_units:
             raise BiremeError(
                 f"{self.num_units} units that may be separated cannot make {depth} stages: each needs one."
             )
+
+
+def check_shard(request: PlanRequest, optimizer: str) -> None:
+    """Refuse to share an optimiser that has no parts."""
+    if request.shard != "none" and optimizer == "muon":
+        raise BiremeError(
+            f"Replicas share the {request.shard}, but the profile is of muon, which steps whole matrices. "
+            "Profile with adamw or sgd, or leave out shard."
+        )
 
 
 def check_numbers(request: PlanRequest, num_devices: int) -> None:
@@ -265,11 +270,18 @@ def _schedules(request: PlanRequest) -> tuple[str, ...]:
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
         if request.synchronous:
             found = [name for name in found if SCHEDULES[name].rule is Rule.SYNCHRONOUS]
+        if request.shares_weights:
+            found = [name for name in found if SCHEDULES[name].rule is not Rule.FRESH]
         return tuple(n for n in found if not (request.whole_backwards and SCHEDULES[n].splits_backward))
     schedule = schedule_named(request.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(
             f"The engine does not run {schedule.name}, so Bireme cannot plan for it. Use 2bw, its successor."
+        )
+    if request.shares_weights and schedule.rule is Rule.FRESH:
+        raise BiremeError(
+            f"Replicas share the weights, but {schedule.name} makes trial steps, which need whole gradients "
+            "of one replica. Use another schedule, such as 2bw, or share the optimizer only."
         )
     if request.synchronous and schedule.rule is not Rule.SYNCHRONOUS:
         raise BiremeError(

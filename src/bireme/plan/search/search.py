@@ -20,6 +20,7 @@ from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluated import EvaluatedDrafts
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, Explorer, HeuristicExplorer, few_enough
+from bireme.plan.search.gathered import with_gathering
 from bireme.plan.search.homes import why_homeless
 from bireme.plan.search.misfit import nearest_misfit
 from bireme.plan.search.paged import with_paging
@@ -55,6 +56,8 @@ def find_plan(
         def on(machines: Cluster, request: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
             return _found(profile, machines, request, share, is_brief=is_brief, is_tight=is_tight)
 
+        if asked.shares_weights:
+            return with_gathering(profile, cluster, asked, on, is_brief=is_brief)
         if asked.memory is None:
             return on(cluster, asked)
         return with_paging(profile, cluster, asked, on, is_brief=is_brief)

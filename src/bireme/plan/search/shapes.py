@@ -127,7 +127,7 @@ class Outlines:
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
                     continue
                 is_early = problem.updates_early(name, depth, sizes)
-                is_shared = problem.request.num_sharers(len(sizes)) > 1
+                is_shared = request.num_sharers(len(sizes)) > 1 and not request.shares_weights
                 is_halfway = is_shared and schedule_named(name).rule is Rule.DELAYED
                 for parts in PARTS.get(name, (1,)):
                     outline = Outline(name, depth, parts, sizes, num_microbatches, is_early, is_halfway)

@@ -1,9 +1,14 @@
-"""What it changes in a plan's costs if replicas share the optimiser: memory, steps, and bytes to sync."""
+"""What it changes in a plan's costs if replicas share the optimiser: memory, steps, and bytes to sync.
+
+Where they share the weights too, what that keeps and moves follows from the instructions of the program.
+"""
 
 from dataclasses import replace
 
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft
+from bireme.schedule.gathering import times_a_batch
+from bireme.schedule.instruction import Kind
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 
@@ -23,7 +28,7 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
         return costs
     kept = costs.optimizer_bytes
     is_apart = draft.rule is Rule.FRESH
-    if is_apart and not request.has_master_weights:
+    if is_apart and not request.has_masters:
         # The newest weights, which trial versions are made from, are a part of what is shared.
         kept = tuple(own + weights for own, weights in zip(kept, costs.weight_bytes, strict=True))
     return replace(
@@ -59,6 +64,8 @@ def sync_bytes(
             for one, units in zip(costs.gradient_bytes, draft.stages(num_units), strict=True)
         )
     share = reduce_share(request, width)
+    if draft.whole_weights:
+        return (0.0,) * costs.num_stages if before_update else _gathered_bytes(costs, draft, share)
     sums = tuple(share * one for one in costs.gradient_bytes)
     if before_update and rule is Rule.DELAYED:
         return sums
@@ -66,4 +73,16 @@ def sync_bytes(
     return tuple(
         own + share * (weights + (gradients if rule is Rule.FRESH else 0.0))
         for own, gradients, weights in made
+    )
+
+
+def _gathered_bytes(costs: Costs, draft: Draft, share: float) -> tuple[float, ...]:
+    """What each replica sends on of every stage in a batch where weights are gathered."""
+    program = draft.program()
+    times = zip(times_a_batch(program, Kind.GATHER), times_a_batch(program, Kind.SCATTER), strict=True)
+    return tuple(
+        share * (gathers * weights + scatters * gradients)
+        for (gathers, scatters), weights, gradients in zip(
+            times, costs.weight_bytes, costs.gradient_bytes, strict=True
+        )
     )

@@ -5,7 +5,7 @@ The other proofs take this for granted.
 
 from collections.abc import Iterator
 
-from bireme.schedule.instruction import AVERAGES, PAGING, RECEIVES, SENDS, Instruction, Item, Kind
+from bireme.schedule.instruction import AVERAGES, PAGING, RECEIVES, SENDS, SHARING, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.rule import Rule
@@ -43,6 +43,8 @@ def _problem(program: Program, rank: int, instruction: Instruction) -> str | Non
             return "both stages are on that rank, so nothing goes between ranks"
     if instruction.kind in AVERAGES and program.average_lag is None:
         return "replicas average no weights in this program"
+    if instruction.kind in SHARING and program.num_sharers == 1:
+        return "replicas share no weights in this program"
     return _microbatch_problem(program, instruction)
 
 
@@ -58,7 +60,7 @@ def _microbatch_problem(program: Program, instruction: Instruction) -> str | Non
     elif instruction.kind in (Kind.REDUCE, Kind.UPDATE):
         needs_one = program.rule is Rule.STASHED
     else:
-        needs_one = instruction.kind is not Kind.TRIAL and instruction.kind not in AVERAGES
+        needs_one = instruction.kind not in {Kind.TRIAL, *AVERAGES, *SHARING}
     if needs_one != (k is not None):
         return "it must name a micro-batch" if needs_one else "it must name no micro-batch"
     if k is not None and not 0 <= k < program.num_microbatches:

@@ -169,7 +169,8 @@ class Report:
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
     has loaded the snapshot after `healed` batches. It is in a `window`, and has asked for the first `means`
-    windows to end (`groups` and `outer`). One that `is_leaving` will say no more. One that `is_empty` was
+    windows to end (`groups` and `outer`). It `waits` for that, if it has done nothing else for a while. One
+    that `is_leaving` will say no more. One that `is_empty` was
     started after rounds counted: it has no weights that the run could go on from, and can only heal.
     `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
     needs no more than this from a majority of the members.
@@ -185,6 +186,7 @@ class Report:
     healed: int | None = None
     window: Window | None = None
     means: int = 0
+    waits: str = ""
     is_leaving: bool = False
     is_empty: bool = False
     known: "Known | None" = None
@@ -325,9 +327,10 @@ class Word:
     each set enough must know the epoch before it `is_installed`, and nothing is granted or committed before.
     A coordinator that took up did so from the word with the epoch and the number that `after` says.
 
-    `group` is of the rank's own last arrival. A rank that `is_dropped` is of a life that is over: it ends,
-    for its replica to begin the next one. The run `is_lost` if rounds count and nobody is
-    left who has their weights.
+    `group` is of the rank's own last arrival. Where all members wait for each other and nothing will happen
+    any more, `standstill` says who waits for what: they end. A rank that `is_dropped` is of a life that is
+    over: it ends, for its replica to begin the next one. The run `is_lost` if rounds count and nobody is left
+    who has their weights.
     """
 
     epoch: int
@@ -346,6 +349,7 @@ class Word:
     fresh: int = 0
     heals: tuple[Heal, ...] = ()
     group: GroupWord | None = None
+    standstill: str = ""
     is_dropped: bool = False
     is_lost: bool = False
 

@@ -141,7 +141,7 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
         "deepspeed_config sharding_strategy",
         "",
         f"There is none: {LAYERS} plan.depth is how many devices share a model, plan.width how many "
-        "replicas there are.",
+        'replicas there are, and memory.shard = "optimizer" or "weights" what the replicas share.',
     ),
     (
         "per_device_batch_size per_device_train_batch_size per_gpu_batch_size micro_batch_size "

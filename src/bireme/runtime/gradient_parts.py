@@ -1,0 +1,78 @@
+"""The gradients of a batch where replicas share weights: whole while a stage adds to them, else only this
+replica's parts of what they come to over all replicas.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bireme.memory.arena import Arena
+from bireme.memory.lent_arena import LentArena
+from bireme.runtime.sharers import Sharers
+from bireme.runtime.shelf_part import ShelfPart
+from bireme.sync.exchange import SentBytes
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.parts import sum_parts
+
+__all__ = ["GradientParts"]
+
+SLICE_BYTES = 2**22
+"""Summed at a time: several slices and their copies are under way, and are to be few beside a stage."""
+
+
+class GradientParts:
+    """Of one batch: this replica's parts of some arenas. `held` are the parameters that any replica has had a
+    gradient of, as far as they have been summed.
+    """
+
+    __slots__ = ("_arenas", "_own", "held", "names", "views")
+
+    def __init__(self, arenas: Sequence[LentArena], parts: Sequence[ShelfPart], device: torch.device) -> None:
+        self._arenas = [*zip(arenas, parts, strict=True)]
+        self._own = [Arena(part.own.slots, part.own.dtype, device) for part in parts]
+        self.names = [name for arena in arenas for name in arena.views]
+        self.views: Mapping[str, Tensor] = {
+            name: view for own in self._own for name, view in own.views.items()
+        }
+        """This replica's pieces."""
+        self.held: set[str] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are there for good."""
+        return sum(own.num_bytes for own in self._own)
+
+    def take(self) -> None:
+        """Have memory for whole gradients."""
+        for arena, _ in self._arenas:
+            arena.take()
+
+    def piece(self, name: str) -> Tensor | None:
+        """This replica's piece of a gradient, if there is one."""
+        return self.views.get(name) if name in self.held else None
+
+    @torch.no_grad()
+    def sum_up(self, held: set[str], sharers: Sharers) -> None:
+        """Add up the whole gradients of all replicas, each its own part, and give their memory back; those of
+        this replica that were `held` no longer are. Take part with the others.
+        """
+        self.take()
+        sent = SentBytes()
+        gradients = BatchGradients(
+            {name: view for arena, _ in self._arenas for name, view in arena.views.items()},
+            held.intersection(self.names),
+            [arena.flat for arena, _ in self._arenas],
+            parts=[part.parts for _, part in self._arenas],
+        )
+        sum_parts(sharers.group, self.names, gradients, SLICE_BYTES, sent)
+        sharers.sent_bytes += sent.sent
+        for arena, part in self._arenas:
+            for name, piece in part.views(arena.flat).items():
+                if name in gradients.held and name in self.held:
+                    self.views[name].add_(piece)
+                elif name in gradients.held:
+                    self.views[name].copy_(piece)
+            arena.let_go()
+        self.held |= gradients.held
+        held.difference_update(self.names)

@@ -1,0 +1,154 @@
+"""Shared weights: the same program for replicas that each keep a part of every stage's weights and gradients.
+
+Before a stage computes, its weights are gathered from all replicas; afterwards they are let go. What is whole
+at a time are the weights, in their versions, that a rank uses next: so many of them as there is room for, so
+that those of the next pass travel while this one runs. A rank therefore has little whole where its stages
+are parts of what one stage would be.
+
+```
+rank 0:  GATHER 0  GATHER 1  F0  RELEASE 0 … F1  B1  RELEASE 1  SCATTER 1  B0 …
+```
+
+Gradients of a stage are summed over the replicas (SCATTER) when the rank turns to another stage, and before
+their REDUCE. All replicas run the same program, and so gather and sum in the same order: where the program of
+one replica ends, so do those of all of them together.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from bireme.errors import BiremeError
+from bireme.schedule.folding import WRITTEN_OUT, fold
+from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.schedule.program import Program, Track
+from bireme.schedule.rule import Rule
+
+__all__ = ["gathered", "times_a_batch"]
+
+GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+
+Weights = tuple[int, int]
+"""A stage and a version."""
+
+
+def gathered(program: Program, num_sharers: int, most: int) -> Program:
+    """The program for so many replicas that share weights, of which at most `most` are whole on a rank at a
+    time; itself where there is one replica. Raises where gradients may be needed whole.
+    """
+    if num_sharers == 1:
+        return program
+    if program.rule not in (Rule.SYNCHRONOUS, Rule.DELAYED):
+        raise BiremeError(
+            f"Replicas cannot share their weights under {program.name}, which takes steps with gradients of "
+            "one replica alone. Use another schedule, such as 1f1b or 2bw, or share the optimizer only."
+        )
+    repeats = {track.repeats for track in program.tracks}
+    is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
+
+    def make(num_batches: int) -> Program:
+        shown = program.of_length(num_batches) if is_loop else program
+        tracks = (
+            Track(tuple(_woven([*track], most)), versions_per_batch=track.versions_per_batch)
+            for track in shown.tracks
+        )
+        return replace(shown, tracks=tuple(tracks), num_sharers=num_sharers)
+
+    shortest = program.num_batches - min(repeats) + 1
+    return fold(make, program.num_batches, shortest=shortest) if is_loop else make(program.num_batches)
+
+
+def times_a_batch(program: Program, kind: Kind) -> tuple[float, ...]:
+    """How often in a batch each stage has an instruction: in the steady state, or over the window."""
+    found = [0.0] * program.num_stages
+    for track in program.tracks:
+        steps, num_batches = (track.body, 1) if track.repeats else (track.head, program.num_batches)
+        for step in steps:
+            if step.kind is kind:
+                found[step.stage] += 1 / num_batches
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Passes one after the other on the same weights: the places in the track of the first and the last."""
+
+    weights: Weights
+    first: int
+    last: int
+
+
+def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
+    """The track of a rank with what sharing takes between its instructions."""
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)
+    after: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for place, scatter in _scatters(steps):
+        before[place].append(scatter)
+    made = {(step.stage, step.version): place for place, step in enumerate(steps) if step.kind is Kind.UPDATE}
+    runs = _runs(steps)
+    held: list[Weights] = []
+    last_batch: dict[Weights, int] = {}
+    for number, run in enumerate(runs):
+        wanted = _next_ones(runs, number, most)
+        for weights in held:
+            if weights not in wanted:
+                release = _about(Kind.RELEASE, weights, last_batch[weights])
+                after[runs[number - 1].last].append(release)
+        for weights, user in wanted.items():
+            if weights not in held:
+                gather = _about(Kind.GATHER, weights, steps[user.first].batch)
+                place = made.get(weights, -1)
+                (before[run.first] if place < run.first else after[place]).append(gather)
+        held = [*wanted]
+        last_batch[run.weights] = steps[run.last].batch
+    for weights in held:
+        after[runs[-1].last].append(_about(Kind.RELEASE, weights, last_batch[weights]))
+    for place, step in enumerate(steps):
+        yield from before[place]
+        yield step
+        yield from after[place]
+
+
+def _runs(steps: Sequence[Instruction]) -> list[_Run]:
+    runs: list[_Run] = []
+    for place, step in enumerate(steps):
+        if step.kind not in COMPUTE:
+            continue
+        assert step.version is not None, "passes run on a version"
+        weights = step.stage, step.version
+        if runs and runs[-1].weights == weights:
+            runs[-1].last = place
+        else:
+            runs.append(_Run(weights, place, place))
+    return runs
+
+
+def _next_ones(runs: Sequence[_Run], number: int, most: int) -> dict[Weights, _Run]:
+    """The weights that are used from a run on, up to so many, each with the run that is first to."""
+    found: dict[Weights, _Run] = {}
+    for run in runs[number:]:
+        if len(found) == most:
+            break
+        found.setdefault(run.weights, run)
+    return found
+
+
+def _scatters(steps: Sequence[Instruction]) -> Iterator[tuple[int, Instruction]]:
+    """The sums of parts, each with the place of the instruction that it comes before."""
+    waiting: list[tuple[int, int]] = []
+    """Stages and batches with gradients that are not summed yet."""
+    for place, step in enumerate(steps):
+        if step.kind in COMPUTE:
+            due = [one for one in waiting if one[0] != step.stage]
+        else:
+            due = [one for one in waiting if one == (step.stage, step.batch) and step.kind is Kind.REDUCE]
+        for stage, batch in due:
+            yield place, Instruction(Kind.SCATTER, stage, batch)
+            waiting.remove((stage, batch))
+        if step.kind in GRADIENT_DONE and (step.stage, step.batch) not in waiting:
+            waiting.append((step.stage, step.batch))
+
+
+def _about(kind: Kind, weights: Weights, batch: int) -> Instruction:
+    stage, version = weights
+    return Instruction(kind, stage, batch, version=version)

@@ -1,0 +1,108 @@
+"""Programs of replicas that share weights: the same passes, with weights that are whole for a while only."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
+from bireme.schedule.catalogue import generate
+from bireme.schedule.checker import check
+from bireme.schedule.gathering import gathered, times_a_batch
+from bireme.schedule.instruction import COMPUTE, SHARING, Kind
+from bireme.schedule.program import Program, Track
+from bireme.schedule.residency import Sizes, resident
+
+SHARERS = 4
+WHOLE = 8.0
+"""Bytes of a stage's weights, and of its gradients."""
+
+
+def plain(schedule: str, parts: int, num_batches: int = 3, sweep: int = 1) -> Program:
+    per_rank = {"interleaved": 2, "zbv": 2}.get(schedule, parts)
+    return generate(
+        schedule,
+        num_stages=2 * per_rank,
+        num_microbatches=4,
+        num_batches=num_batches,
+        stages_per_rank=per_rank,
+        sweep=sweep,
+    )
+
+
+def only_weights(num_stages: int) -> Sizes:
+    each, nothing = (WHOLE,) * num_stages, (0.0,) * num_stages
+    return Sizes(each, each, nothing, nothing, nothing, nothing, nothing)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b", "2bw", "interleaved", "zb-h1", "zbv"])
+def test_the_passes_stay_and_no_more_is_whole_than_was_asked_for(schedule: str) -> None:
+    for parts, most in product((1, 3), (1, 2, 3)):
+        before = plain(schedule, parts)
+        program = gathered(before, SHARERS, most)
+        assert check(program).ok
+        for track, was in zip(program.tracks, before.tracks, strict=True):
+            assert [step for step in track if step.kind not in SHARING] == [*was]
+        for rank, track in enumerate(program.tracks):
+            whole = most_whole = 0
+            for step in track:
+                whole += (step.kind is Kind.GATHER) - (step.kind is Kind.RELEASE)
+                most_whole = max(most_whole, whole)
+            assert most_whole <= most
+            sets = 2 if schedule == "2bw" else 1
+            stages = len(program.stages_of(rank))
+            kept = resident(program, rank, only_weights(program.num_stages))
+            parts_of_all = (max(program.banks) + sets) * stages * WHOLE / SHARERS
+            assert kept.peak_bytes <= parts_of_all + (most_whole + sets) * WHOLE
+
+
+def test_weights_of_the_next_pass_travel_while_one_runs() -> None:
+    for most in (1, 2):
+        track = [*gathered(plain("1f1b", 3), SHARERS, most).tracks[0]]
+        posted = {
+            (step.stage, step.version): place
+            for place, step in reversed([*enumerate(track)])
+            if step.kind is Kind.GATHER
+        }
+        used = [place for place, step in enumerate(track) if step.kind in COMPUTE and step.stage == 1]
+        between = [step.kind for step in track[posted[1, 0] : used[0]]]
+        assert (Kind.FORWARD in between) == (most == 2)
+
+
+def test_sweeps_save_gathers_and_sums() -> None:
+    each, together = (gathered(plain("1f1b", 3, sweep=sweep), SHARERS, 1) for sweep in (1, 4))
+    for kind in (Kind.GATHER, Kind.SCATTER):
+        often, seldom = (times_a_batch(program, kind)[1] for program in (each, together))
+        assert seldom < often
+    assert times_a_batch(together, Kind.SCATTER) == (1.0,) * 6
+
+
+def test_the_checker_finds_whatever_is_left_out() -> None:
+    """But for sums that another one before the batch's REDUCE makes up for."""
+    program = gathered(plain("2bw", 2), SHARERS, 2)
+    track = [*program.tracks[1]]
+    places = [
+        place
+        for place, step in enumerate(track)
+        if step.kind in SHARING and (step.kind is not Kind.SCATTER or track[place + 1].kind is Kind.REDUCE)
+    ]
+    assert {track[place].kind for place in places} == SHARING
+    for place in places[:: max(len(places) // 12, 1)]:
+        less = Track(tuple(track[:place] + track[place + 1 :]))
+        wrong = check(replace(program, tracks=(program.tracks[0], less)))
+        assert not wrong.ok, track[place]
+
+
+def test_plans_of_replicas_that_share_weights_are_loops_and_others_have_none_of_it() -> None:
+    plan = Plan((1, 2, 3), 4, "2bw", width=2, stages_per_rank=2, whole_weights=2)
+    assert all(track.repeats for track in plan.program(40).tracks)
+    assert check(plan.program(40)).ok
+    assert plan.program(5, 3).num_sharers == 2
+    alone = replace(plan, width=1)
+    assert alone.program(5) == replace(alone, whole_weights=0).program(5)
+
+
+def test_schedules_that_need_whole_gradients_are_refused() -> None:
+    with pytest.raises(BiremeError, match="steps with gradients of one replica alone"):
+        gathered(generate("2bw-fresh", num_stages=2, num_microbatches=4), 2, 2)
