@@ -33,6 +33,7 @@ def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_starte
 ) -> None:
     before = launch(report, 1)
     monkeypatch.setenv("BIREME_TEST_WORD", "now")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # as torch does
     monkeypatch.chdir(tmp_path)
     first, second = launch(report, 2)
     for one in (first, second):

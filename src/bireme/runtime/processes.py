@@ -40,6 +40,9 @@ CAN_FORK = sys.platform == "linux"
 READ_AT_LOAD = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
 """Variables that begin so are read when a library is loaded: a server with other ones is of no use."""
 
+SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""But not this one: torch sets it when it imports its compiler, and reads it whenever it needs it."""
+
 SERVER = (
     "import sys; sys.path[:] = {path!r}; "
     "from bireme.runtime.processes import be_server; be_server({file}, {pid})"
@@ -255,6 +258,7 @@ def _started() -> _Server:
 def _at_load() -> tuple[object, ...]:
     """What the libraries that a process loads depend on. A folder counts where it is first in the path."""
     own = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
+    own.pop(SET_BY_TORCH, None)
     return tuple(dict.fromkeys(sys.path)), tuple(sorted(own.items()))
 
 
