@@ -334,9 +334,6 @@ def test_neighbours_are_the_ranks_of_stages_next_door() -> None:
     assert neighbours_of(0, (0,)) == set()
 
 
-# --- sums --------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would run in circles until they are expected."""
     transports = star(3)

@@ -7,8 +7,7 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +19,8 @@ from bireme.codec.gradient_words import GradientForm
 from bireme.codec.principal import Product
 from bireme.memory.arena import Arena
 from bireme.model.linear_maps import LinearMap
-from bireme.runtime.bank_errors import BankInUse, DeadVersion
+from bireme.runtime.bank_contents import BankContents
+from bireme.runtime.bank_errors import BankInUse
 from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.gathered_weights import GatheredWeights
 from bireme.runtime.gradients import GradientPool
@@ -44,7 +44,7 @@ Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | Product | None]
 
 
-class WeightBanks:
+class WeightBanks(BankContents):
     """Starts with copies of `parameters` as version 0; those in `trainable` get versions, the others do not.
 
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
@@ -120,8 +120,7 @@ class WeightBanks:
         self._apart = {
             name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
         }
-        self.shared: SharedWeights | None = None
-        """What there is of the optimiser here, where replicas share it."""
+        self.shared = None
         if sharers is not None:
             kind = GatheredWeights if gathers else SharedWeights
             self.shared = kind(sharers, self._stepper, self._trials, self._stores, num_banks)
@@ -158,11 +157,6 @@ class WeightBanks:
         return tuple(self._dtypes)
 
     @property
-    def gathered(self) -> GatheredWeights | None:
-        """What gathers the weights, where each replica keeps a part of them."""
-        return self.shared if isinstance(self.shared, GatheredWeights) else None
-
-    @property
     def is_fresh(self) -> bool:
         """Whether banks hold trial versions."""
         return self._is_fresh
@@ -171,15 +165,6 @@ class WeightBanks:
     def newest_version(self) -> int:
         """How many updates have been made."""
         return self._newest_version
-
-    @property
-    def living(self) -> tuple[int, ...]:
-        """The versions that there are to compute with, oldest first."""
-        return tuple(sorted(version for version in self._lives if version is not None))
-
-    def leaves(self, version: int) -> Tensors:
-        """All parameters as of a version, the trainable ones as leaves that require gradients."""
-        return self._leaves[self._bank_of(version)]
 
     def hold(self, version: int) -> None:
         """Keep a version from being overwritten: a micro-batch begins its forward on it."""
@@ -309,81 +294,6 @@ class WeightBanks:
             if self.shared is not None:
                 self.shared.made(bank)
 
-    def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
-        """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
-        Not copies. Replicas that share the optimiser must all call it, and get copies of what none has whole;
-        with `alone` these are left out.
-        """
-        bank, shared = self._newest_version % len(self._banks), self.shared
-        trained = self._stepped[bank] if shared is None else shared.newest(bank, alone=alone)
-        newest = {**trained, **self._frozen}
-        wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
-        return {name: self._read(newest[name]) for name in wanted}
-
-    def next_to_run_on(self, *, alone: bool = False) -> Tensors:
-        """What the next batch runs on where that is not W: the version before it, or a trial version; else
-        nothing. `alone` and copies are as for `newest`.
-        """
-        version = self._other_version
-        if version is None:
-            return {}
-        if self.shared is not None:
-            return self.shared.run_on(version, alone=alone)
-        return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
-
-    def own_pieces(self, *, before: bool = False) -> Tensors:
-        """This replica's pieces of what nobody has whole of W, or of the version `before` it that the next
-        batch runs on. Not copies.
-        """
-        assert self.shared is not None, "who shares has pieces"
-        if not before:
-            return self.shared.own_newest(self._newest_version % len(self._banks))
-        version = self._other_version
-        return {} if version is None else self.shared.own_run_on(version)
-
-    @property
-    def _other_version(self) -> int | None:
-        """The version besides W that the next batch runs on, if there is one."""
-        version = self._newest_version if self._is_fresh else self._newest_version - 1
-        return version if version >= 0 and version in self._lives else None
-
-    def newest_to_compute_with(self) -> Tensors:
-        """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
-        that share the optimiser must have settled.
-        """
-        if self.shared is not None:
-            self.shared.arrive(self._newest_version)
-        if not self._is_fresh or self.shared is not None:
-            return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
-        return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
-
-    @contextmanager
-    def lent(self) -> Iterator[Tensors | None]:
-        """W as a stage takes it, to be read within this context, where it lies; None if it is paged and the
-        device has no room for it, or if it must be gathered and that of another stage is lent.
-        """
-        if self.gathered is not None:
-            with self.gathered.lent(self._newest_version) as is_whole:
-                yield self.leaves(self._newest_version) if is_whole else None
-        elif not self._memory.is_paged:
-            yield self.newest_to_compute_with()
-        elif self._is_fresh:
-            yield None  # W lies among what the optimiser remembers
-        else:
-            bank = self._newest_version % len(self._banks)
-            with self._memory.lent([(Item.WEIGHTS, bank), (Item.FROZEN, 0)]) as has_room:
-                yield self.leaves(self._newest_version) if has_room else None
-
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """What the optimiser remembers, by the parameters' names. Not copies."""
-        found = self._stepper.state_dict()
-        if not self._memory.is_paged:
-            return found
-        return {
-            name: {key: self._read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
-            for name, state in found.items()
-        }
-
     @torch.no_grad()
     def load(
         self,
@@ -439,18 +349,9 @@ class WeightBanks:
             workspace_bytes=self._trials.num_bytes + norm_bytes + waiting_bytes + piece_bytes,
         )
 
-    def _read(self, tensor: Tensor) -> Tensor:
-        return self._memory.read(tensor.detach())
-
     def _copy_apart_into(self, bank: int) -> None:
         for store in self._stores:
             store.round_into(bank)
-
-    def _bank_of(self, version: int) -> int:
-        bank = version % len(self._lives)
-        if self._lives[bank] != version:
-            raise DeadVersion(self._stage, version, self.living)
-        return bank
 
     def _expect_next(self, version: int) -> None:
         if version != self._newest_version + 1:

@@ -1,6 +1,7 @@
 """What a rank of a pipeline holds between batches: to be looked at, saved, and gone on from."""
 
-from collections.abc import Collection
+from array import array
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from bireme.runtime.averaging.averages import Averages
 from bireme.runtime.balancer import Balancer
 from bireme.runtime.courier import Courier
 from bireme.runtime.feedback_sections import feedback_sections, load_feedback
-from bireme.runtime.gathering import gather_tensors
+from bireme.runtime.gathering import gather_rows, gather_tensors
 from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import Snapshot, load_stage, sections_of
 from bireme.runtime.stage import Stage
@@ -45,6 +46,10 @@ class HeldState:
         return {
             name: tensor for stage in self.stages.values() for name, tensor in stage.banks.newest().items()
         }
+
+    def gather(self, row: Sequence[float]) -> list["array[float]"]:
+        """Every rank's row of numbers. All ranks must call it, when nothing is under way."""
+        return gather_rows(self._spare, row)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of this rank's newest weights and of its persistent buffers, by the model's own names."""

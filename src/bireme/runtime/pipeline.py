@@ -4,7 +4,6 @@ Every rank makes one, with the same arguments, and gives it the same batches. Wh
 each batch, is the same on every rank.
 """
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +36,7 @@ from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.cutting import cutter_of
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
-from bireme.runtime.gathering import gather_rows, gather_times
+from bireme.runtime.gathering import gather_times
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.held_state import HeldState
 from bireme.runtime.interpreter import Interpreter, OnInstruction
@@ -215,11 +214,10 @@ class Pipeline(HeldState):
         self._interpreter = Interpreter(
             self.stages, self._courier, self._updates, tell, stopwatch, self._paging, self._averages
         )
-        self._evaluator: Evaluator | None = None
-        if forwards is not None:
-            self._evaluator = Evaluator(
-                forwards, self.layout, self._interpreter, self._spare, self.cutter, gathers=shard == "weights"
-            )
+        together = self.layout, self._interpreter, self._spare, self.cutter
+        self._evaluator = (
+            None if forwards is None else Evaluator(forwards, *together, gathers=shard == "weights")
+        )
         self.recording: Recording | None = None
         """When this rank's instructions of the last `train` ran, if it was asked to record them."""
         self._recorded = range(0)
@@ -343,10 +341,6 @@ class Pipeline(HeldState):
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self._device
-
-    def gather(self, row: Sequence[float]) -> list["array[float]"]:
-        """Every rank's row of numbers. All ranks must call it, when nothing is under way."""
-        return gather_rows(self._spare, row)
 
     def received(self, stage: int, num_samples: int) -> Sequence[TensorSpec]:
         """What a stage receives from the one before it for a micro-batch of so many samples."""

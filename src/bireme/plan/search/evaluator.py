@@ -24,6 +24,7 @@ from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import busiest_wire, paging_of, tier_forecasts
 from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.replica_work import ReplicaWork
 from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.shared_cores import cores_needed, processors_of
 from bireme.plan.search.shared_optimizer import reduce_share, shared_costs, shared_key, sync_bytes
@@ -31,7 +32,6 @@ from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.cluster_network import cluster_network
-from bireme.simulate.costs import Costs
 from bireme.simulate.gathering import REPLICAS
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
@@ -43,31 +43,6 @@ MOST_INSTRUCTIONS = 20_000
 
 MOST_KEPT = 4096
 """Costs of partitions that are not worked out again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What the stages of one replica take per micro-batch and per batch, on a device of speed 1."""
-
-    costs: Costs
-    again_s: tuple[float, ...]
-
-    def passes_s(self, stage: int, num_microbatches: int) -> float:
-        """For how long the passes of a batch keep the stage busy."""
-        costs = self.costs
-        return num_microbatches * (costs.forward_s[stage] + costs.backward_s[stage] + self.again_s[stage])
-
-    def busy_s(self, stage: int, num_microbatches: int, rule: Rule) -> float:
-        """For how long a batch keeps the stage busy, with what its end takes under an update rule."""
-        costs = self.costs
-        end_s = costs.reduce_busy_s[stage] + costs.update_s[stage]
-        if rule is Rule.FRESH:
-            end_s += costs.trial_s[stage]
-        return self.passes_s(stage, num_microbatches) + end_s
-
-    def kept_bytes(self, stage: int, draft: Draft) -> float:
-        """What the stage keeps of a micro-batch that waits for its backward."""
-        return (self.costs.input_bytes if stage in draft.recompute else self.costs.stash_bytes)[stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +60,7 @@ class PlanEvaluator:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._works: dict[object, _Work] = {}
+        self._works: dict[object, ReplicaWork] = {}
         self._last_floor: tuple[Draft, LowerBound] | None = None
         self.num_instructions = 0
 
@@ -318,7 +293,7 @@ class PlanEvaluator:
         cores = processors_of(problem, draft.grid, replica)
         return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires
 
-    def _work(self, draft: Draft, size: int) -> _Work:
+    def _work(self, draft: Draft, size: int) -> ReplicaWork:
         problem = self._problem
         kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
@@ -340,7 +315,7 @@ class PlanEvaluator:
             )
             if len(self._works) >= MOST_KEPT:
                 self._works.clear()
-            self._works[key] = _Work(costs, again_s)
+            self._works[key] = ReplicaWork(costs, again_s)
         return self._works[key]
 
     def _rings(self, draft: Draft, rank_of_stage: Sequence[int]) -> list[tuple[tuple[int, ...], Ring]]:

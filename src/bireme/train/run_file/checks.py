@@ -6,12 +6,12 @@ It may assume that every key is right by itself. It must not look at files, devi
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
+from bireme.train.run_file.memory_checks import check_memory
 from bireme.train.run_file.tables import (
     Balancing,
     Links,
     Lora,
     Machines,
-    Memory,
     Model,
     Planning,
     Sync,
@@ -50,13 +50,7 @@ def check_together(tables: Tables) -> None:
             "Leave out one of the two."
         )
     _check_links(tables.links)
-    _check_memory(tables.memory, tables.plan)
-    _check_shard(tables)
-    if tables.memory.is_on and tables.training.gradient != "whole":
-        raise BiremeError(
-            f'training.gradient is "{tables.training.gradient}", but memory.device is set, and only whole '
-            "gradients are paged. Leave one of the two out."
-        )
+    check_memory(tables)
     _check_quorum(tables)
     _check_modes(tables.sync)
 
@@ -313,60 +307,6 @@ def _check_links(links: Links) -> None:
             _ = one.codecs
         except BiremeError as error:
             raise BiremeError(f"links.borders, border {one.border}: {error}") from None
-
-
-def _check_memory(memory: Memory, plan: Planning) -> None:
-    usual = Memory()
-    paging = [name for name in Memory.model_fields if name != "shard"]
-    given = [name for name in paging if getattr(memory, name) != getattr(usual, name)]
-    if plan.file is not None:
-        more = [name for name in given if name != "disk"]
-        if more:
-            raise BiremeError(
-                f'plan.file is "{plan.file}", which says what is paged, but memory.{more[0]} asks for a new '
-                "plan. Leave out one of the two."
-            )
-    elif given and not memory.is_on:
-        raise BiremeError(
-            f"memory.{given[0]} is set, but memory.device is not, so nothing is paged. Set memory.device, to "
-            '"auto" or to bytes such as "6GB".'
-        )
-    if memory.disk is None and memory.disk_bytes != usual.disk_bytes:
-        raise BiremeError(
-            f"memory.disk_bytes is {memory.disk_bytes}, but memory.disk names no folder. Set memory.disk too."
-        )
-    if memory.is_on and memory.host_bytes == 0 and memory.most_disk_bytes == 0:
-        raise BiremeError(
-            "memory.host is 0 and there is no memory.disk, so there is nothing to page to. Set one of them."
-        )
-
-
-def _check_shard(tables: Tables) -> None:
-    """Replicas that share an optimiser need each other in every batch, and step parts of parameters."""
-    if tables.memory.shard == "none":
-        return
-    why = {
-        "memory.device": (tables.memory.device, None, "a part of an optimizer is not paged"),
-        "sync.mode": (tables.sync.mode, "all", "each replica needs all others in every batch"),
-        "sync.codec": (tables.sync.codec, "none", "each replica gets the plain sum of its part"),
-        "training.gradient": (tables.training.gradient, "whole", "only whole gradients have parts"),
-    }
-    for key, (value, usual, reason) in why.items():
-        if value != usual:
-            raise BiremeError(
-                f'memory.shard is "{tables.memory.shard}", but {key} is {value!r}, and {reason}. Leave out '
-                "one of the two."
-            )
-    if tables.memory.shard == "weights" and tables.plan.schedule == "2bw-fresh":
-        raise BiremeError(
-            'memory.shard is "weights", but plan.schedule is "2bw-fresh", whose trial steps need whole '
-            'gradients of one replica. Use "2bw", or memory.shard = "optimizer".'
-        )
-    if tables.training.optimizer == "muon":
-        raise BiremeError(
-            f'memory.shard is "{tables.memory.shard}", but training.optimizer is "muon", which steps whole '
-            'matrices, and parts begin and end within them. Use "adamw" or "sgd", or leave out memory.shard.'
-        )
 
 
 def _check_machines(cluster: Machines, plan: Planning) -> None:
