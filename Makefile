@@ -30,8 +30,8 @@ $(READY): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/bireme train
 
-# What numba compiles is kept beside its source, so that no worker of the tests does it. What these find does
-# not matter: a slow machine may find nothing in a second.
+# Numba keeps what it compiles next to the source, so that no worker of the tests has to compile. What these
+# commands find does not matter: a slow machine may find nothing in a second.
 $(COMPILED): $(READY)
 	@echo "compiling the loops of bireme place, once"
 	@for words in "--method dp" "--method local-search" "--any" "--objective latency --method anneal"; do \
@@ -39,8 +39,8 @@ $(COMPILED): $(READY)
 	done; wait
 	@touch $@
 
-# Who has nothing left takes tests from the others. All tests have a worker more than there are cores, for some
-# of them wait; those of the fast core do not, and each worker takes seconds to begin.
+# A worker that has no tests left takes some from the others. All tests get one worker more than there are
+# cores, because some of them wait. Those of the fast core do not wait, and each worker takes seconds to start.
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 CORES := $$(getconf _NPROCESSORS_ONLN)
 MORE := $$(( $(CORES) + 1 ))

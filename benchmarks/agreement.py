@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.killing.goodput import Kills, goodput_row
-from bireme.bench.agreement import measure_agreement
+from benchmarks.replica_speeds.averaging import measure_agreement
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
@@ -60,7 +60,7 @@ SLOWER = (2.0, 5.0, 10.0, 20.0)
 HELD = {0.1: 1.36, 0.5: 2.4, 1.0: 3.1}
 """Seconds of the hold-ups, and how many times `all` a simulation without costs of messages reaches."""
 HELD_CHANCE = 0.1
-ENGINE_REPLICAS, ENGINE_S, ENGINE_QUICK_S = 4, 15.0, 4.0
+ENGINE_REPLICAS, ENGINE_S, ENGINE_QUICK_S = 4, 40.0, 8.0
 """Processes in the engine, and about how long each of its rows takes."""
 ENGINE_SLOWER = (1.0, 2.0, 5.0, 10.0)
 LEAST_STEADY, LEAST_OF_IDEAL, LEAST_GOODPUT, MOST_LEASES = 0.97, 0.9, 0.9, 1.5

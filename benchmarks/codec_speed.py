@@ -3,8 +3,10 @@
     python benchmarks/codec_speed.py [--quick] [--json]
 
 A tensor of activations of a GPT's size, with the deviations from token to token that activations have, is
-encoded and decoded over and over by one thread, codec after codec in turns. Speeds are bytes of the tensor,
-in float32, over seconds of the processor.
+encoded and decoded over and over by one thread, codec after codec in turns, in float32 and in bfloat16.
+Speeds are bytes of the tensor, as it is given, over seconds of the processor. Where numba is installed, each
+codec runs by the loops that numba compiles, and by operations of torch and numpy alone: the messages are the
+same, byte for byte. The limits are for the faster of both.
 """
 
 import sys
@@ -20,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
+from bireme import compiled
 from bireme.bench.document import Verdict, at_least
 from bireme.codec import Codec, Keep, KeepAbove, codec_of, parse_codec
 
@@ -38,6 +41,9 @@ WORDS = (
     "keep:0.25:8:50",
 )
 LEAST_GB_PER_S = {"int8": 1.0, "keep:0.25:8": 1.0, "keep:0.125:8": 1.0, "int4": 0.5}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WITH_NUMBA, WITHOUT = "numba", "torch and numpy"
+WAYS = (WITH_NUMBA, WITHOUT) if compiled.IS_COMPILED else (WITHOUT,)
 ROUNDS, QUICK_ROUNDS = 15, 2
 
 
@@ -48,10 +54,10 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 class Case:
-    """A codec at work on a tensor, and what it took, round by round."""
+    """A codec at work on a tensor in one way, and what it took, round by round."""
 
-    def __init__(self, word: str, codec: Codec, tensor: torch.Tensor) -> None:
-        self.word, self.codec, self.tensor = word, codec, tensor
+    def __init__(self, word: str, codec: Codec, tensor: torch.Tensor, way: str) -> None:
+        self.word, self.codec, self.tensor, self.way = word, codec, tensor, way
         self.shape = tuple(tensor.shape)
         self.message = torch.empty(codec.most_bytes(self.shape, tensor.dtype), dtype=torch.uint8)
         self.used = len(self.message)
@@ -60,6 +66,7 @@ class Case:
         self.decode_s: list[float] = []
 
     def go(self) -> None:
+        compiled.IS_COMPILED = self.way == WITH_NUMBA
         self.encode_s.append(seconds_of(self.encode))
         self.decode_s.append(
             seconds_of(lambda: self.codec.decode(self.message[: self.used], self.shape, self.tensor.dtype))
@@ -73,26 +80,28 @@ class Case:
             self.used = self.codec.encode(self.tensor, self.message)
 
     def row(self) -> dict[str, Any]:
-        values = self.tensor.numel()
+        values, size = self.tensor.numel(), 1e-9 * self.tensor.nbytes
         return {
             "codec": self.word,
+            "dtype": str(self.tensor.dtype).removeprefix("torch."),
+            "way": self.way,
             "bits": 8 * self.used / values,
-            "encode_GB_per_s": 4e-9 * values / median(self.encode_s),
-            "decode_GB_per_s": 4e-9 * values / median(self.decode_s),
+            "encode_GB_per_s": size / median(self.encode_s),
+            "decode_GB_per_s": size / median(self.decode_s),
             "encode_ns_per_value": 1e9 * median(self.encode_s) / values,
             "decode_ns_per_value": 1e9 * median(self.decode_s) / values,
         }
 
 
-def cases(tensor: torch.Tensor) -> list[Case]:
+def cases(tensor: torch.Tensor, way: str) -> list[Case]:
     found = []
     for word in WORDS:
         codec = codec_of(parse_codec(word))
-        found.append(Case(word, codec, tensor))
+        found.append(Case(word, codec, tensor, way))
         if isinstance(codec, Keep | KeepAbove):
             mask = codec.mask_of(found[-1].message, SHAPE)
             codec.encode(tensor, found[-1].message)
-            found.append(Case(f"{word}, gradient", codec.back(mask.clone()), tensor))
+            found.append(Case(f"{word}, gradient", codec.back(mask.clone()), tensor, way))
     return found
 
 
@@ -100,24 +109,30 @@ def measure(asked: Namespace) -> Findings:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(SHAPE[:-1], generator=generator).mul(2).exp().unsqueeze(-1)
-    found = cases(torch.randn(SHAPE, generator=generator) * spread)
+    tensor = torch.randn(SHAPE, generator=generator) * spread
+    of = {name: [cases(tensor.to(dtype), way) for way in WAYS] for name, dtype in DTYPES.items()}
+    # The same codec in both ways, one after the other, so that they share what else the machine does.
+    in_turns = [case for ways in of.values() for pair in zip(*ways, strict=True) for case in pair]
     for number in range(1 + (QUICK_ROUNDS if asked.quick else ROUNDS)):
-        for case in found:
+        for case in in_turns:
             case.go()
-            if number == 0:  # memory is taken from the system in the first round
+            if number == 0:  # memory is taken from the system in the first round, and loops are compiled
                 case.encode_s.clear()
                 case.decode_s.clear()
-    rows = [case.row() for case in found]
-    return Findings([Section("Codecs on one core", rows)], verdicts(rows))
+    rows = [case.row() for case in in_turns]
+    sections = [Section(f"{name}, on one core", [row for row in rows if row["dtype"] == name]) for name in of]
+    return Findings(sections, verdicts(rows))
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
     return [
         at_least(
-            f"{row['codec']}: GB/s encoded on a core", row["encode_GB_per_s"], LEAST_GB_PER_S[row["codec"]]
+            f"{row['codec']}: GB/s of {row['dtype']} encoded on a core",
+            row["encode_GB_per_s"],
+            LEAST_GB_PER_S[row["codec"]],
         )
         for row in rows
-        if row["codec"] in LEAST_GB_PER_S
+        if row["codec"] in LEAST_GB_PER_S and row["way"] == WAYS[0]
     ]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bireme
-from bireme.codec.border import BorderCodecs
+from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
@@ -35,9 +35,15 @@ NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 2, 512
 RATE = 0.05
 FIRST_SIZE = 0.3
 """Of entries of tables: with large ones, products of pairs are noise for long."""
-KEEP, THRESHOLD = "keep:0.25:8", "threshold:0.02:25"
+KEEP, THRESHOLD = "keep:0.05:8:50, then int2", "threshold:0.02:25"
+LAST_SHARE = 0.35
+"""Of the steps, with the codec that a border has after another one."""
 WAYS = (("none", "none"), (KEEP, "none"), ("none", THRESHOLD), (KEEP, THRESHOLD))
-"""The codecs of the border and of the sums."""
+"""The codecs of the border and of the sums.
+
+Vectors of tables need a part of the run in which every entry gets its gradient: the largest ones are the same
+whenever a number comes, and the others would never grow.
+"""
 SEEDING = threading.Lock()
 """Ranks may be threads of one process, which share torch's generator."""
 
@@ -139,12 +145,12 @@ def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: in
             NUM_MICROBATCHES,
             "1f1b",
             width=NUM_REPLICAS,
-            codecs=(BorderCodecs(border, border),),
         ),
         world,
         weights=lambda names: {name: held[name].detach().clone() for name in names},
         optimizer=lambda named: torch.optim.Adagrad([one for _, one in named], lr=RATE),
         sum_codec=sums,
+        codecs=border_codecs(border, steps),
     )
     try:
         for _ in pipeline.train(_batches(clicks, steps)):
@@ -166,6 +172,15 @@ def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: in
         found.sent,
         found.raw,
     )
+
+
+def border_codecs(words: str, steps: int) -> LinkCodecs:
+    """A codec for all steps, or `CODEC, then CODEC`: another one for the last part."""
+    first, _, last = words.partition(", then ")
+    phases = [CodecPhase(0, (BorderCodecs(first, first),))]
+    if last:
+        phases.append(CodecPhase(round((1 - LAST_SHARE) * steps), (BorderCodecs(last, last),)))
+    return LinkCodecs(tuple(phases))
 
 
 def together(ranks: list[Trained]) -> Trained:
@@ -215,7 +230,7 @@ def main() -> None:
     for one in found:
         of_border, of_sums = one.raw_border_bytes / one.border_bytes, one.raw_sum_bytes / one.sum_bytes
         print(
-            f"border {one.border:12} sums {one.sums:18} AUC {one.auc:.4f}   "
+            f"border {one.border:26} sums {one.sums:18} AUC {one.auc:.4f}   "
             f"times fewer bytes: border {of_border:5.1f}, sums {of_sums:5.1f}"
         )
 

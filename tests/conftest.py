@@ -9,6 +9,9 @@ The fast core runs compiled loops as plain Python: its graphs are small, and com
 Property tests look for new cases on a developer's machine, and try the same ones every time in CI; how long
 they take is not judged. `tests/support/extent.py` says how many cases they try.
 
+Compiled modules are kept even where the environment says otherwise, for otherwise each process would compile
+what it imports.
+
 What a worker has imported and collected stays to its end, so Python's collector of cycles need not look
 through it: it rests while tests are collected, and leaves out afterwards what is there by then.
 """
@@ -61,6 +64,9 @@ TEMPLATE = pytest.StashKey[Template]()
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist inherit what is set here by the process that starts them."""
     gc.disable()
+    # What Python and pytest have compiled is kept beside its source: compiling it takes half of a collection.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not hasattr(config, "workerinput"):
         config.stash[FOLDER] = tempfile.mkdtemp(prefix="bireme-tests-")
         os.environ["BIREME_TESTS_FOLDER"] = config.stash[FOLDER]
@@ -68,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[KEPT_GRAPHS] = str(_folder_of_graphs(config))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
+    # As the engine's benchmark sets it, so that the fork server need not be another one there.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     if config.option.markexpr == FAST:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
@@ -123,6 +131,7 @@ def _is_slow(path: Path) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _keep_few(config, items)
     _skip_without_gpus(items)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))

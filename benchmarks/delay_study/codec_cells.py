@@ -6,7 +6,7 @@ from benchmarks.delay_study.bits_picture import Point, against_bits
 from benchmarks.delay_study.coded import mean_bits
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.sweeps import Sweep
-from benchmarks.delay_study.table import Row, told
+from benchmarks.delay_study.table import FIGURES, Row, table_lines
 from benchmarks.delay_study.task import SIZES
 from bireme.report.shapes import Picture
 
@@ -30,6 +30,10 @@ CODED = (
 
 NUM_REPEATED = 3
 """So many of them, one for each number of bits, get three seeds and a search."""
+
+SHAPE = ("codec", "last part", "bits (mean of both ways)", "rule", "optimiser", "model")
+UP_TO_EXCESS = FIGURES.index("excess") + 1
+"""The loss through the codec comes after the excess."""
 
 TITLE = "Loss over that of the synchronous run; larger model, AdamW, 2bw-fresh with its start"
 SERIES = ("without the codec", "through the codec")
@@ -77,19 +81,18 @@ def _cell(
 
 def codec_lines(found: Sequence[Row]) -> Iterator[str]:
     """Bits a value, and the loss without the codec and through it."""
-    names = "codec, last part, bits (mean of both ways), rule, optimiser, model, rate, loss, excess"
-    heads = [*names.split(", "), "through the codec", "seeds", "penalty"]
-    yield f"| {' | '.join(heads)} |"
-    yield "|---" * len(heads) + "|"
-    for row in found:
-        cell = row.cell
-        if cell.codec != "none":
-            through = "" if row.through is None else f"{100 * row.through:+.1f} %"
-            yield (
-                f"| {cell.codec} | {_told_ending(cell)} | {bits_of(cell):.2f} | {cell.rule} "
-                f"| {cell.optimizer} | {cell.size} | {row.told_rate} | {row.loss:.3f} | {told(row.excess)} "
-                f"| {through} | {row.num_seeds} | {row.told_penalty} |"
-            )
+    before, after = FIGURES[:UP_TO_EXCESS], FIGURES[UP_TO_EXCESS:]
+    yield from table_lines(
+        (*SHAPE, *before, "through the codec", *after),
+        (_cells(row) for row in found if row.cell.codec != "none"),
+    )
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    cell, figures = row.cell, row.figures
+    through = "" if row.through is None else f"{100 * row.through:+.1f} %"
+    shape = cell.codec, _told_ending(cell), f"{bits_of(cell):.2f}", cell.rule, cell.optimizer, cell.size
+    return *shape, *figures[:UP_TO_EXCESS], through, *figures[UP_TO_EXCESS:]
 
 
 def bits_of(cell: Cell) -> float:

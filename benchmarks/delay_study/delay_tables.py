@@ -6,7 +6,7 @@ from itertools import product
 from benchmarks.delay_study.clock import NetworkSpeed, Time, batch_time
 from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.study import Cell
-from benchmarks.delay_study.table import Row, told
+from benchmarks.delay_study.table import FIGURES, Row, table_lines, told
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, MEASURED, steps_for_one, unseen_share
 from bireme.schedule.rule import Rule
 
@@ -15,8 +15,11 @@ __all__ = ["delay_lines", "law_lines", "short_lines", "time_lines"]
 
 def short_lines(found: Sequence[Row]) -> Iterator[str]:
     """The excess of each rule that the engine has."""
-    yield "| what the engine does, on four stages | AdamW | Muon | SGD with momentum |"
-    yield "|---|---|---|---|"
+    heads = ("what the engine does, on four stages", "AdamW", "Muon", "SGD with momentum")
+    yield from table_lines(heads, _short(found))
+
+
+def _short(found: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     excesses = {row.cell: row.excess for row in found}
     for (rule, starts), name in LAWS.items():
         for m in (8,) if rule is Rule.DELAYED else (4, 8):
@@ -25,31 +28,31 @@ def short_lines(found: Sequence[Row]) -> Iterator[str]:
             ]
             schedule = "2bw" if rule is Rule.DELAYED else f"2bw-fresh, m = {'d' if m == 4 else '2d'}"
             start = ", a fifth of the run before it under 1f1b" if starts else ""
-            yield f"| {schedule}{start} | {' | '.join(cells)} |"
+            yield f"{schedule}{start}", *cells
 
 
 def delay_lines(found: Sequence[Row]) -> Iterator[str]:
     """Every cell without codecs, of one replica."""
-    yield "| rule | optimiser | d | m | model | banks | L | steps | rate | loss | excess | seeds | penalty |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-    for row in found:
-        if row.cell.codec == row.cell.sums == "none" and row.cell.agreement == "all":
-            yield _row_text(row)
-
-
-def _row_text(row: Row) -> str:
-    cell = row.cell
-    shape = (
-        f"{cell.num_stages} | {cell.num_microbatches} | {cell.size} | {cell.bank.value} | {cell.lookahead}"
+    plain = [
+        row for row in found if row.cell.codec == row.cell.sums == "none" and row.cell.agreement == "all"
+    ]
+    yield from table_lines(
+        ("rule", "optimiser", "d", "m", "model", "banks", "L", "steps", *FIGURES),
+        ((*_shape(row.cell), *row.figures) for row in plain),
     )
-    text = f"{row.told_rate} | {row.loss:.3f} | {told(row.excess)} | {row.num_seeds} | {row.told_penalty}"
-    return f"| {cell.rule} | {cell.optimizer} | {shape} | {cell.steps} | {text} |"
+
+
+def _shape(cell: Cell) -> tuple[object, ...]:
+    shape = cell.num_stages, cell.num_microbatches, cell.size, cell.bank.value, cell.lookahead
+    return cell.rule, cell.optimizer, *shape, cell.steps
 
 
 def law_lines(found: Sequence[Row]) -> Iterator[str]:
     """What plans count, by rule, start and optimiser; tests hold `bireme.plan.penalties` to it."""
-    yield "| rule | start | optimiser | steps for one |"
-    yield "|---|---|---|---|"
+    yield from table_lines(("rule", "start", "optimiser", "steps for one"), _laws(found))
+
+
+def _laws(found: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for (rule, starts), name in LAWS.items():
         schedule = "2bw" if rule is Rule.DELAYED else "2bw-fresh"
         for optimizer in MEASURED[rule, starts]:
@@ -58,7 +61,7 @@ def law_lines(found: Sequence[Row]) -> Iterator[str]:
             text = "?" if steps is None else f"{steps.seen:.2f}"
             if steps is not None and rule is Rule.FRESH:
                 text += f" + {steps.unseen:.2f} · unseen"
-            yield f"| {schedule} | {start} | {optimizer} | {text} |"
+            yield schedule, start, optimizer, text
 
 
 RULES = {
@@ -73,8 +76,11 @@ def time_lines() -> Iterator[str]:
     """How long each schedule takes to a loss with AdamW: its batches, and those of a start under 1f1b, times
     the steps that plans count.
     """
-    yield "| schedule | d | m | network | lookahead | batch | steps for one | time to the same loss |"
-    yield "|---|---|---|---|---|---|---|---|"
+    heads = ("schedule", "d", "m", "network", "lookahead", "batch", "steps for one", "time to the same loss")
+    yield from table_lines(heads, _times())
+
+
+def _times() -> Iterator[tuple[object, ...]]:
     for speed, num_stages, of_stages in product(NetworkSpeed, (4, 8), (1, 2, 4)):
         m = of_stages * num_stages
 
@@ -94,8 +100,6 @@ def time_lines() -> Iterator[str]:
                     if starts
                     else time.batch
                 )
-                yield (
-                    f"| {schedule}{' from a fifth on' if starts else ''} | {num_stages} | {m} "
-                    f"| {speed.name.lower()} | {time.lookahead} | {batch:.3f} | {steps:.2f} "
-                    f"| {batch * steps:.2f} |"
-                )
+                name = f"{schedule}{' from a fifth on' if starts else ''}"
+                loss = f"{batch:.3f}", f"{steps:.2f}", f"{batch * steps:.2f}"
+                yield name, num_stages, m, speed.name.lower(), time.lookahead, *loss

@@ -6,7 +6,7 @@ from itertools import product
 from benchmarks.delay_study.meetings import agreed_named
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.sweeps import Sweep
-from benchmarks.delay_study.table import Row, told
+from benchmarks.delay_study.table import FIGURES, Row, table_lines
 
 __all__ = ["replica_lines", "replica_sweeps"]
 
@@ -52,19 +52,16 @@ def _sweep(
 
 def replica_lines(found: Sequence[Row]) -> Iterator[str]:
     """What agreeing on weights costs in loss at equal samples, and in steps for one."""
-    yield (
-        "| how replicas agree | replicas | rule | optimiser | d | m | rate | loss | excess | seeds "
-        "| penalty |"
+    agreed = [row for row in found if row.cell.agreement != "all"]
+    yield from table_lines(
+        ("how replicas agree", "replicas", "rule", "optimiser", "d", "m", *FIGURES),
+        ((*_shape(row.cell), *row.figures) for row in agreed),
     )
-    yield "|---" * 11 + "|"
-    for row in found:
-        cell = row.cell
-        if cell.agreement != "all":
-            yield (
-                f"| {_told(cell.agreement)} | {cell.replicas} | {cell.rule} | {cell.optimizer} "
-                f"| {cell.num_stages} | {cell.num_microbatches} | {row.told_rate} | {row.loss:.3f} "
-                f"| {told(row.excess)} | {row.num_seeds} | {row.told_penalty} |"
-            )
+
+
+def _shape(cell: Cell) -> tuple[object, ...]:
+    shape = cell.num_stages, cell.num_microbatches
+    return _told(cell.agreement), cell.replicas, cell.rule, cell.optimizer, *shape
 
 
 def _told(word: str) -> str:

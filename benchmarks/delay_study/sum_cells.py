@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.sweeps import Sweep
-from benchmarks.delay_study.table import Row, told
+from benchmarks.delay_study.table import FIGURES, Row, table_lines
 from benchmarks.delay_study.task import SIZES
 from bireme.codec.sum_words import parse_sum_codec, sum_cost
 from bireme.model.gpt import GPT
@@ -36,17 +36,15 @@ def sum_sweeps() -> Iterator[Sweep]:
 
 def sum_lines(found: Sequence[Row]) -> Iterator[str]:
     """What a codec saves in bytes, and costs in loss and in steps."""
-    heads = ("codec of sums", "times fewer bytes", "replicas", "optimiser", "rate", "loss")
-    yield f"| {' | '.join((*heads, 'excess', 'seeds', 'penalty'))} |"
-    yield "|---" * (len(heads) + 3) + "|"
-    for row in found:
-        cell = row.cell
-        if cell.sums != "none":
-            yield (
-                f"| {cell.sums} | {times_fewer(cell.sums, cell.size):.1f} | {cell.replicas} "
-                f"| {cell.optimizer} | {row.told_rate} | {row.loss:.3f} | {told(row.excess)} "
-                f"| {row.num_seeds} | {row.told_penalty} |"
-            )
+    coded = [row for row in found if row.cell.sums != "none"]
+    yield from table_lines(
+        ("codec of sums", "times fewer bytes", "replicas", "optimiser", *FIGURES),
+        ((*_shape(row.cell), *row.figures) for row in coded),
+    )
+
+
+def _shape(cell: Cell) -> tuple[object, ...]:
+    return cell.sums, f"{times_fewer(cell.sums, cell.size):.1f}", cell.replicas, cell.optimizer
 
 
 @cache

@@ -1,14 +1,17 @@
 """What the runs say: the loss that a rule costs, and the steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
 from benchmarks.delay_study.study import Cell, Known, rate_of
 
-__all__ = ["Excess", "Row", "penalty", "rows", "told"]
+__all__ = ["FIGURES", "Excess", "Row", "penalty", "rows", "table_lines", "told"]
+
+FIGURES = ("rate", "loss", "excess", "seeds", "penalty")
+"""The heads of `Row.figures`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,19 @@ class Row:
         return 0 if self.excess is None else self.excess.num_seeds
 
     @property
-    def told_rate(self) -> str:
-        """The rate, and a mark where it is at the edge of those tried."""
-        return f"{self.rate:.2g}{' (?)' if self.is_at_edge else ''}"
+    def figures(self) -> tuple[str, ...]:
+        """The cells of a table. The rate has a mark where it is at the edge of those tried."""
+        rate = f"{self.rate:.2g}{' (?)' if self.is_at_edge else ''}"
+        penalty = "" if self.penalty is None else f"{self.penalty:.2f}"
+        return rate, f"{self.loss:.3f}", told(self.excess), str(self.num_seeds), penalty
 
-    @property
-    def told_penalty(self) -> str:
-        """The steps for one, where they are known."""
-        return "" if self.penalty is None else f"{self.penalty:.2f}"
+
+def table_lines(heads: Sequence[str], cells: Iterable[Iterable[object]]) -> Iterator[str]:
+    """A table of a document: a line for the heads, one below it, and one for each row of cells."""
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for row in cells:
+        yield f"| {' | '.join(map(str, row))} |"
 
 
 def rows(known: Known) -> list[Row]:

@@ -1,4 +1,4 @@
-"""`bireme train` in which ranks are killed one after the other, beside whoever watches it.
+"""`bireme train` in which ranks are killed one after the other, and what watches it.
 
 The run trains until it is told to stop. What counts is in its ledger: this reads it while it grows, and notes
 when each line came.
@@ -6,7 +6,6 @@ when each line came.
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from benchmarks.killing.injector import MISTAKE, ORDERS, PACE
+from benchmarks.killing.process_group import living, name_of
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph_file import load_graph
@@ -240,8 +240,8 @@ class MortalRun:
 
     def kill_coordinator(self) -> None:
         """Kill the process that decides who is a member."""
-        for pid in self._group():
-            if _name(pid).startswith("bireme coordina"):
+        for pid in living(self._process.pid):
+            if name_of(pid).startswith("bireme coordina"):
                 os.kill(pid, signal.SIGKILL)
 
     @property
@@ -264,7 +264,7 @@ class MortalRun:
         except TimeoutError:
             raise BiremeError(f"The run does not end. It said: {self.said}") from None
         ends_s = time.monotonic() + PARTING_S
-        while (left := len(self._group())) and time.monotonic() < ends_s:
+        while (left := len(living(self._process.pid))) and time.monotonic() < ends_s:
             time.sleep(POLL_S)
         self.read()
         text = self._process.out.read_text()
@@ -280,16 +280,6 @@ class MortalRun:
             if self._process.poll() is not None or time.monotonic() > ends_s:
                 raise BiremeError(f"In {PATIENCE_S:g} s {what}. The run said: {self.said[-4000:]}")
             time.sleep(POLL_S)
-
-    def _group(self) -> list[int]:
-        """The processes of the run that are there."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                state, _, group, *_ = re.sub(r"^.*\) ", "", stat.read_text()).split()
-                if group == str(self._process.pid) and state != "Z":
-                    found.append(int(stat.parent.name))
-        return found
 
 
 @contextmanager
@@ -361,9 +351,3 @@ def losses_of_one_process(path: Path) -> list[float]:
     )
     counted = {one["batch"]: one for one in records if one["kind"] == "round"}
     return [result.loss for result in pipeline.train(batch(counted[number]) for number in sorted(counted))]
-
-
-def _name(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text()
-    return ""

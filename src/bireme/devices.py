@@ -163,7 +163,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to look for the peak anew."""
+    """Start a new measurement of the peak."""
     torch.empty(0, device=device)  # there is no allocator to ask before the first tensor
     torch.accelerator.reset_peak_memory_stats(device)
 

@@ -1,6 +1,6 @@
 """Reading the data files that are contracts: checked at the edge, and refused in one sentence.
 
-A file holds either a frozen dataclass, field by field and beside them a number `format`, or what a pydantic
+A file holds either a frozen dataclass, field by field and a number `format`, or what a pydantic
 model describes where people write in other words than the program thinks. Unknown keys are refused. What does
 not fit becomes one `BiremeError` that names the file, the place, the value and the remedy.
 """
@@ -22,6 +22,7 @@ __all__ = [
     "Advise",
     "JsonLines",
     "as_dataclass",
+    "get_ready",
     "read_dataclass",
     "read_json",
     "read_json_lines",
@@ -43,8 +44,16 @@ def read_dataclass(path: Path, kind: type[Noun], *, number: int) -> Noun:
     return as_dataclass(read_json_object(path), kind, number=number, source=str(path))
 
 
+def get_ready(*kinds: type) -> None:
+    """Build what checks documents of these dataclasses, which takes long: copies of this process have it."""
+    for kind in kinds:
+        _document(cast("Hashable", kind))
+
+
 def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, source: str) -> Noun:
-    """The dataclass that a JSON object holds beside its `format`; `source` is what to call it in an error."""
+    """The dataclass that a JSON object holds, apart from its `format`; `source` is what to call it in an
+    error.
+    """
     rest = dict(data)
     if "format" not in rest:
         raise BiremeError(f"{source} lacks format.")

@@ -61,7 +61,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     All of it is on the disk before. Where the system can swap two folders in one step, there is at every
     moment either the old one or the new one; elsewhere, after a power cut between two steps, the old one may
-    be found beside it as `.NAME.before-…`, and the next call puts it back. An error leaves the old one.
+    be found next to it as `.NAME.before-…`, and the next call puts it back. An error leaves the old one.
     """
     path = path.resolve()
     beginning, mark = f".{path.name}", secrets.token_hex(8)
@@ -90,7 +90,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _tidy_up(path: Path) -> None:
-    """Put back or remove what a call that was killed has left beside a folder."""
+    """Put back or remove what a call that was killed has left next to a folder."""
     for before in path.parent.glob(f".{path.name}.before-*"):
         if path.exists():
             shutil.rmtree(before, ignore_errors=True)

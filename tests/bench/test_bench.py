@@ -79,7 +79,8 @@ def report(
 
 
 @pytest.mark.slow
-def test_a_small_run_measures_every_schedule_beside_torch_and_the_limits() -> None:
+@pytest.mark.long
+def test_a_small_run_compares_every_schedule_with_torch_and_the_limits() -> None:
     found = bench_engine(TINY)
     document = json.loads(json.dumps(engine_document(found)))
     assert [one["schedule"] for one in document["rows"]] == list(SCHEDULES)

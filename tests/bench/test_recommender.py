@@ -22,6 +22,7 @@ def train(border: str, sums: str, steps: int) -> Any:
     )
 
 
+@pytest.mark.long
 def test_a_recommender_learns_as_much_with_fewer_bytes_on_both_links() -> None:
     dense, *_, both = (train(border, sums, 60) for border, sums in (EXAMPLE["WAYS"][0], EXAMPLE["WAYS"][3]))
     assert dense.auc > 0.7  # without what tables learn it is 0.64

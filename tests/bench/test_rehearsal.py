@@ -85,6 +85,7 @@ def test_no_plan_is_no_rehearsal() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_plans_of_every_kind_run_and_none_is_faster_than_its_devices_and_links_allow() -> None:
     """Sleeps and lanes may end late, but never early: the bounds hold on the busiest machine."""
     cluster = emulated([1.0, 0.5], Link(100e6, 1e-3))

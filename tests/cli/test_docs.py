@@ -67,6 +67,17 @@ def test_every_schedule_is_explained_under_its_picture(name: str) -> None:
     assert SCHEDULES[name].picture.strip("\n") in section
 
 
+def test_every_test_that_a_document_names_is_there() -> None:
+    named = {one for document in DOCUMENTS for one in re.findall(r"`(test_\w+)`", document.read_text())}
+    there = {
+        one
+        for path in (ROOT / "tests").rglob("*.py")
+        for one in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert named
+    assert named <= there, named - there
+
+
 def test_every_key_of_the_costs_file_is_explained() -> None:
     text = (ROOT / "docs" / "costs.md").read_text()
     assert [key for key in CostsFile.model_fields if f"`{key}`" not in text and key != "format"] == []

@@ -179,7 +179,7 @@ def test_cuda_devices_are_listed_with_what_is_known_of_their_kind(driver: Any, c
     assert not made.is_on
 
 
-def test_processors_stand_beside_cuda_devices_only_where_asked_for(driver: Any, capsys: Capture) -> None:
+def test_processors_are_listed_with_cuda_devices_only_if_asked_for(driver: Any, capsys: Capture) -> None:
     driver(Driver(["Tesla T4"]))
     kinds = [
         [device["kind"] for device in bireme(capsys, *words).document["servers"][0]["devices"]]

@@ -117,7 +117,7 @@ MISTAKES = [
     (SERVER + "[[server.device]]\nmemory_bytes = 1\n", "server[0].device[0]: kind is missing"),
     (
         SERVER + "[[server.device]]\nlike = 'a10'\n",
-        "like is 'a10', which is no ready device. Did you mean 'a100'?",
+        "like is 'a10', which is not a ready device. Did you mean 'a100'?",
     ),
     (
         SERVER + DEVICE.replace("cpu", "tpu"),
@@ -135,7 +135,7 @@ MISTAKES = [
     ),
     (SERVER + DEVICE.replace("1e9", "inf"), "server[0].device[0].memory_bytes is Infinity"),
     (SERVER + DEVICE + "count = 60000\n[[server.device]]\nlike='t4'\ncount = 60000\n", "120000 devices"),
-    (SERVER + "name = 'a/b'\n" + DEVICE, "server[0]: 'a/b' is no name for a server"),
+    (SERVER + "name = 'a/b'\n" + DEVICE, "server[0]: 'a/b' is not a name for a server"),
     (
         SERVER + DEVICE + "[[server.bridge]]\nlatency_s = 1\n",
         "lacks server[0].bridge[0].bytes_per_s (bytes a second",

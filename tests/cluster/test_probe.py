@@ -65,7 +65,7 @@ def test_a_probe_under_torchrun_writes_one_cluster(tmp_path: Path) -> None:
         (("--processes", "0"), "it takes 1 to"),
         (("--seconds", "-1"), "it must be 0.1 to"),
         (("--batch", "0"), "at least 1"),
-        (("--disk", "no/such/folder"), "which is no folder"),
+        (("--disk", "no/such/folder"), "which is not a folder"),
         (("--device", "tpu"), "cpu or cuda"),
     ],
 )

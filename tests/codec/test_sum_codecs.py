@@ -85,7 +85,7 @@ def test_columns_are_orthonormal_and_matrices_of_the_rank_arrive_whole(shape: tu
     assert torch.allclose(found, matrix.view(shape), atol=1e-9)
 
 
-def test_a_column_that_says_nothing_new_is_zero_and_begins_anew() -> None:
+def test_a_column_that_adds_nothing_is_zero_and_starts_again() -> None:
     one = numbers(50, 1)
     columns = orthonormal(torch.cat([one, 3 * one, numbers(50, 1, seed=1)], 1))
     assert not bool(columns[:, 1].any())

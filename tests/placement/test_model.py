@@ -400,7 +400,7 @@ def test_processors_alone_are_the_accelerators() -> None:
     assert (workload.num_accelerators, workload.num_cpus, workload.accelerator_bytes) == (3, 0, 1e8)
 
 
-def test_processors_beside_accelerators_are_cpus_and_leave_them_the_whole_message() -> None:
+def test_processors_with_accelerators_are_cpus_and_leave_them_the_whole_message() -> None:
     slow, fast = Device("any", "cpu", 500, speed=0.25), Device("any", "emulated", 10**9)
     cluster = two_servers(slow, fast)
     fleet = fleet_of(cluster)

@@ -215,7 +215,7 @@ def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> Non
         assert found.partition.cuts == tuple(range(1, num_stages))
 
 
-def test_load_falls_behind_the_master_stage() -> None:
+def test_load_falls_after_the_master_stage() -> None:
     """So that the last micro-batch comes back without waiting: the best partition is not flat."""
     chain = chain_of_numbers([1.0] * 50, [3.0] * 50)
     found = autopipe(loads_of(chain, DeviceRow.equal(8), Setting("1f1b", 16)))

@@ -167,7 +167,7 @@ def test_what_a_stage_holds_at_once_is_what_the_simulator_counts(name: str, reco
             assert max(counts) == resident(program, stage, sizes).peak_bytes
 
 
-def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_behind_and_gpipe_all() -> None:
+def test_1f1b_keeps_a_micro_batch_for_each_stage_from_its_own_on_and_gpipe_all() -> None:
     for stage in range(4):
         assert max(moment.stash for moment in holdings("1f1b", 4, 100)[stage]) == 4 - stage
         assert max(moment.stash for moment in holdings("2bw", 4, 100)[stage]) == 4 - stage

@@ -117,7 +117,7 @@ def test_what_was_not_measured_is_refused() -> None:
         steps_for_one(Rule.STASHED, "adamw", delay_warmup=0, unseen=0)
 
 
-def test_the_start_is_ours_where_the_planner_chooses_and_the_user_s_where_he_does() -> None:
+def test_the_delay_warm_up_is_ours_if_the_planner_chooses_the_schedule_and_the_user_s_otherwise() -> None:
     assert PlanRequest(8).delay_warmup_share == DEFAULT_DELAY_WARMUP
     assert PlanRequest(8, schedule="2bw").delay_warmup_share == 0
     assert PlanRequest(8, schedule="2bw", delay_warmup=0.5).delay_warmup_share == 0.5

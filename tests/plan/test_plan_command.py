@@ -373,7 +373,7 @@ def test_a_model_that_is_not_the_profile_s_is_refused(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_beside_a_profile_must_be_the_one_that_was_profiled(capsys: Capture) -> None:
+def test_a_model_given_with_a_profile_must_be_the_one_that_was_profiled(capsys: Capture) -> None:
     assert plan(capsys, f"--model {MODEL}").status == 0
     result = plan(capsys, f"--model {MODEL.replace('layers=4', 'layers=3')}")
     assert (result.status, result.out) == (2, "")

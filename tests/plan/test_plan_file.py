@@ -160,7 +160,7 @@ def test_a_damaged_file_is_refused_in_one_sentence(file: Path, change: Change, s
     assert str(file) in str(error.value)
 
 
-def test_a_file_without_a_forecast_may_not_cut_behind_its_last_unit(file: Path) -> None:
+def test_a_file_without_a_forecast_may_not_cut_after_its_last_unit(file: Path) -> None:
     plain = json.loads(file.read_text())
     plain["forecast"] = None
     file.write_text(json.dumps(plain))

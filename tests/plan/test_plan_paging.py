@@ -244,8 +244,55 @@ def test_sweeps_are_found_where_weights_are_most_of_what_is_fetched() -> None:
     assert forecast_of(alone, heavy, cluster(), asked).batch_s > best.forecast.batch_s
 
 
+HEAVY = replace(
+    PROFILE,
+    units=tuple(replace(unit, parameter_bytes=8 * MB, optimizer_bytes=24 * MB) for unit in PROFILE.units),
+)
+"""Most of its state is what the optimiser remembers."""
+
+
+def stepping(where: str, machines: Cluster | None = None, **more: object) -> Answer:
+    """A plan for one device, with the optimiser there."""
+    asked = replace(request(TierLimits(100 * MB, optimizer=where)), depth=1, width=1, **more)  # type: ignore[arg-type]
+    answer = find_plan(HEAVY, machines or cluster(), asked)
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def test_the_optimizer_steps_on_the_host_where_a_batch_takes_less_time(tmp_path: Path) -> None:
+    auto, device, host = (stepping(where).best for where in ("auto", "device", "host"))
+    assert host.forecast.batch_s < device.forecast.batch_s
+    assert auto == host
+    for best, on_host in ((device, False), (host, True)):
+        assert best.plan.paging is not None
+        assert best.plan.paging.host_updates == on_host
+        program = best.plan.program(12)
+        assert check(program).ok
+        moved = {step.page.item for step in program.tracks[0] if step.page is not None}
+        assert (Item.OPTIMIZER in moved) != on_host
+        write_plan(tmp_path / "plan.json", best)
+        assert ("host_updates" in (tmp_path / "plan.json").read_text()) == on_host
+        assert load_plan(tmp_path / "plan.json").plan == best.plan
+
+
+def test_where_the_optimizer_cannot_step_on_the_host_it_steps_on_the_device_or_a_wish_is_refused() -> None:
+    for machines, schedule, why in (
+        (None, "2bw-fresh", "no stage of the plan can"),
+        (Cluster((Server("a", (Device("card", "cuda", 10**9),)),)), "1f1b", "the plan may use GPUs"),
+    ):
+        paging = stepping("auto", machines, schedule=schedule).best.plan.paging
+        assert paging is not None
+        assert not paging.host_updates
+        with pytest.raises(BiremeError, match=why):
+            stepping("host", machines, schedule=schedule)
+    with pytest.raises(BiremeError, match="has no memory to page to"):
+        TierLimits(MB, 0, 10**9, optimizer="host")
+    with pytest.raises(BiremeError, match="'disk'"):
+        TierLimits(MB, optimizer="disk")
+
+
 @pytest.mark.slow
-def test_below_the_least_budget_the_number_that_would_do_is_told_and_does() -> None:
+def test_below_the_least_budget_the_error_names_a_number_that_fits() -> None:
     with pytest.raises(BiremeError, match="must be at least") as refused:
         found(TierLimits(20 * MB), is_small=True)
     number = int(str(refused.value).split("at least ")[1].split()[0])

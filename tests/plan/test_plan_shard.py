@@ -11,12 +11,14 @@ from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.partition.holdings import holdings
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.problem import PlanningProblem, check_shard
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.tier_limits import TierLimits
+from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
 
 SLOW = 1.25e6
@@ -148,5 +150,31 @@ def test_what_cannot_be_shared_is_refused() -> None:
             tiny_profile(), cluster(), PlanRequest(batch_size=4, shard="weights", schedule="2bw-fresh")
         )
     request = PlanRequest(batch_size=4, shard="optimizer")
+    check_shard(request, "adamw")
     with pytest.raises(BiremeError, match="muon, which steps whole"):
         PlanningProblem(replace(tiny_profile(), optimizer="muon"), cluster(), request)
+
+
+def test_what_cannot_be_shared_is_refused_before_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bireme.cli.plan.measure", None)
+    words = ("--model", "gpt", "--batch-size", "4", "--optimizer", "muon", "--shard", "optimizer")
+    told = bireme(capsys, "plan", *words)
+    assert told.status == 2
+    assert "muon, which steps whole" in told.err
+
+
+def test_with_master_weights_fresh_updates_keep_no_other_copy_of_the_newest_weights() -> None:
+    weights = sum(unit.parameter_bytes for unit in tiny_profile().units)
+    plan = Plan((), 4, "2bw-fresh", micro_batch_sizes=(1,), devices=(("s0/gpu0",),))
+    apart, masters = (
+        forecast_of(plan, tiny_profile(), cluster(), PlanRequest(4, value_bytes=one)).stages[0].peak_bytes
+        for one in (4, 2)
+    )
+    assert apart - masters == weights
+    versions = [
+        max(moment.version for moment in holdings("2bw-fresh", 2, 4, has_masters=one)[0])
+        for one in (False, True)
+    ]
+    assert versions == [3.0, 2.0]

@@ -54,7 +54,7 @@ def test_costs_are_read_off_a_run_that_had_them() -> None:
     assert found.batch_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_control_takes_little_of_the_time_it_runs_beside() -> None:
+def test_a_control_takes_a_small_share_of_the_time() -> None:
     """Its clock moves half a second at every look, and a step of a second passes between two looks at it."""
     now_s = 0.0
 

@@ -202,7 +202,7 @@ def check_peak(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(GRAPHS))
-def test_the_peak_of_a_stage_is_foretold_within_a_tenth(name: str) -> None:
+def test_the_peak_of_a_stage_is_predicted_within_a_tenth(name: str) -> None:
     graph = graph_of(name)
     for ends in ranges(graph):
         check_peak(graph, function_of(name, *ends), profile_of(name), ends, 5)
@@ -211,7 +211,7 @@ def test_the_peak_of_a_stage_is_foretold_within_a_tenth(name: str) -> None:
 @pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mixtral", "qwen3", "resnet", "t5", "vit"])
-def test_the_stages_of_transformers_models_keep_and_take_what_is_foretold(name: str) -> None:
+def test_the_stages_of_transformers_models_keep_and_take_what_is_predicted(name: str) -> None:
     """Of every other length the stages at the begin, in the middle and at the end."""
     pytest.importorskip("transformers")
     family = FAMILIES[name]

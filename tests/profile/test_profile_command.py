@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from bireme.cluster.device import KNOWN
-from bireme.profile import measuring
+from bireme.profile import measuring, profiler
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Seconds
 from tests.support.command import bireme, bireme_once
+from tests.support.tiny_profiles import LITTLE
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +64,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("BIREME_CACHE", str(cache))
+        patch.setattr(profiler, "Effort", lambda: LITTLE)
         told = bireme_once("profile", GPT, "--batch", "3", "-b", "1", "--halves", "--json")
         assert not told.err
         assert len(list(cache.rglob("*.json"))) == 1

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,11 @@ def test_what_is_read_from_a_file_is_what_was_written(
 Damage = Callable[[dict[str, Any]], Any]
 
 
+@cache
+def estimated() -> Profile:
+    return profile(gpt(3), LAPTOP, [1, 2])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "sentence"),
@@ -136,7 +142,7 @@ Damage = Callable[[dict[str, Any]], Any]
 )
 def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, damage: Damage, sentence: str) -> None:
     path = tmp_path / "profile.json"
-    save_profile(profile(gpt(3), LAPTOP, [1, 2]), path)
+    save_profile(estimated(), path)
     plain = json.loads(path.read_text())
     damage(plain)
     path.write_text(json.dumps(plain))
@@ -210,6 +216,6 @@ def test_a_cache_that_cannot_be_used_is_as_good_as_none(
     assert bench.num_calls == 3
 
 
-def test_an_estimate_is_made_anew_each_time(own_cache: Path) -> None:
+def test_estimates_are_not_cached(own_cache: Path) -> None:
     profile(gpt(), LAPTOP, [2])
     assert not own_cache.exists()

@@ -83,7 +83,7 @@ def test_every_chart_has_marks_without_a_script(run: Path) -> None:
     assert len(timelines) == 2 * 4 * 4 * 4 * 2  # twice: 4 ranks, 4 batches, 4 micro-batches, both passes
 
 
-def test_what_is_behind_the_end_of_a_timeline_is_not_shown_as_idle(run: Path) -> None:
+def test_time_after_the_end_of_a_timeline_is_not_shown_as_idle(run: Path) -> None:
     """The predicted lanes of a run that took longer once ended in stripes, as if the devices had waited."""
     covers = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" [^>]*class="beyond"', made(run))
     assert len(covers) == 2 * 4
@@ -244,7 +244,7 @@ def test_a_trace_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_wrong_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = bireme(capsys, "report", str(tmp_path / "nothing"))
     assert result.status == 2
-    assert "is no folder" in result.err
+    assert "is not a folder" in result.err
     make_run(tmp_path / "one", steps=5, recorded=False)
     result = bireme(capsys, "report", str(tmp_path))
     assert result.status == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import join_averaging
 from bireme.runtime.averaging.lines import Offer
@@ -181,3 +182,27 @@ def test_what_a_rank_offers_while_a_round_without_it_is_made_is_for_the_next_one
     assert settled is not None
     assert not settled.is_own
     line.give_back(settled.result)
+
+
+def test_who_waits_in_vain_says_for_what_and_ends_when_all_do(
+    agent: AveragingAgent, coordinator: Coordinator
+) -> None:
+    agent.begin(Window(0, 8))
+    errors: list[BiremeError] = []
+
+    def wait() -> None:
+        try:
+            agent.wait_settled(agent.lines)
+        except BiremeError as error:
+            errors.append(error)
+
+    waits = threading.Thread(target=wait, daemon=True)
+    waits.start()
+    end_s = time.monotonic() + patience_s()
+    while not coordinator.told[-1]["waits"]:
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    assert coordinator.told[-1]["waits"] == "a mean of the replicas"
+    coordinator.have_say(standstill="All replicas wait for each other.")
+    waits.join(patience_s())
+    assert [str(one) for one in errors] == ["All replicas wait for each other."]

@@ -184,7 +184,7 @@ def test_shares_of_another_run_are_not_taken_over() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_replica_in_whose_share_nothing_counts_weighs_nothing(schedule: str) -> None:
     """Weights are those of the targets that count, whatever the shares are when they change."""
-    model = gpt("layers=2")
+    model = gpt("layers=3")
     setting = Setting(plan_for(schedule, 2, width=NUM_REPLICAS), optimizer="sgd")
     data = token_batches(BATCH, 9)
     for batch in data[2:]:
@@ -202,7 +202,7 @@ def test_a_replica_in_whose_share_nothing_counts_weighs_nothing(schedule: str) -
 
 def test_a_replica_without_a_sample_for_each_micro_batch_is_refused() -> None:
     setting = Setting(regression_plan("1f1b", 2, width=NUM_REPLICAS))
-    with pytest.raises(BiremeError, match="are none for 2 replicas that take at least 4, 4"):
+    with pytest.raises(BiremeError, match="do not fit 2 replicas that take at least 4, 4"):
         run(setting, real_batches(BATCH, 1, WIDTH), sharing(first=(40, 0)))
 
 

@@ -217,7 +217,7 @@ def test_a_parameter_takes_the_bytes_it_must(
     assert len(storages) <= banks_needed(rule, 0, 3) + (1 if apart_bytes else 0) + 1
 
 
-def test_weights_that_are_given_are_copied_so_that_nobody_elses_are_stepped() -> None:
+def test_given_weights_are_copied_so_that_the_caller_s_stay_as_they_are() -> None:
     # Stages that were given the same tensor, as tied weights on one rank are, both stepped it.
     given = {"w": torch.zeros(SIZE)}
     one, other = (

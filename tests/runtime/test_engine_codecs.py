@@ -162,7 +162,7 @@ def test_none_sends_the_same_bytes_as_ever_and_others_send_fewer() -> None:
 
 
 def test_an_evaluation_goes_through_codecs_where_it_is_asked_to() -> None:
-    model, data = gpt(UNTIED), token_batches(8, 2)
+    model, data = gpt(UNTIED, evaluates=True), token_batches(8, 2)
     setting = Setting(plan_for("1f1b"), codecs=everywhere("keep:0.1:4"))
     bare = Setting(plan_for("1f1b"))
 

@@ -23,6 +23,7 @@ from tests.support.small_models import (
     Model,
     real_batches,
 )
+from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
 
@@ -87,19 +88,40 @@ def test_a_stage_that_raises_is_told_once_with_its_rank_and_instruction(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"), [("SIGKILL", "killed by signal 9"), ("SIGSTOP", "has sent no heartbeat")]
-)
-def test_a_rank_that_is_gone_in_the_middle_of_a_training_is_named(
-    fault: str, words: str, tmp_path: Path
-) -> None:
-    """Within the timeout: the test would wait for longer than that, but not for ever."""
-    error = failure(fault, "2bw", tmp_path)
+def test_what_is_seen_after_the_timeout_is_told(tmp_path: Path) -> None:
+    """A rank that is gone in the middle of a training, and fewer batches on one rank: all at once, for two
+    wait for their timeouts.
+    """
+    claims = [a_killed_rank_is_named, a_stopped_rank_is_named, fewer_batches_are_one_clear_error]
 
+    def check(place: int) -> None:
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        claims[place](folder)
+
+    run_threads(len(claims), check)
+
+
+def a_killed_rank_is_named(folder: Path) -> None:
+    assert_named(failure("SIGKILL", "2bw", folder), "killed by signal 9")
+
+
+def a_stopped_rank_is_named(folder: Path) -> None:
+    assert_named(failure("SIGSTOP", "2bw", folder), "has sent no heartbeat")
+
+
+def assert_named(error: RankFailed, words: str) -> None:
     assert error.rank == FAILING
     assert words in error.text
     assert error.instruction is not None
     assert " of batch " in error.instruction
+
+
+def fewer_batches_are_one_clear_error(_folder: Path) -> None:
+    told = mistake([real_batches(8, 3, WIDTH), real_batches(8, 2, WIDTH)])
+
+    assert "same batches" in told
+    assert "Traceback" not in told
 
 
 def train_on_own(world: World, model: Model, data: list[list[Batch]]) -> list[float]:
@@ -117,13 +139,6 @@ def test_batches_of_other_shapes_on_another_rank_are_one_clear_error() -> None:
     told = mistake([real_batches(8, 3, WIDTH), real_batches(12, 3, WIDTH)])
 
     assert "give all ranks the same batches" in told.lower()
-    assert "Traceback" not in told
-
-
-def test_fewer_batches_on_one_rank_are_one_clear_error() -> None:
-    told = mistake([real_batches(8, 3, WIDTH), real_batches(8, 2, WIDTH)])
-
-    assert "same batches" in told
     assert "Traceback" not in told
 
 

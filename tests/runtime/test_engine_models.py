@@ -64,7 +64,7 @@ def test_copies_of_a_shared_weight_stay_equal_on_all_ranks(schedule: str, width:
 
     The first and the last stage hold it: two ranks, or under zbv the first rank twice.
     """
-    tied = gpt("layers=3,tied=true")
+    tied = gpt("layers=3")
     setting = Setting(plan_for(schedule, width=width), clip_norm=0.5)
     data = token_batches(8 * width, 3)
     found = train_on_threads(tied, setting, data)

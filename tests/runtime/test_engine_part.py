@@ -15,7 +15,7 @@ from tests.support.small_models import Model, gpt, token_batches
 
 pytestmark = pytest.mark.slow
 
-SIZES = "layers=3,tied=false,dropout=0.1"
+SIZES = "layers=3,tied=false,dropout=0.3"
 PARTS = {
     "train": Part(train=("layers.2.*", "norm.*")),
     "freeze": Part(freeze=("tokens.*", "layers.1.*", "*.bias")),

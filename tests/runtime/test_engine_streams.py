@@ -95,7 +95,7 @@ def test_no_batches_are_no_training() -> None:
 )
 def test_an_evaluation_is_that_of_one_process_and_leaves_no_trace(schedule: str, width: int) -> None:
     """The dropout is off, the batches are of any size, and training goes on as if nothing had been."""
-    model = gpt("layers=3,tied=false,dropout=0.3")
+    model = gpt("layers=3,tied=false,dropout=0.3", evaluates=True)
     setting = Setting(plan_for(schedule, width=width), windows=(2, 1, 0))
     data = token_batches(8 * width, 3)
     sizes = (8, 3, 9, 1)
@@ -121,7 +121,7 @@ def merged(step: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def test_an_evaluation_of_bfloat16_banks_runs_on_the_newest_of_them() -> None:
     """Under 2bw-fresh no bank holds the newest weights: they are cast from the masters."""
-    text = gpt(UNTIED, "bfloat16")
+    text = gpt(UNTIED, "bfloat16", evaluates=True)
     model = Model(
         text.graph, {n: t.float() for n, t in text.weights.items()}, text.evaluation, count=text.count
     )
@@ -185,7 +185,7 @@ def test_a_batch_in_which_nothing_counts_takes_no_step(schedule: str, width: int
 
 
 def test_an_evaluation_leaves_out_batches_in_which_nothing_counts() -> None:
-    model, data = gpt(UNTIED), token_batches(8, 3)
+    model, data = gpt(UNTIED, evaluates=True), token_batches(8, 3)
     data[1]["labels"][:] = -100
     seen: list[Evaluation] = []
 

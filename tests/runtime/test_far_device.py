@@ -121,7 +121,7 @@ def test_a_device_that_bireme_does_not_compute_on_is_refused(outcomes: dict[str,
 
 
 def trains(setting: Setting) -> None:
-    compare(gpt(DROPPING), setting, token_batches(8 * setting.plan.width, 2))
+    compare(gpt(DROPPING, evaluates=True), setting, token_batches(8 * setting.plan.width, 2))
 
 
 def compare(model: Model, setting: Setting, data: list[dict[str, Tensor]]) -> None:

@@ -25,6 +25,7 @@ from tests.support.ranks import (
     until,
     wait_until_gone,
 )
+from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
 
@@ -107,21 +108,39 @@ def test_a_rank_that_leaves_by_exit_is_told_to_return(tmp_path: Path) -> None:
     [
         ("SIGKILL", "killed by signal 9 (SIGKILL)"),
         ("SIGSEGV", "killed by signal 11 (SIGSEGV)"),
-        ("SIGSTOP", "has sent no heartbeat"),
         ("crash", "ended with status 7"),
     ],
 )
 def test_a_rank_that_says_nothing_more_is_named(fault: str, words: str, tmp_path: Path) -> None:
-    error = failure(fault, tmp_path)
+    assert_named(failure(fault, tmp_path), words)
 
+
+def assert_named(error: BaseException, words: str) -> None:
     assert isinstance(error, RankFailed)
     assert error.rank == 1
     assert words in error.text
     assert TRACEBACK not in error.text
 
 
-def test_a_rank_that_never_answers_is_shown_with_what_all_are_doing(tmp_path: Path) -> None:
-    error = failure("hang", tmp_path)
+def test_ranks_that_stop_or_never_answer_are_told_after_the_timeout(start: Start, tmp_path: Path) -> None:
+    """Three runs at once, for each waits for its timeout."""
+    claims = [a_stopped_rank_is_named, a_rank_that_never_answers_is_shown, a_stopped_rank_is_named_by_others]
+
+    def check(place: int) -> None:
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        claims[place](start, folder)
+
+    run_threads(len(claims), check)
+
+
+def a_stopped_rank_is_named(_start: Start, folder: Path) -> None:
+    assert_named(failure("SIGSTOP", folder), "has sent no heartbeat")
+
+
+def a_rank_that_never_answers_is_shown(_start: Start, folder: Path) -> None:
+    """With what all are doing."""
+    error = failure("hang", folder)
 
     assert isinstance(error, RankFailed)
     assert error.rank == 0  # the one that waits in vain
@@ -129,6 +148,19 @@ def test_a_rank_that_never_answers_is_shown_with_what_all_are_doing(tmp_path: Pa
     assert "All ranks are alive" in error.text
     assert "rank 1 at 1F0 of batch 1 on version 0" in error.text
     assert "raise the timeout" in error.text
+
+
+def a_stopped_rank_is_named_by_others(start: Start, folder: Path) -> None:
+    """Under torchrun, where each rank tells for itself."""
+    run = start(UNDER_TORCHRUN, "SIGSTOP", str(folder), launcher=tuple(torchrun(2)))
+    ranks = pids_in(folder, 2)
+    wait_until_gone(ranks[:1])
+    os.kill(ranks[1], signal.SIGKILL)  # torchrun would do it, but only half a minute later
+    _, errors = run.communicate()
+
+    told = [line for line in errors.splitlines() if line.startswith("bireme: rank 0 ends. Rank 1 failed")]
+    assert len(told) == 1
+    assert "it has sent no heartbeat" in told[0]
 
 
 def test_a_rank_deaf_to_the_failure_of_another_is_ended(tmp_path: Path) -> None:
@@ -239,18 +271,6 @@ def test_under_torchrun_the_error_is_told_once_and_named_by_the_others(tmp_path:
     told = "Rank 1 failed at 1F0 of batch 1 on version 0: ArithmeticError: the sum is wrong"
     assert lines.count(f"bireme: rank 0 ends. {told}") == 1
     assert "rank      : 1 (local_rank: 1)" in run.stderr.partition("Root Cause")[2]
-
-
-def test_under_torchrun_a_stopped_rank_is_named_by_the_others(start: Start, tmp_path: Path) -> None:
-    run = start(UNDER_TORCHRUN, "SIGSTOP", str(tmp_path), launcher=tuple(torchrun(2)))
-    ranks = pids_in(tmp_path, 2)
-    wait_until_gone(ranks[:1])
-    os.kill(ranks[1], signal.SIGKILL)  # torchrun would do it, but only half a minute later
-    _, errors = run.communicate()
-
-    told = [line for line in errors.splitlines() if line.startswith("bireme: rank 0 ends. Rank 1 failed")]
-    assert len(told) == 1
-    assert "it has sent no heartbeat" in told[0]
 
 
 def test_the_ranks_end_with_torchrun(start: Start, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Seen:
 
 
 def trained(world: World, setting: Setting) -> Seen:
-    model = gpt(MODEL)
+    model = gpt(MODEL, evaluates=True)
     pipeline = Pipeline(
         model.graph,
         setting.plan,

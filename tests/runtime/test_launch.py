@@ -4,8 +4,10 @@ import functools
 import subprocess
 import sys
 import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ import torch.distributed as dist
 from bireme.cluster.machine import num_cores
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
+from bireme.runtime import launch as launching
+from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
-from bireme.runtime.launch import launch
+from bireme.runtime.launch import Crew, launch
+from bireme.runtime.processes import Process
+from bireme.runtime.rank_process import Order
 from bireme.runtime.world import World
 from tests.support.ranks import add_ranks, report_threads, run_script, torchrun, until
 
@@ -29,6 +35,23 @@ def test_results_come_back_in_the_order_of_ranks() -> None:
     results = launch(add_ranks, 3, 10)
 
     assert torch.cat(results).tolist() == [12.0, 10.0, 11.0]
+
+
+def test_processes_of_a_replica_are_called_by_the_ranks_that_messages_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replicas start side by side, so the numbers of processes do not say which is whose."""
+    called: list[str] = []
+
+    def start(name: str, *_: object) -> tuple[Process, Connection]:
+        called.append(name)
+        return cast(Process, None), Pipe()[0]
+
+    monkeypatch.setattr(launching, "start_process", start)
+    order = Order(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", first_rank=4)
+    Crew(order, b"", cast(Board, None)).start()
+
+    assert called == ["bireme rank 4", "bireme rank 5"]
 
 
 @pytest.mark.slow

@@ -97,6 +97,28 @@ def test_all_members_get_the_same_bits_and_the_weighted_mean(num: int, weights: 
     assert found[0][0].numbers == (float(num), float(sum(range(num))))
 
 
+@pytest.mark.parametrize("members", [(0, 1), (1, 2, 4), (0, 1, 2, 3, 4)])
+def test_a_group_mixes_weights_so_that_the_mean_of_all_replicas_stays_where_it_was(
+    members: tuple[int, ...],
+) -> None:
+    """Its mixing matrix is symmetric, and its rows and columns add up to one."""
+    num = 5
+    mesh, before = Mesh(num), torch.eye(num, dtype=torch.float64)
+
+    def mixed(me: int) -> Tensor:
+        if me not in members:
+            return before[me]
+        own = Contribution([before[me]], b"", 1.0, 1.0)  # as ranks in groups contribute their weights
+        return mesh.sum(own, me, members, Stamp(0, 7, 0))[1][0]
+
+    mixing = torch.stack(run_threads(num, mixed))
+    assert torch.equal(mixing, mixing.T)
+    for axis in (0, 1):
+        torch.testing.assert_close(mixing.sum(axis), torch.ones(num).double(), rtol=0, atol=1e-15)
+    weights = torch.randn(num, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close((mixing @ weights).mean(0), weights.mean(0), rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("num", [2, 3, 4])
 def test_an_attempt_that_lost_a_member_is_made_again_from_the_kept_contributions(num: int) -> None:
     """The last member dies when its first frames have come; what was sent by it and to it is dropped."""

@@ -22,6 +22,7 @@ from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
 from bireme.report.units import rate_text
+from bireme.runtime.paging.mover import Job
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.residency import resident
@@ -56,11 +57,12 @@ class Case:
     bank_dtype: torch.dtype | None = None
     is_summed: bool = False
     windows: tuple[int, ...] = ()
+    evaluates: bool = False
     more: tuple[tuple[str, Any], ...] = ()
 
     @property
     def of(self) -> Model:
-        return gpt(self.model, self.dtype)
+        return gpt(self.model, self.dtype, evaluates=self.evaluates)
 
     def paged(self) -> Plan:
         sizes = sizes_of(self.of, self.plan, bank_dtype=self.bank_dtype, stash=STASH)
@@ -86,6 +88,18 @@ CASES = {
     "fresh updates of one": Case(parts("2bw-fresh"), 0.1, host=0.0, disk=True, windows=(2, 1)),
     "tied weights and recomputed stages": Case(
         parts("1f1b", recompute=(0, 1, 2, 3)), 0.1, model="layers=3", is_summed=True
+    ),
+    "updates on the host of one rank": Case(parts("1f1b", 4), more=(("host_updates", True),)),
+    "updates on the host, which pages to a disk": Case(
+        parts("2bw"), host=0.7, disk=True, windows=(1, 2), more=(("host_updates", True),)
+    ),
+    "updates on the host of bfloat16 banks": Case(
+        parts("2bw"),
+        0.2,
+        dtype="bfloat16",
+        bank_dtype=torch.bfloat16,
+        windows=(1, 1, 1),
+        more=(("host_updates", True), ("updates_together", True)),
     ),
     "backwards in halves": Case(parts("zb-h1")),
     "micro-batches in halves": Case(Plan((4,), 3, "1f1b-sliced"), 0.3),
@@ -145,7 +159,7 @@ def one_rank(folder: Path, **more: Any) -> tuple[Case, Callable[[], Pipeline]]:
 
 @pytest.mark.slow
 def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
-    case, make = one_rank(tmp_path)
+    case, make = one_rank(tmp_path, evaluates=True)
     data = token_batches(6, 4)
     resident_one = pipeline_of(case.of, case.setting(case.plan), None)
     results = resident_one.train(data)
@@ -275,6 +289,17 @@ def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) ->
         os.close(ready)
         os.close(told)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_of_a_copy_is_told_once_it_is_complete_on_the_device() -> None:
+    events: list[str] = []
+    job = Job((0, True), 1, lambda: events.append("posted"), note=lambda _s: events.append("told"))
+    job.do(lambda: events.append("complete"))
+    assert events == ["posted", "complete", "told"]
+    failed = Job((0, True), 1, lambda: events.remove("nothing"), note=lambda _s: events.append("told"))
+    failed.do()
+    assert isinstance(failed.error, ValueError)
+    assert len(events) == 3
 
 
 def test_a_plan_that_pages_to_a_disk_needs_a_folder(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_window_that_begins_with_more_than_fits_is_refused(tmp_path: Path) -> 
 def test_an_evaluation_reads_the_weights_of_a_stage_once_for_each_batch_within_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = gpt("layers=3,tied=false")
+    model = gpt("layers=3,tied=false", evaluates=True)
     plan = Plan((2, 4, 6), 3, "2bw", stages_per_rank=4)
     within = paged(plan, sizes_of(model, plan, stash=40_000), 0.0, host=0.0, disk=True)
     expected = pipeline_of(model, Setting(plan), None)

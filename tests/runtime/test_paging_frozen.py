@@ -48,7 +48,7 @@ def frozen_copies(program: Program) -> dict[Kind, int]:
     ],
     ids=["three-tiers", "disk"],
 )
-def test_a_part_that_learns_beside_paged_weights_learns_what_it_does_without_paging(
+def test_a_part_trained_on_paged_frozen_weights_learns_what_it_does_without_paging(
     plan: Plan, host: float, windows: tuple[int, ...], tmp_path: Path
 ) -> None:
     model, data = part_of_a_model(), token_batches(6, 3)

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from bireme.sync.coordinator.messages import (
     Member,
     Part,
     RankId,
-    RoundAt,
     Source,
     Word,
 )
@@ -88,7 +87,7 @@ def test_a_donor_that_could_not_be_reached_once_is_asked_again_if_there_is_no_ot
     assert agent.begun == [(0, False), (0, False), (6, True)]  # the second takes back that it is lost
 
 
-def test_a_replica_that_loses_its_donor_while_it_catches_up_begins_anew() -> None:
+def test_a_replica_that_loses_its_donor_while_it_catches_up_starts_again() -> None:
     """Some of its ranks may have applied a sum that the others cannot get any more."""
     words = [
         Word(1, 1, committed=(4,), heals=(Heal(1, donor=0, batch=5),)),
@@ -98,6 +97,24 @@ def test_a_replica_that_loses_its_donor_while_it_catches_up_begins_anew() -> Non
         joined(Scripted(words))
 
 
+def test_a_replica_knows_its_first_batch_while_the_sums_before_it_still_come() -> None:
+    """So it reads its samples meanwhile, and is not late with them."""
+    words = [
+        Word(1, 1, committed=(5,), heals=(Heal(1, donor=0, batch=5),)),
+        Word(1, 2, committed=(6,), heals=(Heal(1, donor=0, batch=5, first=7),)),
+        Word(1, 3, committed=(7,), heals=(Heal(1, donor=0, batch=5, first=7),)),
+    ]
+    seen = list[str]()
+    first = join(
+        cast(Agent, Scripted(words)),
+        0,
+        lambda snapshot: seen.append(f"weights of {snapshot.num_trained}"),
+        lambda batch: seen.append(f"sum of {batch}"),
+        lambda batch: seen.append(f"first is {batch}"),
+    )
+    assert (first, seen) == (7, ["weights of 5", "first is 7", "sum of 5", "sum of 6"])
+
+
 class Told:
     """A coordinator that says what it is told to."""
 
@@ -105,7 +122,7 @@ class Told:
         self.word = word
         self.act: Callable[[], None] = lambda: None
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
+    def say(self, *, address: str, **fields: Any) -> None:
         pass
 
     def on_word(self, act: Callable[[], None]) -> None:

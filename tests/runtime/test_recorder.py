@@ -80,11 +80,11 @@ def test_work_on_a_device_takes_what_the_device_needs_and_not_the_call(queue: Qu
 
 def test_marks_are_put_on_the_clock_of_the_host(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "perf_counter", lambda: 77.0)
-    recorder = Recorder(FAR, offset_s=3.0)
+    recorder = Recorder(FAR)
     recorder.note(recorder.now(), recorder.now())
     starts, _ = recorder.recording()
     queue.asked.append("something that was not recorded")
-    assert list(starts) == pytest.approx([80.0])
+    assert list(starts) == pytest.approx([77.0])
 
 
 def test_a_training_that_is_not_recorded_makes_no_marks(

@@ -104,7 +104,7 @@ def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
 
 def bfloat16(text: str) -> Model:
     """A model to compute with in bfloat16, with weights that are stepped in float32."""
-    model = gpt(text, "bfloat16")
+    model = gpt(text, "bfloat16", evaluates=True)
     return replace(model, weights={name: one.float() for name, one in model.weights.items()})
 
 
@@ -163,7 +163,7 @@ def test_it_computes_what_replicas_with_an_optimiser_each_do(shard: str, case: s
     weights and gradients, where these are shared too.
     """
     is_short, text, alone, tolerance = (CASES if shard == "optimizer" else WEIGHTS_TOO)[case]
-    model = bfloat16(text) if is_short else gpt(text)
+    model = bfloat16(text) if is_short else gpt(text, evaluates=True)
     width = alone.plan.width
     data = token_batches(8 * width, 5)
     data[2] = {**data[2], "labels": torch.full_like(data[2]["labels"], -100)}
@@ -202,8 +202,8 @@ def assert_parts(sizes: Sequence[int], whole: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
-def test_going_on_from_a_snapshot_with_it_or_without_is_never_having_stopped(schedule: str) -> None:
-    model, data = gpt("layers=3"), token_batches(12, 5)
+def test_resuming_from_a_snapshot_with_it_or_without_is_never_having_stopped(schedule: str) -> None:
+    model, data = gpt("layers=3", evaluates=True), token_batches(12, 5)
     alone = Setting(plan_for(schedule, width=2))
     shared = replace(alone, shard="optimizer")
     expected = train(model, alone, data)

@@ -79,7 +79,7 @@ def all_weights(seen: Sequence[Seen]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("schedule", ALL)
 @pytest.mark.parametrize("width", [1, 2])
 def test_going_on_from_a_snapshot_is_never_having_stopped(schedule: str, width: int) -> None:
-    model = gpt("layers=3,dropout=0.2")
+    model = gpt("layers=3,dropout=0.3")
     setting = Setting(plan_for(schedule, width=width), clip_norm=0.5)
     data = token_batches(8 * width, 9)
     whole = train(model, setting, data)
@@ -107,7 +107,7 @@ def test_so_it_is_with_bfloat16_banks_and_every_optimiser(schedule: str, optimiz
 @pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
 def test_a_part_goes_on_from_what_was_trained_alone(schedule: str) -> None:
-    model = gpt("layers=3,tied=false,dropout=0.2", part=Part(freeze=("tokens.*", "layers.1.*", "*.bias")))
+    model = gpt("layers=3,tied=false,dropout=0.3", part=Part(freeze=("tokens.*", "layers.1.*", "*.bias")))
     frozen = {state.name for state in model.graph.parameters if not state.trainable}
     setting, data = Setting(plan_for(schedule), clip_norm=0.5), token_batches(8, 9)
     whole = train(model, setting, data, but=frozen)

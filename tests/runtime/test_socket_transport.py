@@ -19,30 +19,16 @@ from bireme.runtime.fabric import neighbours_of
 from bireme.runtime.header import header_of
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, ordinary_bytes
-from bireme.runtime.socket_sums import SocketSums
 from bireme.runtime.socket_transport import Lines, SocketTransport
 from bireme.runtime.stores import open_store
-from bireme.runtime.transport import AbortedError, Pending
-from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
+from bireme.runtime.transport import AbortedError
+from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.runtime.test_transport import SCENARIOS
+from tests.support.sockets import HOST, Receive, format_of, key, pair, send, star
 from tests.support.together import run_threads
 
 SIZES = (0, 1, 4096, LARGE_BYTES - 64, LARGE_BYTES, 6 * 2**20)
-HOST = torch.device("cpu")
-
-
-def pair(timeout_s: float = 20.0, buffer_bytes: int | None = None) -> list[SocketTransport]:
-    """Two transports, joined; the kernel takes `buffer_bytes` of what one has written, or what it likes."""
-    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
-    for one in (small, its_small):
-        one.setblocking(False)
-        if buffer_bytes is not None:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    return [
-        SocketTransport({1: Lines(small, large)}, timeout_s=timeout_s),
-        SocketTransport({0: Lines(its_small, its_large)}, timeout_s=timeout_s),
-    ]
 
 
 @pytest.fixture
@@ -51,34 +37,6 @@ def both() -> Iterator[list[SocketTransport]]:
     yield made
     for transport in made:
         transport.close()
-
-
-def key(microbatch: int, *, forward: bool = True) -> Message:
-    return Message(forward, 1 if forward else 0, 3, microbatch, None)
-
-
-def format_of(size: int) -> WireFormat:
-    return WireFormat([TensorSpec("bytes", (size,), torch.uint8)])
-
-
-def send(transport: SocketTransport, one: Message, to: int, body: Tensor) -> Pending:
-    parcel = format_of(len(body)).parcel(HOST)
-    parcel.address(one)
-    parcel.pack({"bytes": body})
-    return transport.send(one, to, parcel.message)
-
-
-class Receive:
-    """A receive that was posted."""
-
-    def __init__(self, transport: SocketTransport, one: Message, source: int, size: int) -> None:
-        self.arrival: Arrival = format_of(size).arrival(one, HOST)
-        self.pending = transport.receive(one, source, self.arrival.message)
-
-    def wait(self) -> Tensor:
-        """What came."""
-        self.pending.wait()
-        return self.arrival.unpack(HOST)["bytes"]
 
 
 def bytes_of(number: int, size: int) -> Tensor:
@@ -282,11 +240,11 @@ def test_what_was_read_before_it_was_expected_is_found(both: list[SocketTranspor
 def test_what_is_no_message_of_ours_is_told(both: list[SocketTransport]) -> None:
     for alien in (header_of(key(0), 1 << 30, 0), bytes(64)):
         both[0]._lines[1].socket.sendall(alien)
-        with pytest.raises(BiremeError, match="no message of this version"):
+        with pytest.raises(BiremeError, match="is not a message of this version"):
             Receive(both[1], key(0), 0, 64).wait()
         both[1]._lines[0]._begin = both[1]._lines[0]._end = 0
     both[0]._freight[1]._line.sendall(bytes(64))
-    with pytest.raises(BiremeError, match="no message of this version"):
+    with pytest.raises(BiremeError, match="is not a message of this version"):
         Receive(both[1], key(0), 0, LARGE_BYTES).wait()
 
 
@@ -377,115 +335,6 @@ def test_neighbours_are_the_ranks_of_stages_next_door() -> None:
 
 
 # --- sums --------------------------------------------------------------------------------------------------
-
-
-def star(num_ranks: int, timeout_s: float = 20.0) -> list[SocketTransport]:
-    """Rank 0 joined with every other, and neighbours with each other."""
-    lines: list[dict[int, Lines]] = [{} for _ in range(num_ranks)]
-    for rank in range(num_ranks):
-        for other in range(rank + 1, num_ranks):
-            if rank == 0 or other == rank + 1:
-                (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
-                for one in (small, its_small):
-                    one.setblocking(False)
-                lines[rank][other], lines[other][rank] = Lines(small, large), Lines(its_small, its_large)
-    return [SocketTransport(own, timeout_s=timeout_s) for own in lines]
-
-
-def part(rank: int, number: int) -> Tensor:
-    return torch.tensor([rank + 0.1, 1e-9 * rank, float(number)], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_sums_are_added_in_the_order_of_the_ranks_however_many_are_under_way(num_ranks: int) -> None:
-    transports = star(num_ranks)
-    num_sums = 6
-
-    def work(rank: int) -> list[list[float]]:
-        sums = SocketSums(transports[rank], rank, num_ranks)
-        given = [part(rank, number) for number in range(num_sums)]
-        pending = [sums.all_reduce(one) for one in given[:4]]
-        for one in pending[:2]:
-            one.wait()
-        pending += [sums.all_reduce(one) for one in given[4:]]
-        for one in pending[2:]:
-            one.wait()
-        return [one.tolist() for one in given]
-
-    found = run_threads(num_ranks, work)
-    for transport in transports:
-        transport.close()
-    wanted = []
-    for number in range(num_sums):
-        total = part(0, number)
-        for rank in range(1, num_ranks):
-            total += part(rank, number)
-        wanted.append(total.tolist())
-    assert all(own == wanted for own in found)
-
-
-def test_rank_0_adds_up_while_it_waits_for_something_else() -> None:
-    """Rank 1 sends that only when it knows the sum, so neither would go on."""
-    transports = star(2, timeout_s=5.0)
-
-    def work(rank: int) -> float:
-        sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
-        pending = sums.all_reduce(own)
-        message = torch.full((8,), rank, dtype=torch.uint8)
-        if rank == 0:
-            assert Receive(transports[0], key(0, forward=False), 1, 8).wait().tolist() == [1] * 8
-            pending.wait()
-        else:
-            pending.wait()
-            send(transports[1], key(0, forward=False), 0, message).wait()
-        return float(own[0])
-
-    assert run_threads(2, work) == [0.1 + 1.1] * 2
-    for transport in transports:
-        transport.close()
-
-
-def test_a_sum_whose_rank_is_gone_says_so() -> None:
-    transports = star(3)
-    transports[2].close()
-
-    def work(rank: int) -> None:
-        if rank == 0:
-            SocketSums(transports[0], 0, 3).all_reduce(part(0, 0)).wait()
-
-    with pytest.raises(PeerLost):
-        run_threads(1, work)
-    for transport in transports[:2]:
-        transport.close()
-
-
-def test_rank_0_adds_up_while_it_waits_for_a_large_message() -> None:
-    transports = star(2, timeout_s=5.0)
-    size = LARGE_BYTES + 1
-
-    def work(rank: int) -> float:
-        sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
-        pending = sums.all_reduce(own)
-        message = torch.full((size,), rank, dtype=torch.uint8)
-        if rank == 0:
-            Receive(transports[0], key(0, forward=False), 1, size).wait()
-            pending.wait()
-        else:
-            pending.wait()
-            send(transports[1], key(0, forward=False), 0, message).wait()
-        return float(own[0])
-
-    assert run_threads(2, work) == [0.1 + 1.1] * 2
-    for transport in transports:
-        transport.close()
-
-
-def test_a_part_of_a_sum_that_never_comes_is_named() -> None:
-    transports = star(2, timeout_s=0.3)
-    with pytest.raises(BiremeError, match=r"part of sum 0 \(128 bytes\) did not arrive from rank 1"):
-        SocketSums(transports[0], 0, 2).all_reduce(part(0, 0)).wait()
-    for transport in transports:
-        transport.close()
 
 
 def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,19 @@ import pytest
 import torch.distributed as dist
 
 from bireme.errors import BiremeError
+from bireme.runtime import watch as watch_module
 from bireme.runtime.board import Board, Heartbeat
 from bireme.runtime.failures import Failure, FailureKind, RankFailed
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store
 from bireme.runtime.watch import Watch, is_of_a_peer
+from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 5.0
+ALONE_S = 0.5
+"""Of a watch whose rank has nobody beside it that could seem dead on a busy machine."""
 LOST = PeerLost(1, "connection closed")
 
 
@@ -33,10 +37,12 @@ class Waiting:
 
 
 @contextmanager
-def watching(store: Store, num_ranks: int, *, size: int | None = None) -> Iterator[list[Watch]]:
+def watching(
+    store: Store, num_ranks: int, *, size: int | None = None, timeout_s: float = TIMEOUT_S
+) -> Iterator[list[Watch]]:
     """The watches of the first so many of all ranks."""
     size = num_ranks if size is None else size
-    watches = [Watch(Board(store, size), rank, size, timeout_s=TIMEOUT_S) for rank in range(num_ranks)]
+    watches = [Watch(Board(store, size), rank, size, timeout_s=timeout_s) for rank in range(num_ranks)]
     for watch in watches:
         watch.start()
     try:
@@ -152,9 +158,10 @@ class NoStore(Store):
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
+def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "STORE_S", ALONE_S)
     store = NoStore()
-    with watching(store, 1, size=2) as (watch,):
+    with watching(store, 1, size=2, timeout_s=ALONE_S) as (watch,):
         assert "the store, which knows why, does not answer" in str(watch.explain(LOST))
         store.gone.set()
         with pytest.raises(RankFailed, match=r"has not reached the store for .* \(connection reset\)"):
@@ -192,16 +199,17 @@ def test_a_request_to_the_store_that_is_lost_is_made_again() -> None:
         assert "the sum is wrong" in str(second.explain(LOST))
 
 
-def test_a_store_out_of_reach_for_the_timeout_is_named_as_the_cause() -> None:
+def test_a_store_out_of_reach_for_the_timeout_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "grace_s", lambda _timeout_s: patience_s())  # or it would end the test
     told = Waiting()
-    with watching(HashStore(), 1) as (watch,):
+    with watching(HashStore(), 1, timeout_s=ALONE_S) as (watch,):
         watch.abort_on_failure(told)
         failing(watch, math.inf)
         assert told.freed.wait(10 * TIMEOUT_S)
         assert "it has not reached the store for" in str(watch.explain(LOST))
 
 
-def test_a_connection_to_the_store_that_broke_is_made_anew() -> None:
+def test_a_broken_connection_to_the_store_is_made_again() -> None:
     """Torch does not: every later request over it fails."""
     store = open_store("127.0.0.1", 0, serve=True, timeout_s=20.0)
     mine = PrefixStore("run", open_store("127.0.0.1", store.port, serve=False, timeout_s=20.0))

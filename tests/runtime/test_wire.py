@@ -128,7 +128,7 @@ def test_tensors_of_other_shapes_or_dtypes_are_refused_though_as_long(spec: Tens
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:
-    with pytest.raises(BiremeError, match="no message of this version"):
+    with pytest.raises(BiremeError, match="is not a message of this version"):
         unpacked(ACTIVATION, torch.zeros(ACTIVATION.num_bytes, dtype=torch.uint8), KEY)
 
 

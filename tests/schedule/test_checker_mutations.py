@@ -364,7 +364,7 @@ def place_of(program: Program, token: str) -> Place:
     ],
     ids=["values change places", "a gradient comes too late", "a forward on the version before"],
 )
-def test_the_judge_sees_what_no_buffer_shows(request_: Request, moved: str, behind: str) -> None:
+def test_the_symbolic_checker_sees_what_no_buffer_shows(request_: Request, moved: str, behind: str) -> None:
     """The machine runs these to their end; only what they compute is wrong."""
     program = request_.program()
     result = outcome(move(program, place_of(program, moved), place_of(program, behind)))

@@ -85,7 +85,7 @@ def test_a_plan_updates_early_where_it_sums_no_gradients() -> None:
 def test_the_engine_waits_for_no_shared_parameters_unless_asked(asked: bool | None, sets: int) -> None:
     """Only the engine sees that the first and the last rank share one, whose gradient is a long sum."""
     plan = Plan((4,), 4, updates_early=asked)
-    model, fabric = gpt("layers=3,tied=true"), ThreadFabric(plan.num_ranks)
+    model, fabric = gpt("layers=3"), ThreadFabric(plan.num_ranks)
 
     def work(rank: int) -> int:
         pipeline = pipeline_of(model, Setting(plan), fabric.of(rank))

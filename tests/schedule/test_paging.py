@@ -1,5 +1,6 @@
 """Paged programs: what is used is there, no budget is passed, and the result is the one without paging."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -72,6 +73,7 @@ class Asked:
     budgets: Budgets
     ahead: int
     updates_together: bool
+    host_updates: bool
 
 
 @st.composite
@@ -103,7 +105,7 @@ def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
     whole = peak(program, of)
     disk = 0 if host is None else int(1000 * whole)
     budgets = Budgets(int(share * whole), None if host is None else int(host * whole), disk)
-    return Asked(program, of, budgets, draw(st.integers(0, 3)), draw(st.booleans()))
+    return Asked(program, of, budgets, draw(st.integers(0, 3)), draw(st.booleans()), draw(st.booleans()))
 
 
 def paged(one: Asked) -> Program:
@@ -116,6 +118,7 @@ def paged(one: Asked) -> Program:
             ahead=one.ahead,
             chunk_bytes=CHUNK,
             updates_together=one.updates_together,
+            host_updates=one.host_updates,
         )
     except BiremeError:
         assume(False)
@@ -187,6 +190,28 @@ def test_a_host_too_small_for_the_rest_is_refused_and_a_disk_helps() -> None:
     program = page(program, of, Budgets(device, 12 * CHUNK, 100 * CHUNK), chunk_bytes=CHUNK)
     assert check(program).ok
     assert [tier.name for tier in resident(program, 0, of).tiers] == ["device", "host", "disk"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "2bw", "zb-h1"])
+@pytest.mark.parametrize("master", [True, False])
+def test_an_update_on_the_host_moves_gradients_down_and_weights_up_and_no_moment(
+    name: str, master: bool
+) -> None:
+    """And the steady state of a long window is a loop with it too."""
+    counts = weights, gradients, _, _ = 2, 2, 6, 0
+    of, batches = sizes(4, counts, master=master), 30
+    program = generate(name, num_stages=4, num_microbatches=1, num_batches=batches, stages_per_rank=4)
+    program = page(program, of, Budgets(9 * CHUNK), ahead=0, chunk_bytes=CHUNK, host_updates=True)
+    assert check(program).ok
+    (track,) = program.tracks
+    assert track.repeats >= batches - 12
+    moved = Counter((step.kind, step.page.item) for step in track.body if step.page and step.page.is_copied)
+    assert moved[Kind.EVICT, Item.GRADIENT] == 4 * gradients
+    assert moved[Kind.FETCH, Item.WEIGHTS] >= 4 * weights
+    assert not moved[Kind.EVICT, Item.WEIGHTS]
+    assert {item for _, item in moved} <= {Item.GRADIENT, Item.WEIGHTS}
+    with pytest.raises(BiremeError, match="needs at least"):  # for one stage's moments and all else of it
+        page(parts(name, 1, batches), of, Budgets(9 * CHUNK), chunk_bytes=CHUNK)
 
 
 # --- loops and sweeps --------------------------------------------------------------------------------------
@@ -283,18 +308,21 @@ class Machine:
                 self._copy(step)
             used = [
                 (use, chunk)
-                for use in uses(self.program, step, master=self.tiers.master)
+                for use in uses(
+                    self.program, step, master=self.tiers.master, host_updates=self.tiers.host_updates
+                )
                 for chunk in chunks_of(self.tiers, use)
             ]
             for use, chunk in used:
-                self.under_way.discard(chunk)
+                if use.tier == 0 or use.mode is not Mode.READ:
+                    self.under_way.discard(chunk)
                 is_made = use.mode is Mode.MAKE or (use.mode is Mode.ADD and chunk not in self.truth)
-                if not is_made and self.memory[0].get(chunk) != self.truth[chunk]:
+                if not is_made and self.memory[use.tier].get(chunk) != self.truth[chunk]:
                     raise HarmError(f"{step} reads a wrong value")
                 if use.mode is not Mode.READ:
-                    self.truth[chunk] = self.memory[0][chunk] = (index, chunk)
-                    for below in self.memory[1:]:
-                        below.pop(chunk, None)
+                    for memory in self.memory:
+                        memory.pop(chunk, None)
+                    self.truth[chunk] = self.memory[use.tier][chunk] = (index, chunk)
             self._fits()
             for use, chunk in used:
                 if use.ends:
@@ -362,17 +390,21 @@ def mutated(program: Program) -> Iterator[Program]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "budgets", "frozen"),
+    ("name", "budgets", "frozen", "host_updates"),
     [
-        ("1f1b", Budgets(12 * CHUNK), 0),
-        ("1f1b", Budgets(13 * CHUNK), 2),
-        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK), 0),
-        ("2bw-fresh", Budgets(14 * CHUNK), 0),
+        ("1f1b", Budgets(12 * CHUNK), 0, False),
+        ("1f1b", Budgets(13 * CHUNK), 2, False),
+        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK), 0, False),
+        ("2bw-fresh", Budgets(14 * CHUNK), 0, False),
+        ("1f1b", Budgets(8 * CHUNK), 0, True),
+        ("2bw", Budgets(9 * CHUNK, 14 * CHUNK, 99 * CHUNK), 0, True),
     ],
 )
-def test_one_mistake_that_does_harm_is_found_and_no_other(name: str, budgets: Budgets, frozen: int) -> None:
-    of = sizes(2, (2, 2, 5, 1), frozen=frozen)
-    program = page(parts(name, 2, 2, per_rank=2), of, budgets, chunk_bytes=CHUNK)
+def test_one_mistake_that_does_harm_is_found_and_no_other(
+    name: str, budgets: Budgets, frozen: int, host_updates: bool
+) -> None:
+    of = sizes(2, (2, 2, 5, 1), frozen=frozen, master=not host_updates)
+    program = page(parts(name, 2, 2, per_rank=2), of, budgets, chunk_bytes=CHUNK, host_updates=host_updates)
     assert program.tiers
     assert not does_harm(program)
     verdicts = [(check(wrong).ok, does_harm(wrong)) for wrong in mutated(program)]

@@ -28,7 +28,7 @@ def test_every_schedule_has_a_picture() -> None:
 
 
 @pytest.mark.parametrize("name", PICTURED)
-def test_picture_beside_the_generator_is_the_program_it_makes(name: str) -> None:
+def test_the_picture_in_a_generator_is_the_program_it_makes(name: str) -> None:
     assert SCHEDULES[name].picture == f"\n{ascii_picture(PICTURED[name])}\n"
 
 

@@ -86,6 +86,68 @@ def test_a_rank_waits_for_just_what_a_copy_takes() -> None:
     assert (first, second, back, end) == (0.0, 1 + 2 * copy_s, 2 + 2 * copy_s, 4 + 3 * copy_s)
 
 
+def test_an_update_on_the_host_takes_the_host_s_time_between_its_copies() -> None:
+    """The gradient comes down, the host steps, the weights go up; the moments stay where they are."""
+    host_s, copy_s = 0.75, 0.25
+    costs = Costs.per_stage(
+        1,
+        forward_s=1.0,
+        backward_s=2.0,
+        update_s=0.5,
+        host_update_s=host_s,
+        weight_bytes=CHUNK,
+        optimizer_bytes=3 * CHUNK,
+        rank_speed=(1.0,),
+    )
+    program = page(
+        program_of(1, 1, batches=3),
+        costs.sizes(),
+        Budgets(2 * CHUNK),
+        ahead=0,
+        chunk_bytes=CHUNK,
+        host_updates=True,
+    )
+    timeline = simulate(program, costs, tier_links=TierLinks(CHUNK / copy_s))
+    (rank,) = timeline.ranks
+    updates = [one for one in rank.intervals() if one.instruction.kind is Kind.UPDATE]
+    backwards = [one for one in rank.intervals() if one.instruction.kind is Kind.BACKWARD]
+    forwards = [one for one in rank.intervals() if one.instruction.kind is Kind.FORWARD]
+    for backward, update in zip(backwards, updates, strict=True):
+        assert update.start_s == backward.end_s + copy_s
+        assert update.end_s == update.start_s + host_s
+    for update, forward in zip(updates, forwards[1:], strict=False):
+        assert forward.start_s == update.end_s + copy_s
+
+
+def test_the_fastest_place_for_updates_is_found_if_the_host_s_time_is_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--schedule", "1f1b", "--stages", "2", "--stages-per-rank", "2", "--weight-bytes", "1e6"]
+    words += ["--optimizer-bytes", "6e6", "--device-memory", "14e6", "--host-bytes-per-s", "1e6"]
+    device, fast, slow = (
+        bireme(capsys, "simulate", *words, *more, "--json").document["steady_batch_s"]
+        for more in ([], ["--host-update-s", "0.1"], ["--host-update-s", "1e3"])
+    )
+    assert fast < device == slow
+
+
+def test_copies_take_the_rank_s_own_time_while_it_works_where_no_core_is_left() -> None:
+    """The second part is copied out while the first still works; what the rank waits for costs no more."""
+    program, costs = program_of(8, microbatches=8), costs_of(8, stash=0, optimizer=0)
+    program = page(program, costs.sizes(), Budgets(10 * CHUNK), ahead=1, chunk_bytes=CHUNK)
+    apart, half, one = (
+        simulate(program, costs, tier_links=TierLinks(2 * CHUNK / 0.4, core_share=share))
+        for share in (0.0, 0.5, 1.0)
+    )
+    (moved,) = apart.paging
+    copied_s = sum(sum(copies.end_s) - sum(copies.start_s) for copies in moved.copies)
+    slower_s = [other.makespan_s - apart.makespan_s for other in (half, one)]
+    assert 0 < slower_s[0] < slower_s[1] <= copied_s
+    for timeline, more_s in ((half, 0.5 * copied_s), (one, copied_s)):
+        busy_s = timeline.ranks[0].busy_s - apart.ranks[0].busy_s
+        assert 0 < busy_s <= more_s * (1 + 1e-9)
+
+
 def test_copies_hide_behind_work_where_there_is_room_to_fetch_ahead() -> None:
     program, costs = program_of(8, microbatches=8), costs_of(8, stash=0, optimizer=0)
     links = TierLinks(2 * CHUNK / 0.4)

@@ -104,7 +104,7 @@ def test_2bw_loses_nothing_by_agreeing() -> None:
 
 
 @pytest.mark.parametrize("name", ["2bw", "1f1b", "interleaved", "zbv"])
-def test_ranks_that_stand_still_for_their_syncs_can_agree_all_the_same(name: str) -> None:
+def test_ranks_that_wait_for_their_syncs_can_still_agree(name: str) -> None:
     """In REDUCE they wait for their own sync, and in UPDATE for those of all."""
     program = generate(name, num_stages=4, num_microbatches=6, num_batches=6)
     costs = Costs.per_stage(4, forward_s=1, backward_s=2, reduce_s=[1, 3, 1, 2])

@@ -15,6 +15,7 @@ from random import Random
 from bireme.balance.shares import Limits
 from bireme.sync.coordinator.host import beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.message_lines import decode, encode
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
@@ -26,8 +27,6 @@ from bireme.sync.coordinator.messages import (
     RoundAt,
     Samples,
     Word,
-    decode,
-    encode,
 )
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Tick

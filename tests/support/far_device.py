@@ -6,11 +6,12 @@ its memory. It can be made once in a process, and changes what that process take
 in one of its own.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 __all__ = ["FAR", "make_far_device"]
@@ -95,12 +96,18 @@ class _Far(torch.Tensor):
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check(func, args, kwargs)
-    found = func(*tree_map(_near, args), **tree_map(_near, kwargs))
+    found = func(*_near(args), **{name: _near(value) for name, value in kwargs.items()})
     asked = kwargs.get("device")
     if asked is not None and torch.device(asked).type == "cpu":
         return found
-    wrapped = tree_map(_far, found)
-    return return_and_correct_aliasing(func, args, kwargs, wrapped)  # type: ignore[no-untyped-call]
+    wrapped = _far(found)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if _aliases(func) else wrapped  # type: ignore[no-untyped-call]
+
+
+@cache
+def _aliases(func: Any) -> bool:
+    """Whether an operator writes to what it is given, or gives a view of it."""
+    return any(one.alias_info is not None for one in func._schema.arguments)
 
 
 def _check(func: Any, args: Any, kwargs: Any) -> None:
@@ -117,6 +124,8 @@ def _check(func: Any, args: Any, kwargs: Any) -> None:
 def _near(one: Any) -> Any:
     if isinstance(one, _Far):
         return one.near
+    if isinstance(one, list | tuple):
+        return type(one)(map(_near, one))
     return torch.device("cpu") if isinstance(one, torch.device) else one
 
 
@@ -126,4 +135,6 @@ def _tensor(data: Any, *, device: Any = None, make: Any = torch.tensor, **more: 
 
 
 def _far(one: Any) -> Any:
+    if isinstance(one, list | tuple):
+        return type(one)(map(_far, one))
     return _Far(one) if isinstance(one, torch.Tensor) else one

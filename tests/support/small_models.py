@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -102,18 +102,23 @@ def chained(modules: nn.Sequential, example: Mapping[str, Tensor], loss: Any) ->
 
 
 @cache
-def gpt(text: str, dtype: str = "float64", part: Part = WHOLE) -> Model:
-    """A GPT of width 16, made once in a process, of which a part learns."""
+def gpt(text: str, dtype: str = "float64", part: Part = WHOLE, *, evaluates: bool = False) -> Model:
+    """A GPT of width 16, made once in a process, of which a part learns.
+
+    Models of the same adapter differ in what learns and in nothing else that is captured.
+    """
     sizes = f"gpt:{text},width=16,heads=2,vocab={VOCAB},context={CONTEXT}"
     source = load_source(sizes, batch=2, dtype=dtype, part=part)
-    graph, evaluation = (
-        captured_once(
-            f"{sizes} {dtype} {part} {training}",
-            partial(capture, source.model, source.example_inputs, training=training),
-            is_kept=True,
-        )
-        for training in (True, False)
-    )
+    learning = {name for name, parameter in source.model.named_parameters() if parameter.requires_grad}
+
+    def graph_for(training: bool) -> Graph:
+        whole = load_source(sizes, batch=2, dtype=dtype, part=Part(lora=part.lora))
+        make = partial(capture, whole.model, whole.example_inputs, training=training)
+        found = captured_once(f"{sizes} {dtype} {part.lora} {training}", make, is_kept=True)
+        states = tuple(replace(state, trainable=state.name in learning) for state in found.parameters)
+        return replace(found, parameters=states)
+
+    graph = graph_for(training=True)
     names = [state.name for state in (*graph.parameters, *graph.buffers)]
 
     def of_base(names: Sequence[str]) -> dict[str, Tensor]:
@@ -121,7 +126,7 @@ def gpt(text: str, dtype: str = "float64", part: Part = WHOLE) -> Model:
 
     given = of_base if source.adapter is None else source.adapter.weights(graph, of_base, seed=3)
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in given(names).items()}
-    return Model(graph, weights, evaluation, count=num_tokens)
+    return Model(graph, weights, graph_for(training=False) if evaluates else None, count=num_tokens)
 
 
 def token_batches(num_samples: int, count: int, first: int = 0) -> list[Batch]:

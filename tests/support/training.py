@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.killing.process_group import living, name_of
 from tests.support.copies import Copy
 from tests.support.paced_samples import GATE, PACE
 from tests.support.patience import patience_s
@@ -168,14 +168,16 @@ class Running:
 
     @property
     def ranks(self) -> list[int]:
-        """The processes of its ranks, in their order."""
-        return sorted(pid for pid in _group(self.process.pid) if _name(pid).startswith("bireme rank"))
+        """The processes of its ranks, in their order: not in that of their start, which replicas share."""
+        names = {pid: name_of(pid) for pid in living(self.process.pid)}
+        ranks = {pid: int(name.split()[-1]) for pid, name in names.items() if name.startswith("bireme rank")}
+        return sorted(ranks, key=ranks.__getitem__)
 
     def ended(self) -> "Ended":
         """What came of it; nobody of its group may be left."""
         out, _ = self.process.communicate(timeout=patience_s())
         end_s = time.monotonic() + patience_s()
-        while left := _group(self.process.pid):
+        while left := living(self.process.pid):
             assert time.monotonic() < end_s, [_command(pid) for pid in left]
             time.sleep(0.02)
         return Ended(self.process.returncode, out, self.said)
@@ -220,7 +222,7 @@ class Gate:
 
 @contextmanager
 def running(run: Path, *words: str, pace_s: float = 0.0, gate: Gate | None = None) -> Iterator[Running]:
-    """`bireme WORDS…` beside the test; whatever is left of it after the context is killed."""
+    """`bireme WORDS…` in the background; whatever is left of it after the context is killed."""
     folder = run.parent if run.parent.is_dir() else ROOT
     variables = {PACE: str(pace_s)} if gate is None else {GATE: str(gate.path)}
     process = Copy(["-m", "bireme", *words], folder, variables=variables)
@@ -228,27 +230,6 @@ def running(run: Path, *words: str, pace_s: float = 0.0, gate: Gate | None = Non
         yield Running(process, run, process.err)
     finally:
         process.close()
-
-
-def _group(number: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = _fields(stat)
-            if fields[2] == str(number) and fields[0] != "Z":
-                found.append(int(stat.parent.name))
-    return found
-
-
-def _fields(stat: Path) -> list[str]:
-    """State, parent and group of a process, after its name."""
-    return re.sub(r"^.*\) ", "", stat.read_text()).split()
-
-
-def _name(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text()
-    return ""
 
 
 def _command(pid: int) -> str:

@@ -41,8 +41,8 @@ exec(eval(sys.stdin.readline()))
 """
 """The last line is all that pytest-xdist asks of a Python."""
 
-FIRST_STEP = "torch._dynamo"
-"""What optimisers import at their first step."""
+FIRST = "torch._dynamo", "torch.export._trace"
+"""What optimisers import at their first step, and torch when it first captures a model."""
 
 LARGE = (
     "datasets",
@@ -100,7 +100,7 @@ def be_template(file: int, owner_pid: int, names: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the workers to act on
     die_with_parent(owner_pid)
     with kept_for_good():
-        for name in (*_own(), FIRST_STEP, *Path(names).read_text(encoding="utf-8").split()):
+        for name in (*_own(), *FIRST, *Path(names).read_text(encoding="utf-8").split()):
             with suppress(ImportError):  # a test that cannot do without it says so
                 importlib.import_module(name)
     signal.signal(signal.SIGCHLD, _reap)

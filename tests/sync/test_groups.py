@@ -2,7 +2,9 @@
 
 from collections import defaultdict
 from functools import partial
+from itertools import pairwise
 from random import Random
+from statistics import fmean
 
 import pytest
 
@@ -13,6 +15,8 @@ from tests.support.extent import draws
 from tests.support.grouped import GroupWorld
 
 SEEDS = range(draws(2000, 36))
+SPREAD = 2.0
+"""Of the places that replicas pull their weights to."""
 
 
 def world_of(seed: int, *, most: int = 6) -> GroupWorld:
@@ -55,6 +59,23 @@ def check_connected(world: GroupWorld, members: int) -> None:
             if world.num_stages == 1:
                 assert updates[group.stage] <= 2 * (every * members + members)
             updates[group.stage] = 0
+
+
+def test_every_rank_is_in_one_group_of_each_batch_and_only_one_stage_at_a_time_forces_one() -> None:
+    for seed in SEEDS[::3]:
+        world = world_of(seed)
+        most = 0
+
+        def watch(world: GroupWorld = world) -> None:
+            nonlocal most
+            most = max(most, sum(one.is_forced for one in world.state.formers))
+
+        world.watch = watch
+        world.run(1.0)
+        check_once(world)
+        assert most <= 1
+        names = [(group.number, group.attempt) for _, group in world.formed]
+        assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -145,3 +166,32 @@ def test_a_replica_that_was_alone_waits_longer_the_next_time_and_one_that_was_no
     assert next_wait_s(0.008, 1) == 0.01
     assert next_wait_s(0.01, 3) == pytest.approx(0.009)
     assert next_wait_s(1e-5, 2) == 1e-5
+
+
+def test_replicas_stay_close_to_their_mean_and_closer_the_smaller_the_learning_rate_is() -> None:
+    """Each pulls its weight, one number, to a place of its own; some are ten times slower than others."""
+    for seed in SEEDS[::3]:
+        world = world_of(seed)
+        world.run(2.0)
+        apart = [farthest(world, rate) for rate in (0.1, 0.01, 0.001)]
+        assert apart[0] < SPREAD
+        for larger, smaller in pairwise(apart):
+            assert smaller < larger / 4
+
+
+def farthest(world: GroupWorld, rate: float) -> float:
+    """How far a replica was from the mean of all at most, in the groups of the last stage that there were."""
+    weights = [0.0] * len(world.replicas)
+    found = 0.0
+    for group in world.settled:
+        if group.stage != world.num_stages - 1:
+            continue
+        for one in group.replicas:
+            own = SPREAD * (one / (len(weights) - 1) - 0.5)
+            weights[one] += rate * (own - weights[one])
+        mean = fmean(weights[one] for one in group.replicas)
+        for one in group.replicas:
+            weights[one] = mean
+        middle = fmean(weights)
+        found = max(found, *(abs(one - middle) for one in weights))
+    return found

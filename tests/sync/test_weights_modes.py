@@ -72,6 +72,40 @@ def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_w
     assert all(word is not None and word.is_settled for word in words)
 
 
+def test_all_members_of_a_group_are_told_the_same_members_under_the_same_number() -> None:
+    talk = Talk(SyncMode.GROUPS, 3, 1, num_lines=0)
+    for rank in reversed(talk.reports):
+        talk.say(rank, wants=1)
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0))
+    (told,) = {talk.word(rank).group for rank in talk.reports}
+    assert told is not None
+    assert [one.replica for one in told.members] == [0, 1, 2]
+
+
+def test_messages_of_an_old_epoch_change_nothing() -> None:
+    """A rank that does not know yet that another one is gone has said what it says to that one, too."""
+    talk = Talk(SyncMode.OUTER, 3, 1, num_lines=1)
+    for rank in talk.reports:
+        talk.say(rank, wants=1)
+    old, of_dead = talk.state.membership.epoch, talk.reports[RankId(2, 0, 0)]
+    talk.end(2)
+    before, ledger = talk.word(RankId(0, 0, 0)), list(talk.lines)
+    rounds = (RoundAt(ready=0, num_samples=8, trained=1), RoundAt(ready=0, trained=1))
+    for rank, last in [*talk.reports.items(), (of_dead.rank, of_dead)]:
+        late = replace(last, number=last.number + 1, epoch=old, rounds=rounds)
+        done = step(talk.state, late, talk.now_s)
+        talk.state = done.state
+        after = talk.word(RankId(0, 0, 0))
+        assert (after.epoch, after.members, after.grants, after.commits) == (
+            (before.epoch, before.members, (), ())
+        ), rank
+        assert [*ledger, *done.lines] == ledger
+    for rank, last in talk.reports.items():
+        talk.reports[rank] = replace(last, number=last.number + 1)
+        talk.say(rank, rounds=rounds)
+    assert talk.word(RankId(0, 0, 0)).grants  # the same is heard in the new epoch
+
+
 def test_a_member_of_a_group_that_dies_leaves_its_samples_to_the_others() -> None:
     talk = Talk(SyncMode.GROUPS, 3, 1, num_lines=0)
     for rank in talk.reports:
@@ -135,6 +169,18 @@ def test_a_window_ends_where_its_samples_are_dealt_and_the_mean_of_all_makes_the
     assert talk.committed == [(batch, (0,)) for batch in range(4)]
 
 
+def test_a_rank_that_has_not_entered_the_window_yet_does_not_end_it_for_its_replica() -> None:
+    talk = Talk(SyncMode.GROUPS, 1, 2, num_lines=0)
+    first, second = talk.reports
+    for rank in talk.reports:
+        talk.say(rank, window=Window(0, 0))
+    talk.say(second, window=Window(0, 24))
+    talk.say(second, wants=1)
+    word = talk.word(first)
+    assert word.ends == ()
+    assert [one.num_samples for one in word.deals] == [12]
+
+
 def test_a_window_that_somebody_asks_to_end_ends_with_a_batch_of_the_run() -> None:
     talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0)
     first, second = talk.reports
@@ -178,3 +224,33 @@ def test_a_coordinator_of_averages_waits_for_members_that_were_all_silent_for_lo
     assert done.host.state is not None
     assert done.host.state.membership.members == before.membership.members
     assert done.host.state.pool == before.pool
+
+
+def test_a_replica_leaves_once_all_of_its_ranks_have() -> None:
+    """Who leads has left only when nobody of it writes any more; none of its ranks is dropped meanwhile."""
+    talk = Talk(SyncMode.GROUPS, 2, 2, num_lines=0)
+    first, second, *others = talk.reports
+    talk.say(first, is_leaving=True)
+    assert [one.replica for one in talk.word(others[0]).members] == [0, 1]
+    assert not talk.word(second).is_dropped
+    talk.say(second, is_leaving=True)
+    assert [one.replica for one in talk.word(others[0]).members] == [1]
+
+
+def test_replicas_that_all_wait_for_each_other_for_the_timeout_are_told_so_and_others_are_not() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0, timeout_s=0.5)
+    first, second = talk.reports
+
+    def wait() -> str:
+        for _ in range(400):  # of which none is silent for the lease
+            talk.say(first)
+            talk.say(second)
+        return talk.word(first).standstill
+
+    talk.say(first, waits="a mean of the replicas")
+    assert wait() == ""
+    talk.say(second, waits="replica 0 to leave")
+    talk.say(first, wants=1)  # which is news
+    found = wait()
+    assert "nothing has happened for 0.5 s: rank 0 of replica 0 for a mean of the replicas" in found
+    assert "rank 0 of replica 1 for replica 0 to leave" in found

@@ -1,21 +1,38 @@
 """A rank of a replica that averages weights, as the loop of a run sees it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Met
-from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.quorum.peer_agent import PeerAgent
+from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
+from bireme.schedule.rule import Rule
 from bireme.sync.coordinator.messages import Life, Member, Word
-from bireme.train.averaging_replica import AveragingReplica
+from bireme.sync.exchange import SentBytes
+from bireme.train.averaging_replica import AveragingReplica, Meeting
+from bireme.train.checkpoint.checkpoint import step_folder
+from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.order import Order
+from bireme.train.data.prepare import RunData
+from bireme.train.data.rank_batches import PartlyRead
+from bireme.train.data.samples import Batch
+from bireme.train.loop import Loop
+from bireme.train.memory_used import MemoryUsed
+from bireme.train.replica import LeaderWriter, MortalReplica
+from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
+from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 
 RUN = RunFile.model_validate({"format": 1, "sync": {"mode": "outer"}})
 FIRST = 100
@@ -55,13 +72,28 @@ def test_a_replica_that_is_started_again_counts_from_where_the_run_went_on(make:
 
 def test_all_ranks_find_the_same_replica_to_lead(make: Maker) -> None:
     """That follows from the mean alone: which members a rank knows of is another matter."""
-    met = Met((0, 1), (0.0, 8.0, 8.0, 1.0, 0.0))
+    met = Met((0, 1), (0.0, 0.0, 8.0, 8.0, 1.0, 0.0))
     pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
     replicas = [make(0, 1), make(1, 0)]
     meetings = [one.meet(pipeline) for one in replicas]
 
     assert [one.leads for one in replicas] == [False, True]
     assert [one.shares for one in meetings] == [(8, 8)] * 2
+
+
+def test_who_meets_is_a_member_with_samples_or_without_and_all_end_their_window_at_one_place(
+    make: Maker,
+) -> None:
+    ends = 24.0
+    met = Met((0, 1), (0.0, 2 * ends, 0.0, 24.0, 0.0, 0.0))
+    pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
+    replica, other = make(0, 0), make(1, 0)
+    replica._agent.deals.ended_at = round(ends)
+    meeting = replica.meet(pipeline)
+
+    assert (meeting.members, meeting.shares) == ((0, 1), (0, 24))
+    with pytest.raises(BiremeError, match=r"Replica 1 ended .* at place 0 .* at place 24 in the mean"):
+        other.meet(pipeline)
 
 
 def test_a_limit_of_time_holds_after_the_replica_that_leads_has_died(
@@ -75,3 +107,145 @@ def test_a_limit_of_time_holds_after_the_replica_that_leads_has_died(
         found.append(replica.votes(stops)())
 
     assert found == [0.0, float(Reason.TIME)]
+
+
+def has_members(monkeypatch: pytest.MonkeyPatch, *lives: Life) -> None:
+    """So says the last word of the coordinator; members that came later have a later life."""
+    members = tuple(Member(one.replica, one.life, (), first=one.life) for one in lives)
+    monkeypatch.setattr(AveragingAgent, "word", Word(1, 1, members=members))
+
+
+def test_when_who_leads_dies_one_of_the_others_writes_the_log_until_they_meet(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes back within a window has not trained for as long as the others."""
+    first, second, back = make(0, 0), make(1, 0), make(0, 1)
+    has_members(monkeypatch, Life(0, 0), Life(1, 0))
+    assert (first.speaks, second.speaks) == (True, False)
+    has_members(monkeypatch, Life(1, 0))
+    assert (second.speaks, second.leads) == (True, False)
+    has_members(monkeypatch, Life(0, 1), Life(1, 0))
+    assert (second.speaks, back.speaks) == (True, False)
+    has_members(monkeypatch, Life(0, 1))
+    assert back.speaks
+
+    met = Met((0, 1), (0.0, 0.0, 8.0, 8.0, 1.0, 0.0))
+    pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
+    for one in (second, back):
+        one.meet(pipeline)
+    has_members(monkeypatch, Life(0, 1), Life(1, 0))
+    assert (second.speaks, second.leads, back.speaks) == (True, True, False)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_the_next_replica_writes_the_last_checkpoint_if_who_leads_dies_before_it_has(
+    is_written: bool, make: Maker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replica, gone = make(1, 0), list[int]()
+
+    def leads_no_more(_agent: AveragingAgent, one: int) -> None:
+        gone.append(one)
+        if is_written:
+            step_folder(tmp_path, 8).mkdir()
+
+    monkeypatch.setattr(AveragingAgent, "wait_until_gone", leads_no_more)
+    pipeline: Any = SimpleNamespace(
+        snapshot=lambda **_: snapshot_of(0, 8), gather=lambda row: [list(row)], num_trained=8
+    )
+    writer = LeaderWriter(
+        tmp_path,
+        lambda _number: CheckpointWriter(tmp_path, 0, 1, HashStore(), on_event=ignore, resumed_from=None),
+        pytest.fail,
+    )
+    with writer:
+        found = RunCheckpoints(RUN, writer, META, Stops(), replica, frozenset())
+        found.save(pipeline, 8)
+        assert steps_in(tmp_path) == []
+        found.finish(pipeline, 8)
+
+    assert (gone, steps_in(tmp_path), found.newest) == ([0], [8], 8)
+    assert found.has_led is not is_written
+
+
+class Counted:
+    """Samples that remember which of them were read."""
+
+    is_quick, is_columnar = True, False
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 50
+
+    def take(
+        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> Batch:
+        self.read += numbers
+        return {"x": torch.zeros(len(numbers))}
+
+
+class Alone(AveragingReplica):
+    """A replica without others, whose batches have two samples."""
+
+    speaks = True
+
+    def __init__(self) -> None:
+        MortalReplica.__init__(self, Life(0, 0), cast(PeerAgent, None), (0,))
+        self.step = self._until = 0
+
+    def votes(self, stops: Stops) -> Callable[[], float]:
+        return stops.vote
+
+    def enter(self, until: int) -> None:
+        self._until = until
+
+    def meet(self, pipeline: Pipeline) -> Meeting:
+        self.step = self._until
+        return Meeting(self.step, Reason.NONE, (0,), (4,), 0)
+
+    def _deal(self, batch: int) -> Sequence[range] | None:
+        return [range(2 * batch, 2 * batch + 2)] if batch < self._until else None
+
+
+class Drained(SimpleNamespace):
+    """A pipeline that takes batches and trains nothing."""
+
+    def train(self, batches: Iterable[PartlyRead], **_: object) -> Iterator[Result]:
+        self.num_trained += len(list(batches))
+        return iter(())
+
+
+def test_what_tells_whether_ranks_read_the_same_is_read_once_and_not_in_each_window() -> None:
+    """Samples may take long to read."""
+    training = {"steps": 6, "batch_size": 2, "evaluate_every": 2}
+    saving = {"every_steps": 0, "at_end": False}
+    run = RunFile.model_validate({"format": 1, "training": training, "checkpoint": saving})
+    samples = Counted()
+    order = Order(len(samples))
+    data = SimpleNamespace(training=samples, evaluation=None, is_text=False, order=lambda _seed: order)
+    pipeline = Drained(
+        num_trained=0,
+        plan=SimpleNamespace(source=SimpleNamespace(rule=Rule.SYNCHRONOUS, name="1f1b")),
+        cutter=SimpleNamespace(wanted=None),
+        layout=SimpleNamespace(rank=0, pipeline_rank=0),
+        balancer=None,
+        recording=None,
+        sum_bytes=SentBytes(),
+        traffic={},
+        tiers=(),
+    )
+    loop = Loop(
+        run,
+        cast(Pipeline, pipeline),
+        cast(RunData, data),
+        cast(LeaderWriter, SimpleNamespace(wait=lambda: None)),
+        META,
+        tell=lambda *_, **__: None,
+        memory=cast(MemoryUsed, SimpleNamespace(peak_bytes=lambda: None)),
+        rank_bytes=lambda own: [own],
+        stops=Stops(),
+        member=Alone(),
+    )
+    assert loop.go().steps == pipeline.num_trained == 6
+    assert len(samples.read) == len(order.probes) + 6 * 2

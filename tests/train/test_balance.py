@@ -22,10 +22,11 @@ from bireme.train.chosen_batch import grown, with_batch_of
 from bireme.train.data.samples import PackedSamples, packed
 from bireme.train.data.tokens import Tokens
 from bireme.train.outcome import Outcome
+from bireme.train.rank_part import Start
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.shares import mode_of, sharing_of
 from bireme.train.slow_stages import slowed, stage_watch_of
-from bireme.train.worker import Start, train_rank
+from bireme.train.worker import train_rank
 from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, settings, write_run
@@ -186,6 +187,7 @@ def with_impatient_watch(world: World, start: Start) -> Outcome:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_a_slow_stage_goes_on_with_a_new_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

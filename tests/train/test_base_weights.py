@@ -46,7 +46,7 @@ def test_a_base_is_its_files_wherever_they_are(folder: Path, tmp_path: Path) -> 
         check_same_base(known, run_of(moved), "step-8")
 
 
-def test_a_run_has_a_base_only_where_it_trains_a_part_beside_weights_of_a_folder(folder: Path) -> None:
+def test_a_run_has_a_base_only_if_it_trains_a_part_of_a_model_from_a_folder(folder: Path) -> None:
     assert base_identity(load_run_file(None, [f"model.source=hf:{folder}"])) is None
     assert base_identity(run_of(folder, "model.from_scratch=true")) is None
     seeded = "model.source=gpt:layers=1,width=8,heads=1,vocab=32,context=8"

@@ -40,7 +40,9 @@ def test_leftovers_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path
         assert (tmp_path / "mine").is_dir()
 
 
-def test_a_resumed_run_goes_on_and_deletes_only_behind_what_it_knows_is_good(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_and_deletes_only_what_is_older_than_a_good_checkpoint(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path, [1, 2, 3])
     found = newest_good(tmp_path)
     with ranks(tmp_path, keep=3, resumed_from=found) as run:

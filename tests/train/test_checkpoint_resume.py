@@ -33,7 +33,7 @@ def through_the_disk(folder: Path, seen: Sequence[Seen]) -> Snapshot:
 @pytest.mark.parametrize("schedule", [FLUSH[2], *DELAYED])
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_same_plan_goes_on_to_the_last_bit(schedule: str, width: int, tmp_path: Path) -> None:
-    model = gpt("layers=3,dropout=0.2")
+    model = gpt("layers=3,dropout=0.3")
     setting = Setting(plan_for(schedule, width=width), clip_norm=0.5, optimizer="adam")
     data = token_batches(8 * width, 9)
     whole = train(model, setting, data)

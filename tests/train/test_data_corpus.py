@@ -30,7 +30,7 @@ def folder_of(folder: Path, texts: list[str]) -> TextFiles:
 
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(st.characters(exclude_characters="\0\ufeff", codec="utf-8")), min_size=1))
-def test_tokens_are_the_documents_with_an_end_behind_each(
+def test_tokens_are_the_documents_with_an_end_after_each(
     texts: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     texts.append("never empty")

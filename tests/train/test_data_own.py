@@ -34,7 +34,7 @@ def test_samples_are_stacked_by_name() -> None:
     assert batch["z"].shape == (2, 3)
 
 
-def test_a_file_beside_others_is_run_once_and_can_import_them(tmp_path: Path) -> None:
+def test_a_file_in_a_folder_is_run_once_and_can_import_the_others(tmp_path: Path) -> None:
     (tmp_path / "own_neighbour_of_it.py").write_text("SIZE = 4\n")
     text = write(
         tmp_path,

@@ -147,7 +147,7 @@ def test_shares_that_change_leave_batches_full_and_private_samples_at_home(case:
     assert order.batch(steps - 1, size).tolist() == view[-1]
 
 
-def test_epochs_are_shuffled_anew_and_private_samples_come_all_through_them() -> None:
+def test_every_epoch_is_shuffled_and_has_private_samples_throughout() -> None:
     case = Case(Stock(900, (100,), 10), (4, 6), (0, None), 3)
     first, second = (ledger(case, 0, range(begin, begin + 100)) for begin in (0, 100))
     assert first != second

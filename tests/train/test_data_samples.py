@@ -98,7 +98,7 @@ def test_too_little_text_for_both_is_refused() -> None:
         split_tokens(tokens_of(100), 60, 0.1)
     with pytest.raises(BiremeError, match="at least 0 and less than 1"):
         split_tokens(tokens_of(100), 10, 1.0)
-    with pytest.raises(BiremeError, match="too few to keep"):
+    with pytest.raises(BiremeError, match="too few to hold out"):
         split_samples(packed(tokens_of(10), 10), 0.5)
 
 

@@ -183,7 +183,7 @@ def test_a_negative_id_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pyte
 
 def test_what_can_be_read_only_once_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(BiremeError, match="no ordinary file, and every process"):
+    with pytest.raises(BiremeError, match="is not an ordinary file, and every process"):
         open_source(str(tmp_path / "pipe"))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from bireme.train.machines import machines_of
 from bireme.train.run_file import load_run_file
+from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import GPT, settings, write_run
 
@@ -18,6 +19,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
+@pytest.mark.long
 def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys: Capture) -> None:
     """With pins, a range and a largest batch, which are those of `bireme plan`."""
     path, runs = write_run(tmp_path / "given"), tmp_path / "given" / "runs"
@@ -47,6 +49,14 @@ def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys
     assert _files(tmp_path / "given") == before
 
 
+def test_a_dry_run_lists_what_the_run_then_writes(tmp_path: Path, capsys: Capture) -> None:
+    words = ["train", str(write_run(tmp_path, "1f1b", 1)), *settings(log__trace="true")]
+    with alone():
+        listed = bireme(capsys, *words, "--dry-run", "--json").document["writes"]
+        assert bireme(capsys, *words).status == 0
+    assert {*map(Path, listed)} == {*(tmp_path / "runs" / "run").iterdir()}
+
+
 @pytest.mark.parametrize(
     ("values", "part"),
     [
@@ -57,7 +67,7 @@ def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys
         ({"plan__pin": "[]"}, "plan.pin is []"),
     ],
 )
-def test_wrong_wishes_of_a_run_file_are_a_sentence_before_anything_is_measured(
+def test_contradictions_in_a_run_file_are_one_sentence_before_anything_is_measured(
     values: dict[str, object], part: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bireme.train.prepare.profile", lambda *_, **__: 1 / 0)

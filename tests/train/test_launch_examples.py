@@ -39,6 +39,7 @@ def test_the_ray_example_is_whole() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_torchrun_script_trains(tmp_path: Path) -> None:
     """One process of torchrun's, for all of this is in new Pythons, which take seconds to begin."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -61,7 +61,7 @@ def test_the_last_batch_has_just_the_fraction_wherever_there_is_room_to_fall(tra
 
 
 @given(training=trainings(), beyond=st.integers(0, 1000))
-def test_behind_the_last_batch_nothing_changes_any_more(training: Training, beyond: int) -> None:
+def test_after_the_last_batch_the_factor_stays(training: Training, beyond: int) -> None:
     factor = rate_factor(training)
     assert factor(training.steps + beyond) == factor(training.steps - 1)
 
@@ -139,9 +139,9 @@ def test_a_finished_run_is_not_made_longer_with_a_rate_that_jumps_unless_that_is
     tmp_path: Path,
 ) -> None:
     for schedule in ("cosine", "linear", "wsd"):
-        with pytest.raises(BiremeError, match=r"has come to its end, 0\.0003, with step 20") as refused:
+        with pytest.raises(BiremeError, match=r"ended at step 20, at 0\.0003") as refused:
             told(tmp_path, 20, schedule, "steps=40")
-        assert "--set training.schedule_steps=20 goes on at 0.0003" in str(refused.value)
+        assert "--set training.schedule_steps=20 keeps the rate at 0.0003" in str(refused.value)
         assert "--set training.after_schedule=restart" in str(refused.value)
         assert not told(tmp_path, 20, schedule, "steps=40", "schedule_steps=20")
         restarted = told(tmp_path, 20, schedule, "steps=60", "schedule_steps=20", "after_schedule=restart")

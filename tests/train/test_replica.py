@@ -15,9 +15,10 @@ from bireme.train import worker
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.outcome import Outcome, RankOutcome
+from bireme.train.rank_part import Start
 from bireme.train.replica import LeaderLog, LeaderWriter
 from bireme.train.run_log import RunLog
-from bireme.train.worker import Start, train_replica
+from bireme.train.worker import train_replica
 from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 
 
@@ -61,7 +62,7 @@ def test_the_end_of_a_run_is_written_once() -> None:
     log = cast(RunLog, SimpleNamespace(end=ended.append))
     outcome = Outcome(4, "finished", None, None, None, None, None, 0, 4, RankOutcome(0, None, None))
     for leads in (True, False):
-        own = LeaderLog(lambda: log, SimpleNamespace(leads=True), lambda: True)
+        own = LeaderLog(lambda: log, SimpleNamespace(speaks=True), lambda: True)
         own.end(replace(outcome, leads=leads))
 
     assert ended == [outcome]

@@ -275,6 +275,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["memory.shard=optimizer", "sync.codec=int8"], "sync.codec is 'int8', and each replica gets"),
         (["memory.shard=optimizer", "training.gradient=principal:2"], "only whole gradients have parts."),
         (["memory.shard=optimizer", "training.optimizer=muon"], '"muon", which steps whole matrices'),
+        (["sync.lease_s=3"], 'which does not use it. Leave it out, or set sync.mode = "quorum" or "groups"'),
+        (["sync.mode=groups", "sync.grace_s=2"], 'or set sync.mode = "quorum" or "outer".'),
+        (["sync.mode=outer", "sync.compare_every=9"], 'or set sync.mode = "quorum".'),
+        (["sync.compare_every=9"], "sync.compare_every is 9"),
         (["cluster.workers=3", "plan.depth=2", "plan.width=2"], "plan.depth times plan.width is 4, but"),
     ],
 )

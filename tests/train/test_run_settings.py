@@ -154,7 +154,7 @@ NEWCOMERS = {
 }
 
 
-def test_names_that_newcomers_type_get_the_key_that_stands_for_them_here(tmp_path: Path) -> None:
+def test_names_that_newcomers_type_get_the_right_key(tmp_path: Path) -> None:
     """Of 26 that were tried, 19 were answered with a key that has nothing to do with them."""
     for typed, expected in NEWCOMERS.items():
         assert expected in said(f"{typed}=1"), typed
@@ -162,7 +162,7 @@ def test_names_that_newcomers_type_get_the_key_that_stands_for_them_here(tmp_pat
         assert expected in sentence(f"[{table}]\n{name} = 1" if table else f"{name} = 1", tmp_path), typed
 
 
-def test_every_name_of_the_table_leads_to_keys_that_there_are_and_stands_there_once() -> None:
+def test_every_synonym_is_listed_once_and_leads_to_keys_that_exist() -> None:
     names = [name for words, _, _ in SYNONYMS for name in words.split()]
     assert len(names) == len(set(names))
     for words, keys, more in SYNONYMS:

@@ -8,13 +8,22 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import typer
 
+from bireme.cli import train
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
+from bireme.runtime.failures import RunFailed
+from bireme.train import launching
+from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
+from bireme.train.folder import RunFolder
+from bireme.train.prepare import Prepared
 from bireme.train.replica_checks import check_replicas
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme
+from tests.support.small_models import gpt
 from tests.support.training import losses, running, settings, steps_of_checkpoints, write_run
 
 WIDTH = 2
@@ -24,6 +33,8 @@ UNTIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=false"
 
 PACED = "tests.support.paced_samples:paced"
 PACE_S = 0.01
+PACED_STEPS = 600
+"""They take much longer than a replica takes to come back. If the run ends, it was waited for in vain."""
 
 
 def write_averaging(
@@ -45,7 +56,7 @@ def write_averaging(
 @pytest.mark.parametrize(
     ("mode", "schedule", "depth", "more"),
     [
-        ("groups", "2bw-fresh", 1, {"connect_every": 2}),
+        ("groups", "2bw-fresh", 2, {"connect_every": 2}),
         ("outer", "1f1b", 1, {"outer_every": 2, "outer_fragments": 2}),
     ],
 )
@@ -82,17 +93,22 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["groups", "outer"])
-def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(mode: str, tmp_path: Path) -> None:
-    path, run = write_averaging(tmp_path, mode, "1f1b", 1, PACED), tmp_path / "runs" / "run"
-    more = settings(training__steps=5000, cluster__timeout_s=16)
-    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as train:
-        train.wait_for_step(4)
-        os.kill(train.ranks[-1], signal.SIGKILL)
-        train.wait_for_words("Replica 1 is back")
-        os.kill(train.process.pid, signal.SIGTERM)
-        ended = train.ended()
+@pytest.mark.long
+@pytest.mark.parametrize(("mode", "depth", "killed"), [("groups", 2, 0), ("outer", 1, 1)])
+def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(
+    mode: str, depth: int, killed: int, tmp_path: Path
+) -> None:
+    """With groups it is the one that leads, of which the first rank is killed."""
+    path, run = write_averaging(tmp_path, mode, "1f1b", depth, PACED), tmp_path / "runs" / "run"
+    more = settings(training__steps=PACED_STEPS, cluster__timeout_s=16)
+    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as started:
+        started.wait_for_step(4)
+        os.kill(started.ranks[killed], signal.SIGKILL)
+        started.wait_for_words(f"Replica {killed} is back")
+        os.kill(started.process.pid, signal.SIGTERM)
+        ended = started.ended()
     document = ended.document
+    assert f"Replica {killed} ended: rank {killed}, its process was killed by signal 9" in ended.err
 
     assert document["reason"] == "signal"
     assert document["checkpoint"] == document["steps"]
@@ -111,6 +127,7 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
     path = write_averaging(tmp_path, "groups", "1f1b", 1)
     for more, words in (
         (settings(sync__outer_every=4), "sync.outer_every is 4"),
+        (settings(sync__grace_s=2), "sync.grace_s is 2"),
         (settings(balance__mode="measured"), "balance.mode is 'measured'"),
         (settings(sync__mode="outer", sync__outer_every=2, sync__outer_overlap=3), "sync.outer_overlap is 3"),
     ):
@@ -118,6 +135,31 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
         assert result.status == 2
         assert words in result.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_cannot_go_on_ends_with_status_1_and_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise RunFailed("The coordinator has ended.")
+
+    monkeypatch.setattr(train, "show_prepared", lambda *_, **__: None)
+    monkeypatch.setattr(launching, "start", lost)
+    with pytest.raises(typer.Exit) as ended:
+        train.run_to_end(cast(Prepared, None), RunFolder(tmp_path), None, as_json=True)
+
+    assert ended.value.exit_code == 1
+    assert f"The coordinator has ended.\nTo resume: bireme resume {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["groups", "outer"])
+def test_weights_that_ranks_share_are_refused_before_any_of_them_starts(mode: str) -> None:
+    run = RunFile.model_validate({"format": 1, "sync": {"mode": mode}})
+    graph, plan = gpt("layers=3,tied=true").graph, Plan((3,), 2, "1f1b", width=2)
+    data = cast(RunData, SimpleNamespace(training=[]))
+    nothing: Any = None
+    with pytest.raises(BiremeError, match="is shared by stages on several ranks"):
+        Prepared(run, nothing, graph, graph, SavedPlan(plan), None, None, data, nothing)
 
 
 @pytest.mark.parametrize("mode", ["quorum", "groups", "outer"])

@@ -123,6 +123,7 @@ def test_a_run_in_bfloat16_learns_what_one_in_float32_does_but_for_rounding(
     assert curves[1] == pytest.approx(curves[0], rel=0.02)
 
 
+@pytest.mark.long
 def test_a_llama_folder_goes_in_and_one_that_transformers_evaluates_alike_comes_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def run() -> Path:
 
 
 @torch.no_grad()
+@pytest.mark.long
 def test_an_adapter_of_two_ranks_has_the_same_logits_in_peft_and_merged(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +106,7 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     return whole(weights, buffers, inputs)["logits"]
 
 
-def test_a_run_of_an_adapter_resumes_to_the_last_bit_beside_its_base_and_no_other(
+def test_a_run_of_an_adapter_resumes_to_the_last_bit_with_its_base_and_no_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped, base = tmp_path / "run", tmp_path / "moved"

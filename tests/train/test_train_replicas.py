@@ -35,6 +35,7 @@ def write_quorum(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_leader_dies_saving(
     tmp_path: Path,
 ) -> None:
@@ -58,7 +59,9 @@ def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_lea
     assert document["reason"] == "signal"
     assert document["checkpoint"] == document["steps"] == sync["rounds"] == len(rounds)
     assert "killed by signal 9" in end.said
-    assert "The samples are out of reach. The run goes on with replica 1; replica 0 starts again." in end.said
+    assert (
+        "The samples are out of reach. The run continues with replica 1; replica 0 starts again." in end.said
+    )
     members = [one["members"] for one in document["membership"]]
     assert members[0] == [0, 1]
     assert [one for one in members if one in ([0], [1])][:2] == [[1], [0]]

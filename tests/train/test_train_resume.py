@@ -18,9 +18,9 @@ from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.data.order import NUM_PROBES, Order
 from bireme.train.model import RunModel
+from bireme.train.rank_part import Start
 from bireme.train.run_data import data_of
 from bireme.train.run_file import load_run_file
-from bireme.train.worker import Start
 from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.once import made_once
@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         ("training.batch_size=16", "training.batch_size = 8, but now it is 16"),
         ("data.evaluation_fraction=0.5", "the number of samples"),
         ("training.optimizer=sgd", "has the state of adamw, but training.optimizer is sgd"),
-        ("model.source=gpt:layers=2,width=32,heads=2,vocab=257,context=32", "another model"),
+        ("model.source=gpt:layers=1,width=16,heads=2,vocab=257,context=32", "another model"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_place_in_the_data_is_refused(
@@ -137,9 +137,7 @@ def test_a_checkpoint_of_another_model_or_place_in_the_data_is_refused(
     assert (run / "run.toml").read_text() == before
 
 
-def test_who_has_done_all_steps_is_told_how_to_train_on(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_says_how_to_train_further(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = bireme(capsys, "resume", str(whole))
     assert result.status == 2
     assert "--set training.steps=32" in result.err
@@ -176,12 +174,11 @@ WARMUP = settings(plan__delay_warmup_steps=6, training__steps=12)
 
 
 @pytest.mark.parametrize(("schedule", "depth", "step"), [("2bw", 2, 4), ("2bw-fresh", 1, 8)])
-def test_updates_begin_to_be_delayed_behind_the_warm_up_whenever_a_run_goes_on(
+def test_updates_are_delayed_after_the_warm_up_however_often_a_run_resumes(
     schedule: str, depth: int, step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a checkpoint before that step and from one after it."""
-    model = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=true"
-    path = write_run(tmp_path, schedule, depth, model=model)
+    path = write_run(tmp_path, schedule, depth)
     run = tmp_path / "runs" / "run"
     again = tmp_path / "again"
     with alone() if depth == 1 else nullcontext():

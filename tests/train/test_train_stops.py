@@ -68,7 +68,7 @@ def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
     assert losses(run) == never_stopped
 
 
-def test_whoever_is_told_to_stop_before_the_first_step_stops_in_good_order(tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_stop_before_its_first_step_stops_cleanly(tmp_path: Path) -> None:
     path, run = write_run(tmp_path, data=PACED), tmp_path / "runs" / "run"
     with running(run, "train", str(path), *MANY, "--json", pace_s=PACE_S) as train:
         train.wait_for_ranks(2)

@@ -1,4 +1,4 @@
-"""Which stage of a replica has become slow, beside the others of the same replica.
+"""Which stage of a replica has become slow, compared with the others of the same replica.
 
 Shares help where a whole replica is slow. Where one of its stages is, the others only wait for it, and what
 helps is another cut. How long each rank ought to take for a sample is given; that all take longer, or all
@@ -23,7 +23,7 @@ SLOW = 1.5
 
 @dataclass(frozen=True, slots=True)
 class SlowStage:
-    """A rank that takes `times` as long for its stages as it should beside the others of its replica.
+    """A rank that takes `times` as long for its stages as it should, compared with the others of its replica.
 
     A new cut could save up to the part `saves` of a batch's time: what all the replica's devices could do if
     each were busy all the time.

@@ -1,1 +1,1 @@
-"""Measurements of the engine beside its limits and its peer, for `bireme bench`."""
+"""Measurements of the engine, compared with its limits and its peer, for `bireme bench`."""

@@ -1,4 +1,5 @@
-"""Every schedule on emulated devices, beside its limit, what the simulator says, and torch's own schedules.
+"""Every schedule on emulated devices, compared with its limit, what the simulator says, and torch's own
+schedules.
 
 d are the devices, m the micro-batches of a batch, f and b the seconds of a device's forward and backward, v
 the stages of a device. A batch takes at least

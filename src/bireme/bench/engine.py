@@ -9,9 +9,17 @@ from pathlib import Path
 from bireme.bench.effort import Effort
 from bireme.bench.emulation import Row, measure_emulated
 from bireme.bench.memory import Counts, Footprint, counts_of, measure_counts, measure_footprint
-from bireme.bench.overhead import NUM_RANKS, Overhead, OverheadTimes, measure_overhead, overhead_of
+from bireme.bench.overhead import (
+    NUM_RANKS,
+    Overhead,
+    OverheadTimes,
+    measure_overhead,
+    overhead_of,
+    tiny_graph,
+)
 from bireme.bench.replicas import Replicas, measure_replicas
 from bireme.bench.small_gpt import GptRow, GptTimes, gpt_rows, measure_gpt
+from bireme.model.graph import Graph
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
 
@@ -31,10 +39,10 @@ class EngineReport:
 
 
 def bench_engine(effort: Effort) -> EngineReport:
-    """Measure the engine beside torch's pipeline runtime, its limits and the simulator."""
+    """Measure the engine; compare it with torch's pipeline runtime, its limits and the simulator."""
     has_proc = Path("/proc/self/status").exists()
     with _patient_threads():
-        one, two = launch(_on_two_ranks, NUM_RANKS, effort, threads_per_process=1)
+        one, two = launch(_on_two_ranks, NUM_RANKS, effort, tiny_graph(), threads_per_process=1)
         return EngineReport(
             rows=tuple(measure_emulated(effort)),
             overhead=overhead_of(one.overhead, two.overhead),
@@ -71,5 +79,7 @@ class _OfTwo:
     gpt: list[GptTimes]
 
 
-def _on_two_ranks(world: World, effort: Effort) -> _OfTwo:
-    return _OfTwo(measure_overhead(world, effort), measure_counts(world, effort), measure_gpt(world, effort))
+def _on_two_ranks(world: World, effort: Effort, graph: Graph) -> _OfTwo:
+    return _OfTwo(
+        measure_overhead(world, effort, graph), measure_counts(world, effort), measure_gpt(world, effort)
+    )

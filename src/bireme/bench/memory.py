@@ -1,7 +1,7 @@
 """Bytes: what is kept for receives, what weight versions take, and how large processes grow.
 
 The first two are counted. The peak resident set is the kernel's word, quoted as what training adds to what
-the process was before, beside the sum of what the profile and the schedule say.
+the process was before, compared with the sum of what the profile and the schedule say.
 """
 
 from dataclasses import dataclass

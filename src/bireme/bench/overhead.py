@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from bireme.bench.contenders import Contender, Feed, Ours, closing, say, take_turns, torch_run
 from bireme.bench.effort import Effort
 from bireme.bench.spread import Spread, ratios
+from bireme.model.capture import capture
+from bireme.model.graph import Graph
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 
-__all__ = ["NUM_RANKS", "Overhead", "OverheadTimes", "measure_overhead", "overhead_of"]
+__all__ = ["NUM_RANKS", "Overhead", "OverheadTimes", "measure_overhead", "overhead_of", "tiny_graph"]
 
 NUM_RANKS = 2
 WIDTH = 8
@@ -51,7 +53,12 @@ class _Tiny(nn.Module):
         return {"loss": nn.functional.mse_loss(self.second(self.first(given)), wanted)}
 
 
-def measure_overhead(world: World, effort: Effort) -> OverheadTimes:
+def tiny_graph() -> Graph:
+    """The model, captured once for both ranks."""
+    return capture(_Tiny(), {"given": torch.zeros(SAMPLES, WIDTH), "wanted": torch.zeros(SAMPLES, WIDTH)})
+
+
+def measure_overhead(world: World, effort: Effort, graph: Graph) -> OverheadTimes:
     """On both ranks: ours, torch's hand-written 1F1B, and its runtime with the same order."""
     from torch.distributed.pipelining import PipelineStage
 
@@ -60,9 +67,15 @@ def measure_overhead(world: World, effort: Effort) -> OverheadTimes:
     torch.manual_seed(0)
     model = _Tiny()
     batch = {"given": torch.randn(SAMPLES * m, WIDTH), "wanted": torch.randn(SAMPLES * m, WIDTH)}
-    example = {name: value[:SAMPLES] for name, value in batch.items()}
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     plan = Plan((1,), m, "1f1b")
-    pipeline = Pipeline(model, plan, world, example_inputs=example, optimizer="sgd")
+    pipeline = Pipeline(
+        graph,
+        plan,
+        world,
+        weights=lambda names: {name: own[name] for name in names},
+        optimizer="sgd",
+    )
     contenders: list[Contender] = [Ours("1f1b", pipeline, batch)]
     module = (model.first, model.second)[world.rank]
 

@@ -184,7 +184,7 @@ def _group_sizes(num_ranks: int) -> list[int]:
 
 
 def _devices(world: World, line: Line, setting: Setting) -> "tuple[tuple[str, ...], list[Device]]":
-    """Every rank's server and device, with its speed beside the first one's. All are timed at once."""
+    """Every rank's server and device, with its speed relative to the first one's. All are timed at once."""
     own = device_here(world.device)
     line.together()
     own_s = _unit_seconds(world, setting)

@@ -53,7 +53,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """All of it, or why there is nothing. `sum_s` is how long the sum takes with nothing beside it."""
+    """All of it, or why there is nothing. `sum_s` is how long the sum takes alone."""
 
     skipped: str | None
     megabits_per_s: float = MEGABITS_PER_S

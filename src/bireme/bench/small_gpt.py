@@ -1,4 +1,5 @@
-"""Real compute: a small GPT on two ranks of one thread each, beside torch's runtime and beside one process.
+"""Real compute: a small GPT on two ranks of one thread each, compared with torch's runtime and with one
+process.
 
 The stages that torch's runtime is given run the same functions as ours, so that what differs is the runtime.
 """
@@ -99,6 +100,8 @@ def load_small_gpt() -> SmallGpt:
 
 def measure_gpt(world: World, effort: Effort) -> list[GptTimes]:
     """On both ranks: every contender, in turn."""
+    if not effort.small_gpt:
+        return []
     gpt = load_small_gpt()
     fabric = DistFabric(world)
     found = []

@@ -1,4 +1,4 @@
-"""`bireme bench`: measure Bireme on this machine, beside its limits and its peers."""
+"""`bireme bench`: measure Bireme on this machine and compare it with its limits and peers."""
 
 from typing import Annotated
 
@@ -34,7 +34,7 @@ def engine(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the engine on emulated devices and a small GPT, beside torch.distributed.pipelining.
+    """Measure the engine on emulated devices and a small GPT, and compare it with torch's runtime.
 
     [dim]bireme bench engine --quick[/dim]
     """

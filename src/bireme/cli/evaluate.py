@@ -24,7 +24,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Data, as in data.source; by default what the run kept apart for evaluation.",
+            help="Data, as in data.source; by default what the run held out for evaluation.",
         ),
     ] = None,
     length: Annotated[

@@ -177,6 +177,13 @@ def plan(
         str | None,
         constraint_option(metavar="BYTES|auto", help="Disk space of each process; by default none."),
     ] = None,
+    memory_optimizer: Annotated[
+        str,
+        constraint_option(
+            **word("place for the optimizer to step", "auto", "device", "host"),
+            help="Where the optimizer steps what is paged, as memory.optimizer of a run file.",
+        ),
+    ] = "auto",
     pin: Annotated[
         list[str] | None, constraint_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
@@ -277,12 +284,12 @@ def plan(
         lookahead=lookahead,
         codec=AUTO if codec.lower() == AUTO else codec,
         value_bytes=2 if dtype == "bfloat16" else 4,
-        memory=tier_limits_of(device_memory, host_memory, disk),
+        memory=tier_limits_of(device_memory, host_memory, disk, memory_optimizer),
         whole_backwards=sums.form is not None,
         shard=shard,
     )
     found_cluster = cluster_of(cluster)
-    _check_numbers(request, found_cluster)
+    _check_numbers(request, found_cluster, None if asked is None else asked.optimizer)
     for name in request.devices:
         found_cluster.number_of(name)
     found_profile, sum_cost = sums.counted(_profile(profile, asked), asked, schedule, synchronous=synchronous)
@@ -356,11 +363,13 @@ def _check_words(schedule: str, *, synchronous: bool) -> None:
         )
 
 
-def _check_numbers(request: "PlanRequest", cluster: "Cluster") -> None:
-    """Refuse impossible requests before measuring a profile."""
-    from bireme.plan.search.problem import check_numbers
+def _check_numbers(request: "PlanRequest", cluster: "Cluster", optimizer: str | None) -> None:
+    """Refuse impossible requests before measuring a profile, for that optimiser if it is to be measured."""
+    from bireme.plan.search.problem import check_numbers, check_shard
 
     check_numbers(request, len(request.devices) or cluster.num_devices)
+    if optimizer is not None:
+        check_shard(request, optimizer)
 
 
 def cluster_of(text: str | None) -> "Cluster":

@@ -70,12 +70,16 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
     return found
 
 
-def tier_limits_of(device: str | None, host: str | None, disk: str | None) -> "TierLimits | None":
+def tier_limits_of(
+    device: str | None, host: str | None, disk: str | None, optimizer: str
+) -> "TierLimits | None":
     """What each process may use of each tier; None where nothing is to be paged."""
     from bireme.plan.tier_limits import TierLimits
 
     if device is None:
-        given = next((name for name, text in (("host-memory", host), ("disk", disk)) if text), None)
+        only = None if optimizer == AUTO else optimizer
+        asked = (("host-memory", host), ("disk", disk), ("memory-optimizer", only))
+        given = next((name for name, text in asked if text), None)
         if given is not None:
             raise BiremeError(
                 f"--{given} is for what does not fit a device. Say with --device-memory how much of it each "
@@ -90,4 +94,5 @@ def tier_limits_of(device: str | None, host: str | None, disk: str | None) -> "T
         amount(device, "--device-memory"),
         None if host is None else amount(host, "--host-memory"),
         0 if disk is None else amount(disk, "--disk"),
+        optimizer=optimizer,
     )

@@ -58,7 +58,7 @@ def resume(
     # A run that was killed at its very end must still export its model.
     if has_ended(run, folder, at):
         raise BiremeError(
-            f"{run_dir} has finished its {at} steps. To train on: --set training.steps={2 * at}"
+            f"{run_dir} has finished its {at} steps. To train further: --set training.steps={2 * at}"
             f"{_rate_of(run, at)}."
         )
     check_rate(run, folder, at, _tell)
@@ -81,7 +81,7 @@ def _rate_of(run: "RunFile", steps: int) -> str:
     if run.training.schedule == "constant" or run.training.schedule_steps is not None:
         return ""
     return (
-        f" --set training.schedule_steps={steps}, which goes on at the last learning rate; with --set "
+        f" --set training.schedule_steps={steps}, which keeps the last learning rate; with --set "
         "training.after_schedule=restart as well it warms up and falls once more"
     )
 

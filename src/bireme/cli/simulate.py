@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-PAGED = ("host_memory", "disk", "host_bytes_per_s", "disk_bytes_per_s", "chunk_bytes")
+PAGED = ("host_memory", "disk", "host_bytes_per_s", "disk_bytes_per_s", "host_update_s", "chunk_bytes")
 """Options that only a limited device needs."""
 OF_ONE_SCHEDULE = (
     "name",
@@ -144,6 +144,13 @@ def simulate(
     disk_bytes_per_s: Annotated[
         float | None, tiers_option(help="Bandwidth of each rank's disk; by default unlimited.")
     ] = None,
+    host_update_s: Annotated[
+        float | None,
+        tiers_option(
+            help="Seconds of a stage's optimiser step on the host; without it all steps run on the device.",
+            show_default=False,
+        ),
+    ] = None,
     chunk_bytes: Annotated[
         int | None,
         tiers_option(help="Bytes of a chunk; by default the size that wastes least.", show_default=False),
@@ -169,6 +176,7 @@ def simulate(
         "weight_bytes": weight_bytes,
         "optimizer_bytes": optimizer_bytes,
         "stash_bytes": stash_bytes,
+        "host_update_s": host_update_s,
     }
     if costs is not None:
         refuse(context, "--costs already gives seconds and bytes", *given)
@@ -273,7 +281,7 @@ def simulate(
     _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
 
 
-def _costs(path: Path | None, given: dict[str, float], num_stages: int) -> "Costs":
+def _costs(path: Path | None, given: dict[str, float | None], num_stages: int) -> "Costs":
     from bireme.documents import validated
     from bireme.simulate.costs_file import CostsFile, load_costs
 

@@ -77,10 +77,10 @@ def train(
 
 def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
-    paths = [str(path) for path in folder.writes(prepared.run)]
-    if as_json:
-        from bireme.train.prepare import prepared_document
+    from bireme.train.prepare import prepared_document, written_paths
 
+    paths = [str(path) for path in written_paths(prepared, folder)]
+    if as_json:
         print_json(prepared_document(prepared) | {"writes": paths})
         return
     show_prepared(prepared, folder, as_json=False)
@@ -101,7 +101,7 @@ def run_to_end(
     prepared: "Prepared", folder: "RunFolder", checkpoint: "Checkpoint | None", *, as_json: bool
 ) -> None:
     """Show the plan, run it, and show the results."""
-    from bireme.runtime.failures import RankFailed
+    from bireme.runtime.failures import RunFailed
     from bireme.train.launching import start
 
     show_prepared(prepared, folder, as_json=as_json)
@@ -110,7 +110,7 @@ def run_to_end(
     except KeyboardInterrupt:
         typer.echo(f"bireme: interrupted before a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(INTERRUPTED_STATUS) from None
-    except RankFailed as error:
+    except RunFailed as error:
         typer.echo(f"bireme: {error}\n{_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(1) from None
     show_finished(finished, as_json=as_json)

@@ -242,7 +242,7 @@ def _device(table: DeviceTable) -> Device:
     if table.like is not None:
         if table.like not in KNOWN:
             raise BiremeError(
-                f"like is {table.like!r}, which is no ready device. {closest(table.like, KNOWN)}"
+                f"like is {table.like!r}, which is not a ready device. {closest(table.like, KNOWN)}"
             )
         return replace(KNOWN[table.like], **given)
     for key in ("kind", "memory_bytes"):

@@ -1,4 +1,4 @@
-"""What the engine itself takes on a machine, in time and memory, beside the work of a model's stages."""
+"""What the engine itself takes on a machine, in time and memory, besides the work of a model's stages."""
 
 import math
 from dataclasses import dataclass, fields

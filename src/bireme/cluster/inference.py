@@ -294,7 +294,7 @@ def _tidied(cluster: Cluster, same: float) -> Cluster:
     devices = [placed.device for placed in cluster.devices()]
     for name in {device.name for device in devices}:
         speed[name] = _evened([device.speed for device in devices if device.name == name], same)
-    # All speeds are beside the first device's, which stays what it is.
+    # All speeds are relative to the first device's, which stays what it is.
     first = devices[0]
     of_first = speed[first.name][first.speed]
     speed[first.name] = {

@@ -32,7 +32,7 @@ def check_name(name: str, of: str) -> None:
     """Refuse a name that could not be told from the words around it."""
     if not NAME.fullmatch(name):
         raise BiremeError(
-            f"{name!r} is no name for a {of}. A name begins with a letter or digit; letters, digits, '.', "
+            f"{name!r} is not a name for a {of}. A name begins with a letter or digit; letters, digits, '.', "
             "'_' and '-' may follow."
         )
 

@@ -29,7 +29,7 @@ def through(
     """A tensor as the next stage sees it; its gradient comes back by the other codec. What is tiny goes as
     it is. The gradient of what a codec with a mask has sent is that of the entries in it.
 
-    `thresholds` are those of earlier batches, by `name`; without them, a codec that has one finds it anew.
+    `thresholds` are those of earlier batches, by `name`; without them, a codec that has one finds it again.
     """
     if codecs.is_none or not tensor.is_floating_point() or tensor.numel() < FEWEST_ENTRIES:
         return tensor

@@ -119,7 +119,7 @@ def parse_codec(word: str) -> CodecChoice:
         return CodecChoice("own", where=word.strip())
     near = closest(name, [one.partition(":")[0] for one in NAMES])
     raise BiremeError(
-        f"{word!r} is no codec. {near} Examples: {', '.join(NAMES)}; or "
+        f"{word!r} is not a codec. {near} Examples: {', '.join(NAMES)}; or "
         "module:attribute for a codec of your own."
     )
 

@@ -67,7 +67,7 @@ def first_basis(num_rows: int, rank: int, *, seed: int) -> Tensor:
 
 
 def next_basis(right: Tensor, *, seed: int) -> Tensor:
-    """The columns of Q in a size that squares well; one that has come to nothing begins anew."""
+    """The columns of Q in a size that squares well; one that has become zero starts again."""
     largest = right.abs().amax(0)
     fresh = first_basis(*right.shape, seed=seed).to(right)
     return torch.where(largest == 0, fresh, right / torch.where(largest == 0, 1.0, largest))

@@ -42,7 +42,7 @@ def own_codec(where: str) -> Codec:
     missing = [method for method in METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise BiremeError(
-            f"{where} is no codec: it has no {' and no '.join(missing)}. See bireme.codec.Codec."
+            f"{where} is not a codec: it has no {' and no '.join(missing)}. See bireme.codec.Codec."
         )
     check_own_codec(where, found)
     codec: Codec = found

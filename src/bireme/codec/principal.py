@@ -6,7 +6,7 @@ G is about D diag(values) XT: k (a + b + 1) numbers for a · b. They go on from 
 makes few pairs enough.
 
 Each piece of pairs is a two-sided step of the power method on M, the sum so far and a share of the batch
-before, as in the published algorithm. Of that, five things are mended. Pairs that fill no whole piece are
+before, as in the published algorithm. Five things are changed. Pairs that fill no whole piece are
 taken too, by their number. Nothing is divided by a value, so none needs to be kept from zero; they are
 singular values, never negative, and signs of columns decide nothing. What is off the diagonal is kept within
 a batch: M is projected on the shorter side's columns alone, so with k = min(a, b) the sum is exact. And the
@@ -24,7 +24,7 @@ from bireme.codec.lowrank import first_basis
 __all__ = ["Components", "PrincipalStream", "Product", "first_components", "merged"]
 
 HISTORY = 0.25
-"""The weight of the batch before, beside 1 of each pair of this one."""
+"""The weight of the batch before; each pair of this batch has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,17 +1,20 @@
 """The largest entries of rows, taken out of a tensor and put back.
 
-On a CPU numpy does it: its selection, its search for what is true and its gathering take a tenth to a fifth
-of the time of torch's (`benchmarks/codec_speed.py`). On an accelerator rows are sorted, because all else
-would have to wait for it.
+On a CPU loops do it that numba compiles (`row_loops`). Where that is not installed, or not worth its import,
+numpy finds the same: its selection, its search for what is true and its gathering take a tenth to a fifth of
+the time of torch's (`benchmarks/codec_speed.py`). On an accelerator rows are sorted, because all else would
+have to wait for it.
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bireme.codec.packing import pack_mask
+from bireme.compiled import pays_off
 
 __all__ = ["as_magnitudes", "largest_of_rows", "places_first", "selected", "spread", "take_largest"]
 
@@ -19,7 +22,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers whose order is that of the magnitudes of numbers of so many bytes."""
 
 PART_VALUES = 1 << 16
-"""Values that are worked on at a time on a CPU: what fits into a cache."""
+"""Values that numpy works on at a time: what fits into a cache."""
 
 
 def largest_of_rows(rows: Tensor, kept: int) -> Tensor:
@@ -48,15 +51,19 @@ def take_largest(rows: Tensor, kept: int, packed: Tensor) -> Tensor:
         pack_mask(mask, packed)
         return selected(rows, mask, len(rows) * kept)
     given = rows.contiguous().view(INTEGERS[rows.dtype.itemsize]).numpy()
-    found = torch.empty(len(rows) * kept, dtype=rows.dtype)
+    found = torch.empty(len(rows) * kept + 1, dtype=rows.dtype)
     taken, into = found.view(INTEGERS[rows.dtype.itemsize]).numpy(), packed.numpy()
     row_bytes = rows.shape[1] // 8
+    into[len(rows) * row_bytes :] = 0
+    loops = _loops(rows)
+    if loops is not None and rows.dtype.itemsize < 8:
+        loops.take_largest_of_rows(given, given.dtype.type(np.iinfo(given.dtype).max), kept, into, taken)
+        return found[:-1]
     for begin, chosen in _chosen(given, kept):
         end = begin + len(chosen)
         into[begin * row_bytes : end * row_bytes] = np.packbits(chosen, bitorder="little")
         _take(given[begin:end].reshape(-1), np.flatnonzero(chosen), taken[begin * kept : end * kept])
-    into[len(rows) * row_bytes :] = 0
-    return found
+    return found[:-1]
 
 
 def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
@@ -64,25 +71,43 @@ def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
     flat = tensor.reshape(-1)
     if not flat.is_cpu:
         return flat.take(places_first(mask, num_kept))
-    found = torch.empty(num_kept, dtype=flat.dtype)
+    found = torch.empty(num_kept + 1, dtype=flat.dtype)
     integers = INTEGERS[flat.dtype.itemsize]
     given, taken = flat.view(integers).numpy(), found.view(integers).numpy()
+    loops = _loops(flat)
+    if loops is not None:
+        loops.take_true(given, mask.view(-1).view(torch.uint8).numpy(), taken)
+        return found[:-1]
     for part, places, at in _places(mask):
         _take(given[part], places, taken[at])
-    return found
+    return found[:-1]
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
     """The values at the entries of the mask, in order, and zeros elsewhere."""
-    whole = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+    loops = _loops(mask)
+    made = torch.zeros if loops is None else torch.empty
+    whole = made(mask.shape, dtype=values.dtype, device=values.device)
     if not whole.is_cpu:
         whole.view(-1).put_(places_first(mask, values.numel()), values)
         return whole
     integers = INTEGERS[values.dtype.itemsize]
     put, given = whole.view(-1).view(integers).numpy(), values.view(integers).numpy()
+    if loops is not None:
+        loops.put_true(given, mask.view(-1).view(torch.uint8).numpy(), put)
+        return whole
     for part, places, at in _places(mask):
         put[part][places] = given[at]
     return whole
+
+
+def _loops(tensor: Tensor) -> ModuleType | None:
+    """The compiled loops, where they are faster."""
+    if not tensor.is_cpu or not pays_off(tensor.numel()):
+        return None
+    from bireme.codec import row_loops  # imports numba
+
+    return row_loops
 
 
 def _chosen(bits: np.ndarray, kept: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -57,7 +57,7 @@ class Threshold:
     def encode(self, tensor: Tensor, out: Tensor, memory: Tensor | None = None) -> int:
         """Write the message of a tensor into `out`, bytes on its device; gives how many they are.
 
-        `memory` is the tensor's, and is changed; without one the threshold is found anew.
+        `memory` is the tensor's, and is changed; without one the threshold is found again.
         """
         flat = tensor.reshape(-1)
         num_entries = flat.numel()

@@ -124,8 +124,8 @@ class DiskTier:
                     done += _some(moved)
         except OSError as error:
             raise BiremeError(
-                f"Paged memory in {self._folder} cannot be {what}: {error.strerror}. Training cannot go on "
-                "from here; resume it from its last checkpoint, with memory.disk on a disk in order."
+                f"Paged memory in {self._folder} cannot be {what}: {error.strerror}. Training cannot "
+                "continue from here; resume it from its last checkpoint, with memory.disk on a working disk."
             ) from error
         if not self._is_direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, begin, len(view), os.POSIX_FADV_DONTNEED)

@@ -24,10 +24,12 @@ __all__ = [
     "fill_bytes",
     "map_file",
     "map_nothing",
+    "more_of_file",
     "pages",
     "reserve",
     "shared_file",
     "tensor_at",
+    "whole_pages",
 ]
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -99,10 +101,23 @@ def pages(num_bytes: int) -> Tensor:
     """Memory that begins with a page, as disks want it that are written to directly. It takes room where it
     is written to.
     """
-    whole = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-    address, file = reserve(whole), shared_file(whole)
-    map_file(address, whole, file, 0, populates=False)
+    file = shared_file(0)
+    found = more_of_file(file, 0, num_bytes)
     os.close(file)  # the mapping keeps it
+    return found
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The bytes of the pages that so many bytes fill."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def more_of_file(file: int, begin: int, num_bytes: int) -> Tensor:
+    """Memory of a file that gets longer by it: from a page on, which is its end."""
+    whole = whole_pages(num_bytes)
+    os.ftruncate(file, begin + whole)
+    address = reserve(whole)
+    map_file(address, whole, file, begin, populates=False)
     return tensor_at(address, whole)[:num_bytes]
 
 

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -304,9 +305,11 @@ def _memory_of(node: torch.fx.Node) -> int | None:
 
 
 def _length(n: Any) -> Length:
-    if isinstance(n, int):
-        return n
-    expression = n.node.expr
+    return n if isinstance(n, int) else _in_batch_sizes(n.node.expr)
+
+
+@lru_cache(maxsize=1024)
+def _in_batch_sizes(expression: sympy.Expr) -> str:
     b = sympy.Symbol("b", integer=True, positive=True)
     return str(expression.subs(dict.fromkeys(expression.free_symbols, b)))
 

@@ -57,14 +57,14 @@ def _fed(plain: Callable[..., Any], operator: Operator, one: LinearMap, outlet: 
             return plain(*given)
         if has_bias_first:
             bias, rows, weight = given
-            return _Fed.apply(use, outlet, lambda x, w, b: plain(b, x, w), rows, weight, bias)  # type: ignore[no-untyped-call]
+            return _Fed.apply(use, outlet, lambda x, w, b: plain(b, x, w), rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         rows, weight, *rest = given
         bias, settings = (rest[0], tuple(rest[1:])) if rest else (None, ())
 
         def run(x: Tensor, w: Tensor, b: Tensor | None) -> Any:
             return plain(x, w, b, *settings) if rest else plain(x, w)
 
-        return _Fed.apply(use.with_settings(settings), outlet, run, rows, weight, bias)  # type: ignore[no-untyped-call]
+        return _Fed.apply(use.with_settings(settings), outlet, run, rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     return call
 

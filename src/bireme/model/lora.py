@@ -24,7 +24,6 @@ from bireme.model.part import ALL_LINEAR, Lora
 
 __all__ = ["Adapter", "add_adapter"]
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 NAME = "default"

@@ -1,4 +1,4 @@
-"""Which part of a model learns: chosen parameters, or an adapter beside frozen weights.
+"""Which part of a model learns: chosen parameters, or an adapter on frozen weights.
 
 It is data and imports no torch: a run file and the command line make it, `load_source` applies it.
 """

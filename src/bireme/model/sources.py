@@ -190,7 +190,7 @@ def _from_folder(folder: Path, batch: int, length: int | None, device: torch.dev
     if kind not in transformers.CONFIG_MAPPING:
         named = f"the model_type {kind!r}, which transformers {transformers.__version__} does not know"
         remedy = (
-            "The code of such a model lies beside it, and Bireme never runs code from a model's folder. Load "
+            "The code of such a model is in its folder, and Bireme never runs code from there. Load "
             f"it in a function of your own, given as {NOTATIONS[2]}."
             if content.get("auto_map")
             else "Try a newer transformers."
@@ -305,7 +305,7 @@ def _function(path: str) -> Callable[[], Any]:
     function: Callable[[], Any] = getattr(module, name)
     if not callable(function):
         raise BiremeError(
-            f"{path} is {_kind(function)}, not a function. It must be one that returns a torch.nn.Module."
+            f"{path} is {_kind(function)}, not a function. Name a function that returns a torch.nn.Module."
         )
     return function
 

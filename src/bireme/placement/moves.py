@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.placement.compiled import compiled
+from bireme.compiled import compiled
 from bireme.placement.items import Floats, Integers, Items
 from bireme.placement.workload import Objective
 

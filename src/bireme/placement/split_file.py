@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The device of each node, in the workload's order, and what the file says of it beside that.
+    """The device of each node, in the workload's order, and what else the file says of it.
 
     `pieces` are empty where the file names none, else numbered from 0 on each device; `value` and `objective`
     are None and `loads` empty where it claims none.

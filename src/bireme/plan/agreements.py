@@ -1,7 +1,7 @@
 """What other ways for the replicas to agree would give a plan: simulated, from links and the spread of times.
 
 Each replica is one here, not its stages. Its batch takes as long as the forecast says, without the sum over
-replicas where that is not hidden; it is longer or shorter at chance, as far as measurements of the profile
+replicas where that is not hidden; it is randomly longer or shorter, as far as measurements of the profile
 lie apart. The exchange goes over the slowest link between replicas. Steps for one are those of the study
 (`agreement_penalties`).
 """
@@ -34,7 +34,9 @@ QUARTERS = 1.349
 
 @dataclass(frozen=True, slots=True)
 class AgreementForecast:
-    """A mode beside `all`: samples per second, steps for one, and the gain in samples' worth per second."""
+    """A mode compared with `all`: samples per second, steps for one, and the gain in samples' worth per
+    second.
+    """
 
     mode: str
     every: int

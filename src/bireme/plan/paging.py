@@ -28,7 +28,7 @@ class Paging:
     keeps must not be larger. Fetched chunks are to be there `ahead` instructions before they are used. With
     `updates_together` a rank updates all its stages when it updates the first. `is_summed` where gradients
     are summed over replicas, or over stages that share parameters. Without `stashes` activations stay on the
-    device.
+    device. With `host_updates` all stages that can are updated on the host.
     """
 
     budgets: tuple[Budgets, ...]
@@ -38,6 +38,7 @@ class Paging:
     updates_together: bool = False
     is_summed: bool = False
     stashes: bool = True
+    host_updates: bool = False
 
     def check(self, num_ranks: int, num_stages: int) -> None:
         """Refuse paging that is not of so many ranks and stages."""
@@ -64,6 +65,7 @@ class Paging:
             stashes=self.stashes,
             most_chunks=MOST_CHUNKS,
             page_bytes=page_bytes,
+            host_updates=self.host_updates and not self.is_summed,
         )
 
     def paged(self, program: Program, cut: Cut) -> Program:

@@ -62,8 +62,11 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
         del plain["plan"]["sweep"]
     if saved.plan.paging is None:
         del plain["plan"]["paging"]
-    elif not saved.plan.paging.sizes.frozen:
-        del plain["plan"]["paging"]["sizes"]["frozen"]
+    else:
+        if not saved.plan.paging.sizes.frozen:
+            del plain["plan"]["paging"]["sizes"]["frozen"]
+        if not saved.plan.paging.host_updates:
+            del plain["plan"]["paging"]["host_updates"]
     if not saved.plan.updates_halfway:
         del plain["plan"]["updates_halfway"]
     if not saved.plan.whole_weights:

@@ -23,6 +23,9 @@ AUTO = "auto"
 SHARDS = ("none", "optimizer", "weights")
 """What the replicas of a stage may share."""
 
+SHORT_BYTES = 2
+"""Weights whose values have so many bytes are made from a float32 master copy."""
+
 
 def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:
     """Whether a plan with this schedule, or with any if it is auto, may delay updates."""
@@ -124,6 +127,11 @@ class PlanRequest:
     def shares_weights(self) -> bool:
         """Whether replicas share weights and gradients too."""
         return self.shard == "weights"
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
+        return self.value_bytes == SHORT_BYTES
 
     @property
     def delay_warmup_share(self) -> float:

@@ -1,4 +1,5 @@
-"""What each way to save memory would take alone, beside the plan that would be best with room for everything.
+"""What each way to save memory would take alone, compared with the plan that would be best with room for
+everything.
 
 The planner mixes them; this says which of them pays. Each is planned for again, within the budgets.
 """

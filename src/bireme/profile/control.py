@@ -20,7 +20,7 @@ NUM_PRODUCTS = 3
 """About a millisecond, in which half a core's cache is used."""
 
 SHARE = 0.005
-"""The most of the time that goes into it where it runs beside other work."""
+"""The largest share of the time that it may take while a rank trains."""
 
 
 class Control:

@@ -1,4 +1,4 @@
-"""What training keeps of a parameter beside it, in bytes, and what muon takes.
+"""What training keeps for a parameter in addition to it, in bytes, and which parameters muon takes.
 
 Weights of sixteen bits get float32 sums of gradients, float32 state, and a float32 copy that is stepped.
 """

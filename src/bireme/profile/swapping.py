@@ -1,7 +1,7 @@
 """Which blocks could be away while they lie idle, for nothing, and what that takes off the peak.
 
 A block of S bytes can be swapped out and back during an idle interval no shorter than S/out + S/in. It is
-away from the end of the copy out to the start of the copy in. Copies run beside the computation.
+away from the end of the copy out to the start of the copy in. Copies run during the computation.
 """
 
 import math

@@ -77,11 +77,12 @@ def _chunks(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "chunk_bytes": tiers.chunk_bytes,
                 "num_copies": sum(len(copies.start_s) for copies in moved.copies),
                 "waited_s": moved.waited_s,
+                **({"host_updates": sorted(tiers.host_updates)} if tiers.host_updates else {}),
             }
 
 
 def comparison_document(contenders: Iterable[Contender]) -> dict[str, Any]:
-    """All schedules beside each other; one that cannot run in this shape says why."""
+    """All schedules compared; one that cannot run in this shape says why."""
     rows: list[dict[str, Any]] = []
     for contender in contenders:
         row: dict[str, Any] = {

@@ -75,7 +75,7 @@ def _least(paging: BlockPaging, behaviour: Behaviour) -> str:
     return (
         f"Paging in chunks of {bytes_text(paging.chunk_bytes)} could do with "
         f"{bytes_text(paging.least_bytes)} ({saved:.0%} less), of which {bytes_text(paging.unpaged_bytes)} "
-        "are never paged. Copies that take less than the iteration could run beside it."
+        "are never paged. Copies that take less than the iteration could run during it."
     )
 
 
@@ -94,7 +94,7 @@ def _paging(paging: BlockPaging, behaviour: Behaviour) -> Table:
 
 
 def _published(behaviour: Behaviour) -> str:
-    """The figures of the paper, by where we have them from, beside this iteration's share of activations."""
+    """The figures of the paper, by source, with this iteration's share of activations."""
     by_source: dict[str, list[str]] = {}
     for figure in PUBLISHED:
         by_source.setdefault(figure.source, []).append(f"{figure.name}: {figure.value}")

@@ -105,6 +105,8 @@ def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = (
         found["tiers"] = [] if forecast is None else [asdict(tier) for tier in forecast.tiers]
     if plan.paging is not None:
         found["chunk_bytes"] = list(plan.paging.chunk_bytes)
+        if plan.paging.host_updates:
+            found["host_updates"] = True
     if ways:
         found["memory_ways"] = [
             {

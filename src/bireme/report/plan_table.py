@@ -1,4 +1,4 @@
-"""A plan for people: its stages, what it promises, what limits it, and other kinds of plans beside it."""
+"""A plan for people: its stages, what it promises, what limits it, and other kinds of plans."""
 
 from collections.abc import Sequence
 
@@ -156,6 +156,7 @@ def _shape(plan: Plan, short: Summary) -> str:
             f", {plan.num_sliced} micro-batches sliced" if plan.num_sliced else "",
             f", in sweeps of {plan.sweep}" if plan.sweep > 1 else "",
             f", shared weights of {plan.whole_weights} whole at a time" if plan.whole_weights else "",
+            ", updates on the host" if plan.paging is not None and plan.paging.host_updates else "",
         )
     )
     return (

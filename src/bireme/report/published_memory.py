@@ -1,4 +1,4 @@
-"""Figures of Li et al. (ISPASS 2021) on memory behaviour, to stand beside those of a traced iteration."""
+"""Figures of Li et al. (ISPASS 2021) on memory behaviour, to compare with those of a traced iteration."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A run of training for people: what it will do, and at its end what was measured beside the prediction."""
+"""A run of training for people: what it will do, and at its end predictions and measurements."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ __all__ = ["print_prepared", "print_summary"]
 LONGEST_SAMPLE = 1200
 
 WORTH_TELLING = 0.03
-"""By how much a machine is slower or faster before it is told."""
+"""By how much a machine must be slower or faster before the summary says so."""
 
 MOST_WARNINGS = 3
 """Of a long run the last ones; the log has all."""
@@ -64,7 +64,7 @@ def print_prepared(
             highlight=False,
         )
     plan, forecast = saved.plan, saved.forecast
-    recompute = f", stages {', '.join(map(str, plan.recompute))} recompute" if plan.recompute else ""
+    recompute = f", recomputing stage {', '.join(map(str, plan.recompute))}" if plan.recompute else ""
     replicas = f", {plan.width} replicas" if plan.width > 1 else ""
     say(
         f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{replicas}, "

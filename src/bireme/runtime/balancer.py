@@ -47,7 +47,7 @@ class Balancer:
     def __init__(self, sharing: Sharing, layout: Layout, stopwatch: Stopwatch, *, read_ahead: int) -> None:
         if len(sharing.first) != layout.width or not sharing.limits.hold(sharing.first):
             raise BiremeError(
-                f"The shares {', '.join(map(str, sharing.first))} are none for {layout.width} replicas that "
+                f"The shares {', '.join(map(str, sharing.first))} do not fit {layout.width} replicas that "
                 f"take at least {', '.join(map(str, sharing.limits.least))} and at most "
                 f"{', '.join(map(str, sharing.limits.most))} samples of a batch."
             )

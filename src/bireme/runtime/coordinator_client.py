@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.messages import Known, RankId, Report, RoundAt, Word, decode, encode
+from bireme.sync.coordinator.message_lines import decode, encode
+from bireme.sync.coordinator.messages import Known, RankId, Report, RoundAt, Word
 
 __all__ = ["Address", "CoordinatorClient", "Dropped", "NoWord"]
 
@@ -32,7 +33,7 @@ NOTHING = Word(epoch=0, number=-1)
 
 
 class Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
-    """The others go on without this replica: its ranks end, and it begins anew."""
+    """The others continue without this replica: its ranks end, and it starts again."""
 
 
 class NoWord(Exception):  # noqa: N818 (it is an event, which the caller acts on)

@@ -17,7 +17,8 @@ from bireme.errors import BiremeError
 from bireme.runtime.ledger import Ledger
 from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import Host, host_step, host_wake_s
-from bireme.sync.coordinator.messages import Life, Notice, RankId, Report, Word, decode, encode
+from bireme.sync.coordinator.message_lines import decode, encode
+from bireme.sync.coordinator.messages import Life, Notice, RankId, Report, Word
 from bireme.sync.coordinator.state import Ended, Event, Tick
 
 __all__ = ["CoordinatorServer", "listener"]

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from bireme.errors import BiremeError
 
-__all__ = ["Failure", "FailureKind", "RankFailed", "grace_s"]
+__all__ = ["Failure", "FailureKind", "RankFailed", "RunFailed", "grace_s"]
 
 
 class FailureKind(StrEnum):
@@ -24,7 +24,11 @@ class FailureKind(StrEnum):
     """Somebody wanted the end."""
 
 
-class RankFailed(Exception):  # noqa: N818 (it is an event: the error is in its text)
+class RunFailed(Exception):  # noqa: N818 (it is an event: the error is in its text)
+    """A run cannot go on, and that is no mistake of the user: the text says why."""
+
+
+class RankFailed(RunFailed):
     """A rank of the run failed, and all others were ended because of it.
 
     `instruction` is what it was doing then, if that is known; `text` is the traceback of its error, or a

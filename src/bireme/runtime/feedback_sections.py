@@ -2,7 +2,7 @@
 
 A run may go on with another number of replicas. What was not sent of a gradient must not be lost then, so
 residuals of all replicas are added, and each new one takes an equal part: their sum stays what it was, and
-gradients are sums over replicas too. Thresholds are found anew; bases are the same on all replicas.
+gradients are sums over replicas too. Thresholds are found again; bases are the same on all replicas.
 """
 
 from collections.abc import Mapping

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bireme.model.graph import State
+from bireme.runtime.recorder import Recording
 from bireme.sync.group import Group, MessageGroup
 
-__all__ = ["clock_offset_s", "gather_rows", "gather_tensors"]
+__all__ = ["clock_offset_s", "gather_rows", "gather_tensors", "gather_times"]
 
 NUM_ROUNDS = 15
 """Of looking at the clocks together."""
@@ -46,6 +47,13 @@ def gather_rows(group: Group, row: Sequence[float]) -> list["array[float]"]:
     rows[group.rank, : len(row)] = torch.tensor(row, dtype=torch.float64)
     group.all_reduce(rows).wait()
     return [array("d", one[: int(n)].tolist()) for one, n in zip(rows, lengths.tolist(), strict=True)]
+
+
+def gather_times(group: Group, recording: Recording) -> list[Recording]:
+    """Every rank's recording, with all times on rank 0's clock."""
+    offset_s = clock_offset_s(group)
+    starts, ends = (gather_rows(group, [time + offset_s for time in times]) for times in recording)
+    return list(zip(starts, ends, strict=True))
 
 
 def gather_tensors(

@@ -188,14 +188,14 @@ class GradientPool:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all arenas there are for good, and the most that streams have taken beside them."""
+        """The bytes of all arenas that stay, and the most that streams have taken in addition."""
         return self._num_sets * (self._set_bytes + self._most_stream_bytes)
 
 
 class _Lending:
     """Lends sums to leaves and takes them back; a generator would cost several times as much.
 
-    What a leaf without a sum is given, autograd makes anew. It is moved into the arena as soon as it is
+    Autograd allocates the gradient of a leaf that has no sum. It is moved into the arena as soon as it is
     there, so no more than one gradient lies outside at a time.
     """
 
@@ -213,7 +213,7 @@ class _Lending:
                 leaves[name].grad = view
             else:
                 move = partial(_move_in, self._sums, name)
-                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
+                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __exit__(
         self,

@@ -45,8 +45,8 @@ def read_header(header: bytes) -> Header:
     magic, batch, microbatch, half, to_stage, forward, num_bytes, signature = LAYOUT.unpack(header)
     if magic != MAGIC or num_bytes < HEADER_BYTES:
         raise BiremeError(
-            f"Received data is no message of this version of Bireme: it begins with {header[:8].hex(' ')}. "
-            "Run the same version on all ranks."
+            "Received data is not a message of this version of Bireme: it begins with "
+            f"{header[:8].hex(' ')}. Run the same version on all ranks."
         )
     key = Message(
         bool(forward), to_stage, batch, None if microbatch < 0 else microbatch, None if half < 0 else half

@@ -1,7 +1,7 @@
 """The interpreter: one rank's part of any program, instruction by instruction.
 
 A table leads from each kind of instruction to what is done for it; there is no loop of any schedule's own.
-What takes long runs beside it: messages in the transport, the sums of gradients in the reducer.
+What takes long runs in other threads: messages in the transport, the sums of gradients in the reducer.
 
 An evaluation is a program too, of nothing but forwards and their messages: it runs here on other stages.
 """

@@ -117,7 +117,8 @@ class _Rank:
         self._order, self._call = order, call
 
     def start(self) -> None:
-        self.process, talk = start_process(f"bireme rank {self.number}", run_rank, self._order, self.number)
+        called = f"bireme rank {self._order.first_rank + self.number}"
+        self.process, talk = start_process(called, run_rank, self._order, self.number)
         # A thread, because a process that is stopped halfway through a message would block its reader.
         name = f"bireme talk {self.number}"
         self._talker = threading.Thread(target=self._talk, args=(talk,), name=name, daemon=True)

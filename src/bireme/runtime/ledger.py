@@ -41,7 +41,7 @@ class Ledger:
         except OSError as error:
             raise BiremeError(
                 f"{self._path} cannot be written: {error.strerror or error}. A round counts only once it is "
-                "written there, so the run cannot go on. Make room on the disk, and resume it."
+                "written there, so the run cannot continue. Make room on the disk, and resume it."
             ) from error
 
     def close(self) -> None:

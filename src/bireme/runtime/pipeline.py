@@ -7,6 +7,7 @@ each batch, is the same on every rank.
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -36,7 +37,7 @@ from bireme.runtime.courier import Courier, Traffic
 from bireme.runtime.cutting import cutter_of
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
-from bireme.runtime.gathering import clock_offset_s, gather_rows
+from bireme.runtime.gathering import gather_rows, gather_times
 from bireme.runtime.groups import reducer_of
 from bireme.runtime.held_state import HeldState
 from bireme.runtime.interpreter import Interpreter, OnInstruction
@@ -298,16 +299,18 @@ class Pipeline(HeldState):
         codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
         return self._evaluator.evaluate(batches, codecs)
 
-    def join(self) -> None:
-        """Come to the first batch that this replica has a part in, with the state of the others before it."""
+    def join(self, on_first: Callable[[int], None] | None = None) -> None:
+        """Come to the first batch that this replica has a part in, with the state of the others before it.
+
+        `on_first` is told which one that is, as soon as it is known.
+        """
         self._check_drained()
         assert isinstance(self._reducer, QuorumReducer), "a pipeline alone has nobody to join"
         reducer = self._reducer
-
-        def follow(batch: int) -> None:
-            self._updates.follow(batch, reducer.follow)
-
-        self.num_trained = reducer.first = join(reducer.agent, self.num_trained, self.restore, follow)
+        follow = partial(self._updates.follow, start=reducer.follow)
+        self.num_trained = reducer.first = join(
+            reducer.agent, self.num_trained, self.restore, follow, on_first
+        )
 
     def join_averaging(self, until: int) -> None:
         """Come to the first batch that this replica has, in a window of the places below `until`."""
@@ -327,10 +330,8 @@ class Pipeline(HeldState):
         """
         if self.recording is None:
             raise BiremeError("No training was recorded. Call train(batches, record=True) first.")
-        offset_s = clock_offset_s(self._spare)
-        starts, ends = (gather_rows(self._spare, [t + offset_s for t in times]) for times in self.recording)
         program = self.plan.source.program(len(self._recorded), self._recorded.start)
-        return timeline_of(program, list(zip(starts, ends, strict=True))[: program.num_ranks])
+        return timeline_of(program, gather_times(self._spare, self.recording)[: program.num_ranks])
 
     def begin_with(self, shares: Shares) -> None:
         """Begin with other shares than those that the pipeline was made with. All ranks must call it."""

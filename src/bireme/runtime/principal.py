@@ -125,7 +125,7 @@ class PrincipalGradients:
         }
 
     def load(self, saved: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Go on from such a state after so many updates. What is missing or of another rank begins anew."""
+        """Go on from such a state after so many updates. What is missing or of another rank starts again."""
         first = self.after(0)
         found: dict[int, Settled] = {}
         for age in range(self._delay + 1):

@@ -30,7 +30,8 @@ LOOPBACK = ("lo", "lo0")
 @dataclass(frozen=True, slots=True)
 class Order:
     """How to be a rank: the same for all ranks. What they tell each other has names that begin with `prefix`
-    in the store; the first of them is the process `first_local` of the machine.
+    in the store. The first of them is the process `first_local` of the machine, and the rank `first_rank` of
+    all that a run has, by which processes are called.
     """
 
     port: int
@@ -41,6 +42,7 @@ class Order:
     device: str | None = None
     prefix: str = ""
     first_local: int = 0
+    first_rank: int = 0
 
 
 def run_rank(starter: Connection, order: Order, rank: int) -> None:

@@ -1,7 +1,7 @@
 """When each instruction ran: what the measured `Timeline` is made of.
 
 Two moments are kept for each instruction: of the device that it runs on, which is not always the host.
-Clocks of several machines differ; `clock_offset_s` finds by how much.
+Clocks of several machines differ; `gather_times` brings them together.
 """
 
 from array import array
@@ -22,7 +22,7 @@ __all__ = ["Moment", "Recorder", "Recording", "timeline_of"]
 CPU = torch.device("cpu")
 
 Recording = tuple["array[float]", "array[float]"]
-"""The starts and the ends of a rank's instructions, in seconds on a clock that all ranks share."""
+"""The starts and the ends of a rank's instructions, in seconds."""
 
 
 Moment = float | torch.Event
@@ -30,16 +30,14 @@ Moment = float | torch.Event
 
 
 class Recorder:
-    """Notes the times of one rank's instructions on a device. `offset_s` is added to bring them to the
-    common clock.
+    """Notes the times of one rank's instructions on a device.
 
     On a CPU an instruction is done when its call returns, so moments are the host's. On an accelerator calls
     return long before, so a moment is a mark in the device's stream. What the stream waits for, such as a
     message, is between two marks, as on a CPU it is between two calls.
     """
 
-    def __init__(self, device: torch.device = CPU, offset_s: float = 0.0) -> None:
-        self._offset_s = offset_s
+    def __init__(self, device: torch.device = CPU) -> None:
         self._anchor = _Anchor(device) if is_accelerator(device) else None
         self._starts: MutableSequence[Any] = array("d") if self._anchor is None else []
         self._ends: MutableSequence[Any] = array("d") if self._anchor is None else []
@@ -60,7 +58,7 @@ class Recorder:
     def _seconds(self, moments: Iterable[Any]) -> "array[float]":
         if self._anchor is not None:
             moments = map(self._anchor.second, moments)
-        return array("d", (self._offset_s + moment for moment in moments))
+        return array("d", moments)
 
 
 class _Anchor:

@@ -59,7 +59,7 @@ class ShelfWeights:
         if memory.has_master and self.apart is None:
             raise BiremeError(
                 "The plan pages weights that are made from a master copy, as bfloat16 ones are, and these "
-                f"are of {dtype} and have none. Make the plan anew, for the type that the model trains in."
+                f"are of {dtype} and have none. Make a new plan, for the type that the model trains in."
             )
         self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
         with memory.opened(Item.WEIGHTS):

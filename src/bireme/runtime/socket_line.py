@@ -189,7 +189,7 @@ def _ordinary_size(header: bytes) -> int:
     size = read_header(header).num_bytes
     if size > LARGE_BYTES:
         raise BiremeError(
-            f"Received data is no message of this version of Bireme: {size} bytes long. Run the same "
+            f"Received data is not a message of this version of Bireme: {size} bytes long. Run the same "
             "version on all ranks."
         )
     return size

@@ -52,7 +52,7 @@ class StageMemory:
         return PLAIN
 
     def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Weights that do not learn, where they stay for good; maybe copies."""
+        """Weights that do not learn, where they stay; maybe copies."""
         return weights
 
     def before_gradients(self, reserve: Callable[[], Carver]) -> None:

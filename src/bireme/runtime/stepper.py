@@ -198,9 +198,9 @@ class Stepper:
     ) -> None:
         """Take over copies of the entries of `states` under this stepper's names; the others are not for it.
 
-        A parameter without an entry starts anew, as one that has never had a gradient. The factory is called
-        again to that end, with `parameters`. Where it steps parts, states are of its pieces, and so are those
-        that are `stepped`.
+        A parameter without an entry starts from scratch, like one that has never had a gradient. The factory
+        is called again to that end, with `parameters`. Where it steps parts, states are of its pieces, and so
+        are those that are `stepped`.
         """
         self._homes = self._owned(self._made(parameters))
         self._states = {}

@@ -5,7 +5,7 @@ its items and what it keeps at its peak. What is not paged has its place on the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
@@ -13,6 +13,7 @@ from bireme.schedule.chunks import MOST_CHUNKS, best_chunk_bytes, is_paged, num_
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program
 from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
+from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import RankTiers, Tier
 
 __all__ = ["Budgets", "Cut", "TierTooSmallError", "cut_memory"]
@@ -72,12 +73,14 @@ def cut_memory(
     stashes: bool = True,
     most_chunks: int = MOST_CHUNKS,
     page_bytes: int = 0,
+    host_updates: bool = False,
 ) -> Cut:
     """How each rank's memory is cut into chunks and tiers.
 
     `chunk_bytes`, of all ranks or of each, is searched where it is not given or 0, for `most_chunks` of a
     rank, in whole pages of `page_bytes` where those are known. Without `stashes` activations stay on the
-    device.
+    device. With `host_updates` all stages that can are updated on the host. Then no gradients may be summed
+    with others between REDUCE and UPDATE, because they leave the device there.
     """
     given = (chunk_bytes or 0,) * program.num_ranks if isinstance(chunk_bytes, int | None) else chunk_bytes
     items = tuple(item for item in Item if stashes or item is not Item.STASH)
@@ -86,7 +89,7 @@ def cut_memory(
         return best_chunk_bytes(at_once, most_chunks, page_bytes)
 
     return tuple(
-        _cut(program, rank, sizes, own, size, items, search)
+        _cut(program, rank, sizes, own, size, items, search, host_updates=host_updates)
         for rank, (own, size) in enumerate(zip(budgets, given, strict=True))
     )
 
@@ -99,6 +102,8 @@ def _cut(
     chunk_bytes: int,
     items: Sequence[Item],
     search: Callable[[Mapping[float, int]], int],
+    *,
+    host_updates: bool,
 ) -> RankTiers | None:
     """How a rank's memory is cut; None where it all fits on its device."""
     whole = resident(program, rank, sizes)
@@ -129,4 +134,15 @@ def _cut(
         )
         for number, (name, budget) in enumerate(budgets.tiers())
     )
-    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master, kept_bytes)
+    on_host = _host_updates(program, rank, chunks) if host_updates and tiers[1].name == "host" else ()
+    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master, kept_bytes, frozenset(on_host))
+
+
+def _host_updates(program: Program, rank: int, chunks: Collection[tuple[Item, int]]) -> list[int]:
+    """The stages of a rank that can be updated on the host: all that an update uses is paged. Trial steps
+    need what the optimiser remembers on the device, and averages the weights.
+    """
+    if program.rule is Rule.FRESH or program.average_lag is not None:
+        return []
+    used = (Item.WEIGHTS, Item.GRADIENT, Item.OPTIMIZER)
+    return [stage for stage in program.stages_of(rank) if all((item, stage) in chunks for item in used)]

@@ -8,6 +8,8 @@ Belady's (the one that ends last), the cheapest first, the cheapest for its leng
 used as a yardstick. Gaps for which there is room after all are held again. The plan with the fewest copies
 wins.
 
+Around what happens in the tier below there is no choice: the chunk is evicted before, and fetched after.
+
 In a program that is a loop, all repetitions of a gap are one *group* and share its fate, so that the plan
 repeats itself too.
 """
@@ -45,7 +47,7 @@ def decide(
     """The groups to evict and how far ahead to fetch them again.
 
     A chunk that comes back has its slot `ahead` steps before it is used, or half as far ahead where that
-    cannot be, and so on; one that must be copied out keeps it so long, so that both can happen beside work.
+    cannot be, and so on; one that must be copied out keeps it so long, so that both can happen during work.
     Raises `OverfullError` where there is no room even with 0.
     """
     table = _Table(accesses, gaps, num_steps)
@@ -73,6 +75,7 @@ class _Table:
         self.is_read = [gap.is_read for gap in gaps]
         self.is_fetched = [gap.is_fetched for gap in gaps]
         self.may_be_copied = [gap.may_be_copied for gap in gaps]
+        self.must_be_below = [number for number, gap in enumerate(gaps) if gap.must_be_below]
         self.chains = [gap.chain for gap in gaps]
         self.of_chain: list[list[int]] = [[] for _ in gaps]
         for number, chain in enumerate(self.chains):
@@ -107,7 +110,9 @@ class _Plan:
         self.first_evicted = [len(table.starts)] * len(table.starts)
         """Of each chain, the first gap that is evicted: those after it find a valid copy below."""
         self.freed: dict[int, Spans] = {}
-        """The evicted groups, each with the steps during which its gaps have no slot."""
+        """The groups that were chosen, each with the steps during which its gaps have no slot."""
+        for gap in table.must_be_below:
+            self._add([self._take_away(gap)], -1)
         self._sweep(rule)
         self._give_back()
 
@@ -167,23 +172,24 @@ class _Plan:
         """
         table, found = self.table, dict[Hashable, Choice]()
         posted = np.full(table.num_steps + 1, -1, dtype=np.int64)
-        for group in sorted(self.freed, key=lambda group: table.ends[table.members[group][0]]):
+        groups = dict.fromkeys([*self.freed, *(table.groups[gap] for gap in table.must_be_below)])
+        for group in sorted(groups, key=lambda group: table.ends[table.members[group][0]]):
             gaps, lead = self._evicted(group), self.ahead
             if table.is_fetched[gaps[0]]:
                 ends = [table.ends[gap] for gap in gaps]
+                least = min(end - self._absence(gap)[1] for gap, end in zip(gaps, ends, strict=True))
                 most = min(
                     end - max(self._absence(gap)[0], int(posted[:end].max(initial=-1)))
                     for gap, end in zip(gaps, ends, strict=True)
                 )
-                lead = self._lead(ends, most)
+                lead = self._lead(ends, least, most)
                 for end in ends:
                     posted[end] = max(posted[end], end - lead)
             found[table.names[group]] = Choice(lead)
         return found
 
-    def _lead(self, ends: Sequence[int], most: int) -> int:
+    def _lead(self, ends: Sequence[int], least: int, most: int) -> int:
         """How far ahead of their ends chunks can have a slot at the most; they have it from then on."""
-        least = self.ahead
         if most <= least:
             return least
         if all(other - end >= most - least for end, other in pairwise(ends)):
@@ -202,12 +208,13 @@ class _Plan:
         return most - 1 - int(full[-1]) if full.size else most
 
     def _absence(self, gap: int) -> tuple[int, int]:
-        """The steps during which an evicted gap has no slot."""
+        """The steps during which an evicted gap has no slot: none where it is too short to be away."""
         table, ahead = self.table, self.ahead
+        first, last = table.starts[gap] + 1, table.ends[gap]
         if not ahead:
-            return table.starts[gap] + 1, table.ends[gap]
-        first = table.starts[gap] + 1 + (ahead if self.is_copied(gap) else 0)
-        return first, table.ends[gap] - (ahead if table.is_fetched[gap] else 0)
+            return first, last
+        first = min(first + (ahead if self.is_copied(gap) else 0), last)
+        return first, max(first, last - (ahead if table.is_fetched[gap] else 0))
 
     def _evicted(self, group: int) -> list[int]:
         return [gap for gap in self.table.members[group] if self.is_evicted[gap]]
@@ -217,12 +224,16 @@ class _Plan:
         for gap in self.table.members[group]:
             first, last = self._absence(gap)
             if last > first and not self.is_evicted[gap]:
-                self.is_evicted[gap] = True
-                chain = self.table.chains[gap]
-                self.first_evicted[chain] = min(self.first_evicted[chain], gap)
-                spans.append((first, last))
+                spans.append(self._take_away(gap))
         self.freed.setdefault(group, []).extend(spans)
         self._add(spans, -1)
+
+    def _take_away(self, gap: int) -> tuple[int, int]:
+        """Evict one gap; gives the steps during which it has no slot."""
+        span, chain = self._absence(gap), self.table.chains[gap]
+        self.is_evicted[gap] = True
+        self.first_evicted[chain] = min(self.first_evicted[chain], gap)
+        return span
 
     def _hold(self, group: int) -> None:
         table = self.table

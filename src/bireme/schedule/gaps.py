@@ -38,18 +38,29 @@ class Gap:
     """How many steps before its end the chunk is to have a slot again."""
 
     @property
+    def must_be_below(self) -> bool:
+        """Whether the chunk is evicted in any case: what is before or after the gap happens in the tier
+        below, or there is always a copy there, with which the window begins.
+        """
+        if self.before is None:
+            return self.after is not None and self.after.is_kept_below
+        return self.before.is_below or (self.after is not None and self.after.is_below)
+
+    @property
     def is_fetched(self) -> bool:
         """Whether an eviction costs a copy back."""
-        return self.is_read and self.after is not None
+        return self.is_read and self.after is not None and not self.after.is_below
 
     @property
     def may_be_copied(self) -> bool:
         """Whether its eviction costs a copy out, unless a valid copy is below.
 
-        What begins the window in the tier below has one there, and frozen weights that are ever evicted do:
-        `settle` lets them.
+        What begins the window in the tier below has one there, so has what is written there, and frozen
+        weights that are ever evicted do: `settle` lets them.
         """
-        return self.is_read and self.before is not None and self.chunk.item is not Item.FROZEN
+        if self.before is None or self.before.is_kept_below:
+            return False
+        return self.is_read and self.chunk.item is not Item.FROZEN
 
     def end(self, num_steps: int) -> int:
         """The step of the access after."""
@@ -116,7 +127,8 @@ def settle(gaps: Sequence[Gap], choices: Mapping[Hashable, Choice], num_steps: i
     for gap in gaps:
         choice = choices.get(gap.group)
         gap.lead = choice.lead if choice is not None and gap.is_fetched else 0
-        gap.is_evicted = choice is not None and gap.end(num_steps) - gap.start - 1 > gap.lead
+        is_away = gap.end(num_steps) - gap.start - 1 > gap.lead
+        gap.is_evicted = choice is not None and (is_away or gap.must_be_below)
         if gap.before is None and gap.chunk in below and not gap.is_evicted:
             gap.is_evicted, gap.lead = True, gap.end(num_steps)
         gap.is_copied = gap.is_evicted and gap.may_be_copied and gap.chain not in clean

@@ -61,7 +61,9 @@ class Holding:
         for use, chunks in self.uses.of(step):
             for chunk in chunks:
                 tiers = self.where.get(chunk)
-                if use.mode is Mode.READ and tiers is not None and 0 in tiers:
+                if use.tier:
+                    yield from self._use_below(step, use, chunk)
+                elif use.mode is Mode.READ and tiers is not None and 0 in tiers:
                     self.fetched.discard(chunk)
                 else:
                     yield from self._use(step, use, chunk)
@@ -97,6 +99,23 @@ class Holding:
         if 0 not in tiers:
             tiers.add(0)
             yield from self._take(step, chunk, 0)
+
+    def _use_below(self, step: Instruction, use: Use, chunk: Chunk) -> Iterator[str]:
+        """The same of what is used on the host: what is written there is worthless on the device."""
+        host = self.tiers.tiers[use.tier].name
+        tiers = self.where.setdefault(chunk, set())
+        if use.mode is not Mode.MAKE and use.tier not in tiers:
+            yield f"{step} needs chunk {chunk.chunk} of {_told(chunk)} on {host}, which has no copy of it."
+        if use.mode is Mode.READ:
+            return
+        self.lost.discard(chunk)
+        self.fetched.discard(chunk)
+        for tier in sorted(tiers - {use.tier}):
+            tiers.discard(tier)
+            self._give(chunk, tier)
+        if use.tier not in tiers:
+            tiers.add(use.tier)
+            yield from self._take(step, chunk, use.tier)
 
     def _move(self, step: Instruction) -> Iterator[str]:
         assert step.page is not None, "FETCH and EVICT have a page"

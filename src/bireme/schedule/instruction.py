@@ -114,7 +114,7 @@ class Item(StrEnum):
     STASH = "activations"
     """What a micro-batch keeps between its forward and its backward."""
     FROZEN = "frozen weights"
-    """The weights that do not learn; nobody writes to them, so a copy below is valid for good."""
+    """The weights that do not learn; nobody writes to them, so a copy below stays valid."""
 
 
 class Page(NamedTuple):

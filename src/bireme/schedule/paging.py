@@ -4,6 +4,9 @@ The program says which items every instruction uses, so what leaves the device w
 planned before anything runs: `eviction.py` chooses, tier by tier. The copies that the device's plan makes are
 the accesses of the tier below, which is planned in the same way over a disk.
 
+An update may be made on the host, where what the optimiser remembers stays: then gradients come down for
+it, and the weights that it makes go up.
+
 An EVICT stands right after the last instruction that uses the chunk, a FETCH as far before the next one as
 there is room. Where everything fits, the program stays what it is. A loop stays a loop: what becomes of a
 chunk is decided once for all batches of the steady state.
@@ -15,7 +18,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from bireme.schedule.accesses import Access, accesses_of
+from bireme.schedule.accesses import Access, accesses_of, host_accesses_of
 from bireme.schedule.budgets import Budgets, Cut, TierTooSmallError, cut_memory
 from bireme.schedule.eviction import decide
 from bireme.schedule.folding import WRITTEN_OUT, fold
@@ -26,6 +29,7 @@ from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Sizes
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers
+from bireme.schedule.uses import ChunkUses
 
 __all__ = ["Budgets", "least_device_bytes", "page", "page_cut"]
 
@@ -44,12 +48,21 @@ def page(
     chunk_bytes: int | None = None,
     is_summed: bool = False,
     updates_together: bool = False,
+    host_updates: bool = False,
 ) -> Program:
     """The program within budgets that are those of every rank, or itself where every rank fits.
 
-    `chunk_bytes` is searched for each rank unless given. The rest is as for `page_cut`.
+    `chunk_bytes` is searched for each rank unless given. With `host_updates` all stages that can are updated
+    on the host; gradients that are summed must stay on the device, so none is then. The rest is as for
+    `page_cut`.
     """
-    cut = cut_memory(program, sizes, (budgets,) * program.num_ranks, chunk_bytes=chunk_bytes)
+    cut = cut_memory(
+        program,
+        sizes,
+        (budgets,) * program.num_ranks,
+        chunk_bytes=chunk_bytes,
+        host_updates=host_updates and not is_summed,
+    )
     return page_cut(program, cut, ahead=ahead, is_summed=is_summed, updates_together=updates_together)
 
 
@@ -155,6 +168,15 @@ class _Planner:
         self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
         self.accesses = [access for own in self.used.values() for access in own]
         self.num_steps = len(self.used)
+        self.used_on_host: dict[int, list[Access]] = {}
+        """What instructions do to chunks on the host themselves, by their place in the track."""
+        if tiers.host_updates:
+            uses = ChunkUses(program, tiers)
+            self.used_on_host = {
+                index: own
+                for index, step in enumerate(self.track)
+                if (own := host_accesses_of(uses, step, 0))
+            }
 
     def decided(self) -> list[Choices]:
         """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
@@ -171,7 +193,13 @@ class _Planner:
         """The track with its copies, and where the chunks begin."""
         gaps = gaps_of(self.accesses)
         settle(gaps, plan[0], self.num_steps)
-        begin = {gap.chunk: int(gap.is_evicted) for gap in gaps if gap.before is None}
+        begin = {
+            access.chunk: 1
+            for own in self.used_on_host.values()
+            for access in own
+            if access.chunk.item is Item.OPTIMIZER
+        }
+        begin |= {gap.chunk: int(gap.is_evicted) for gap in gaps if gap.before is None}
         woven = self._woven(gaps)
         if len(plan) > 1:
             below, num_steps = self._accesses_below(woven, gaps)
@@ -198,6 +226,10 @@ class _Planner:
             if not isinstance(one, _Copy):
                 gone = (access.chunk for access in self.used.get(index, ()) if access.writes or access.ends)
                 there.difference_update(gone)
+                if number == 1:
+                    on_host = self.used_on_host.get(index, ())
+                    there.update(access.chunk for access in on_host if not access.ends)
+                    most = max(most, len(there))
                 index += 1
             elif one.goes_into == number:
                 there.add(one.access.chunk)
@@ -220,7 +252,8 @@ class _Planner:
         return woven
 
     def _accesses_below(self, woven: Woven, gaps: Sequence[Gap]) -> tuple[list[Access], int]:
-        """What the device's copies read and write in the tier below, and how many copies that are.
+        """What the device's copies read and write in the tier below, and what is updated there; and how many
+        steps that are.
 
         What is written on the device is worthless below, and what ends there ends below.
         """
@@ -234,8 +267,14 @@ class _Planner:
                     found.append(one.access._replace(at=at))
                     at += 1
                 continue
+            if index in self.used_on_host:
+                own = [access._replace(at=at) for access in self.used_on_host[index]]
+                there.update(access.chunk for access in own)
+                there.difference_update(access.chunk for access in own if access.ends)
+                found += own
+                at += 1
             for access in self.used.get(index, ()):
-                if (access.writes or access.ends) and access.chunk in there:
+                if (access.writes or access.ends) and access.chunk in there and not access.is_below:
                     there.discard(access.chunk)
                     label = ("stale", access.label)
                     found.append(
@@ -248,9 +287,13 @@ class _Planner:
         """The same with the copies of the tier below between them."""
         out, back = self._copies(gaps, 1, num_steps)
         more: Woven = []
-        at = 0
+        at = index = 0
         for one in woven:
-            is_step = isinstance(one, _Copy) and (one.access.reads or one.access.writes)
+            if isinstance(one, _Copy):
+                is_step = one.access.reads or one.access.writes
+            else:
+                is_step = index in self.used_on_host
+                index += 1
             more += back[at] if is_step else []
             more.append(one)
             more += out[at] if is_step else []
@@ -286,16 +329,20 @@ class _Planner:
         for gap in gaps:
             if not gap.is_evicted:
                 continue
-            if gap.before is not None:
+            if gap.before is not None and not gap.before.is_below:
                 out = self._instruction(Kind.EVICT, gap.before, tier, is_copied=gap.is_copied)
                 label = (Kind.EVICT, gap.group)
-                access = gap.before._replace(label=label, reads=False, writes=gap.is_copied, ends=False)
+                access = gap.before._replace(
+                    label=label, reads=False, writes=gap.is_copied, ends=False, is_kept_below=False
+                )
                 outs[gap.start].append(_Copy(out, access))
             if gap.is_fetched and gap.after is not None:
                 end = gap.end(num_steps)
                 back = self._instruction(Kind.FETCH, gap.after, tier, is_copied=True)
                 label = (Kind.FETCH, gap.group)
-                access = gap.after._replace(label=label, reads=True, writes=False, ends=False)
+                access = gap.after._replace(
+                    label=label, reads=True, writes=False, ends=False, is_kept_below=False
+                )
                 backs[end - gap.lead].append(_Copy(back, access))
         return outs, backs
 

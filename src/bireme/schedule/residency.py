@@ -36,8 +36,9 @@ class Sizes:
     input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
     messages that come into the stage from the stages before and after. `workspace` is what a pass of a
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
-    the optimiser's own master copy, counted in `optimizer`. `buffers` are always there beside the optimiser's
-    bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for none.
+    the optimiser's own master copy, counted in `optimizer`. `buffers` are always there besides the
+    optimiser's bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for
+    none.
     """
 
     version: tuple[float, ...]
@@ -125,7 +126,7 @@ def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series:
 
 
 def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: bool) -> Residency:
-    """The same for a rank that pages: chunks where they are, and the rest as ever."""
+    """The same for a rank that pages: chunks where they are, and the rest as always."""
     tiers = program.tiers_of(rank)
     assert tiers is not None, "the rank pages"
     holding = Holding(program, tiers)
@@ -264,7 +265,7 @@ class _Ledger:
         """Bytes of chunks, in a rank that pages."""
 
     def _most_versions(self, stage: int) -> int:
-        """The banks, and under FRESH the newest weights beside the trial versions."""
+        """The banks, and under FRESH the newest weights besides the trial versions."""
         beside = self.program.rule is Rule.FRESH and not self.sizes.master
         return self.program.banks[stage] + beside
 

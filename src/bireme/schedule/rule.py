@@ -51,7 +51,7 @@ def version_used(
 def banks_needed(rule: Rule, stage: int, num_stages: int) -> int:
     """How many versions to compute with a stage must be able to hold at once.
 
-    Under FRESH these are trial versions; W itself is kept beside them, in the optimiser's master copy
+    Under FRESH these are trial versions; W itself is kept in addition, in the optimiser's master copy
     where there is one.
     """
     match rule:

@@ -64,7 +64,7 @@ def _most_ahead(track: Track, first_batch: int) -> int:
     if not track.repeats:
         raise BiremeError(
             f"The program does not repeat itself within {LONG} batches, so all of its batches must be there "
-            "before it begins. Use a schedule that comes to a steady state."
+            "before it begins. Use a schedule that reaches a steady state."
         )
     least = LONG - track.repeats
     # A body is run once the batch after those before it is there; the tail once there are no more.

@@ -41,7 +41,9 @@ class RankTiers:
 
     `chunks` says how many chunks an item of a stage has, `begin` on which tier each chunk lies that there is
     when the window begins. `master` says that weights are made from the optimiser's own master copy, and not
-    from the version before. `unpaged_bytes` have their place on the device beside the chunks.
+    from the version before. `unpaged_bytes` have their place on the device in addition to the chunks. The
+    stages in `host_updates` are updated on the host, which is then tier 1: what an UPDATE of them uses is
+    there.
     """
 
     chunk_bytes: int
@@ -50,6 +52,7 @@ class RankTiers:
     begin: Mapping[Chunk, int]
     master: bool
     unpaged_bytes: float = 0.0
+    host_updates: frozenset[int] = frozenset()
 
     def later(self, versions: int, banks: Sequence[int]) -> "RankTiers":
         """The same for a window that begins so many versions later, whose weights may be in other banks."""

@@ -4,7 +4,7 @@ Follows from the kind of the instruction and the update rule alone. Planning, pr
 here, so that they cannot disagree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -29,17 +29,30 @@ class Mode(Enum):
 
 
 class Use(NamedTuple):
-    """One item that an instruction uses; `ends` where nobody needs it afterwards."""
+    """One item that an instruction uses, on which tier; `ends` where nobody needs it afterwards."""
 
     item: Item
     stage: int
     number: int
     mode: Mode
     ends: bool = False
+    tier: int = 0
 
 
-def uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
-    """The items that must be on the device while a step runs; `master` as in `RankTiers`."""
+def uses(
+    program: Program, step: Instruction, *, master: bool, host_updates: Collection[int] = ()
+) -> Iterator[Use]:
+    """The items that must be there while a step runs: on the device, and on the host for what is updated
+    there. `master` and `host_updates` are as in `RankTiers`.
+    """
+    if step.kind is Kind.UPDATE and step.stage in host_updates:
+        for use in _uses(program, step, master=master):
+            yield use._replace(tier=1)
+    else:
+        yield from _uses(program, step, master=master)
+
+
+def _uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
     stage = step.stage
     if step.kind in COMPUTE:
         yield Use(Item.FROZEN, stage, 0, Mode.READ)
@@ -85,11 +98,12 @@ class ChunkUses:
     def of(self, step: Instruction) -> list[tuple[Use, tuple[Chunk, ...]]]:
         """The items of a step that have chunks, each with these."""
         found = []
-        for use in uses(self._program, step, master=self._tiers.master):
+        tiers = self._tiers
+        for use in uses(self._program, step, master=tiers.master, host_updates=tiers.host_updates):
             key = use.item, use.stage, use.number
             chunks = self._chunks.get(key)
             if chunks is None:
-                chunks = self._chunks[key] = tuple(chunks_of(self._tiers, use))
+                chunks = self._chunks[key] = tuple(chunks_of(tiers, use))
             if chunks:
                 found.append((use, chunks))
         return found

@@ -3,8 +3,12 @@
 Each rank has a wire from its device to the host and one back, and one wire to the disk for both ways. Copies
 of one wire go one after the other, in the order of the track. A copy sets out when the copies of its chunk
 before it are through and its slot is free; an instruction starts when its chunks are there and, for what it
-makes, slots are free. All of that follows from what the rank has done before, so a copy's time is known when
-it is posted.
+makes, slots are free. An update on the host waits for its chunks there. All of that follows from
+what the rank has done before, so a copy's time is known when it is posted.
+
+Where a rank's device is a processor, a copy to or from the host takes a core as work does. If the machine has
+none to spare, what a rank works at while it copies takes so much longer; copies that run while it waits cost
+it nothing.
 """
 
 import math
@@ -18,7 +22,7 @@ from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import PAGING, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import ChunkUses, Mode
+from bireme.schedule.uses import ChunkUses, Mode, Use
 from bireme.timeline.timeline import Copies, RankCopies
 
 __all__ = ["RankMover", "TierLinks"]
@@ -28,12 +32,14 @@ __all__ = ["RankMover", "TierLinks"]
 class TierLinks:
     """How fast a rank's chunks travel: between device and host each way, and to the disk or back.
 
-    A latency is added to every copy.
+    A latency is added to every copy. `core_share` is what of a copy between device and host work that runs
+    beside it loses: all of it where one core does both, nothing where copies have cores of their own.
     """
 
     host_bytes_per_s: float = math.inf
     disk_bytes_per_s: float = math.inf
     latency_s: float = 0.0
+    core_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("host_bytes_per_s", "disk_bytes_per_s"):
@@ -41,6 +47,8 @@ class TierLinks:
                 raise BiremeError(f"{name} is {getattr(self, name)}; it must be more than 0.")
         if not 0 <= self.latency_s < math.inf:
             raise BiremeError(f"The latency of copies is {self.latency_s}; it must be 0 or more seconds.")
+        if not 0 <= self.core_share <= 1:
+            raise BiremeError(f"The core share of copies is {self.core_share}; it must be 0 to 1.")
 
     def seconds(self, lower: str, num_bytes: float) -> float:
         """How long a copy to or from the tier of that name takes."""
@@ -100,6 +108,8 @@ class RankMover:
         self.wire_free_s: dict[tuple[int, bool], float] = {}
         self.copies: dict[tuple[int, bool], Copies] = {}
         self.waited_s = 0.0
+        self.on_cores: list[tuple[float, float]] = []
+        """When copies begin and end that take a core and have not met work yet, as a heap."""
 
     def start(self, index: int, now: float) -> float:
         """When the instruction of that index, which comes up now, has its chunks and slots."""
@@ -112,6 +122,14 @@ class RankMover:
                 self.ready_s = max(now, self._chunks_ready_s(self.step))
                 self.waited_s += self.ready_s - now
         return self.ready_s
+
+    def taken_s(self, now: float, seconds: float) -> float:
+        """How much longer work takes that begins now and takes so long alone, for the copies beside it."""
+        more_s, share = 0.0, self.links.core_share
+        while self.on_cores and self.on_cores[0][0] < now + seconds + more_s:
+            begin, end = heappop(self.on_cores)
+            more_s += share * max(end - max(begin, now), 0.0)
+        return more_s
 
     def end(self, now: float) -> None:
         """That instruction has ended."""
@@ -132,6 +150,9 @@ class RankMover:
         where, fetched_s = self.where, self.fetched_s
         for use, chunks in self.uses.of(step):
             is_read = use.mode is Mode.READ
+            if use.tier:
+                ready = max(ready, *(self._ready_below_s(chunk, use) for chunk in chunks))
+                continue
             for chunk in chunks:
                 tiers = where.get(chunk)
                 if tiers is None:
@@ -147,6 +168,18 @@ class RankMover:
                 if 0 not in tiers:
                     tiers.add(0)
                     ready = max(ready, self.slots[0].take())
+        return ready
+
+    def _ready_below_s(self, chunk: Chunk, use: Use) -> float:
+        """When a chunk can be used on the tier below."""
+        tiers, ready = self.where.setdefault(chunk, set()), self.moved_s.get(chunk, 0.0)
+        if use.mode is not Mode.READ:
+            for tier in tiers - {use.tier}:
+                self._give(tier, chunk, ready)
+            tiers.intersection_update({use.tier})
+        if use.tier not in tiers:
+            tiers.add(use.tier)
+            ready = max(ready, self.slots[use.tier].take())
         return ready
 
     def _give(self, tier: int, chunk: Chunk, now: float) -> None:
@@ -173,6 +206,8 @@ class RankMover:
         start = max(now, room_s, self.moved_s.get(chunk, 0.0), self.wire_free_s.get(wire, 0.0))
         end = start + self.links.seconds(lower, self.tiers.chunk_bytes)
         self.wire_free_s[wire] = self.moved_s[chunk] = end
+        if self.links.core_share and lower != "disk":
+            heappush(self.on_cores, (start, end))
         copies = self.copies.get((tier, is_fetch))
         if copies is None:
             upper = self.tiers.tiers[tier].name

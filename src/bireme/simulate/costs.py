@@ -40,8 +40,9 @@ class Costs:
     besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
     seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides.
     `workspace_bytes` is what a pass of a micro-batch takes and gives back, `buffer_bytes` what a stage always
-    keeps besides; of that `frozen_bytes` are weights that do not learn, which may be paged. Make one with
-    `per_stage`.
+    keeps besides; of that `frozen_bytes` are weights that do not learn, which may be paged. `host_update_s`
+    is an update that the host makes, whatever the speed of the device; where none are given, the host is the
+    processor that the device is, and takes as long. Make one with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -69,6 +70,7 @@ class Costs:
     codecs: tuple[CodecCost, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
     frozen_bytes: tuple[float, ...] = ()
+    host_update_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -113,6 +115,7 @@ class Costs:
         workspace_bytes: PerStage = 0.0,
         buffer_bytes: PerStage = 0.0,
         frozen_bytes: Sequence[float] = (),
+        host_update_s: PerStage | None = None,
     ) -> "Costs":
         """Costs with what is left out filled in.
 
@@ -173,16 +176,22 @@ class Costs:
             workspace_bytes=spread("workspace_bytes", workspace_bytes),
             buffer_bytes=spread("buffer_bytes", buffer_bytes),
             frozen_bytes=spread("frozen_bytes", frozen_bytes) if any(frozen_bytes) else (),
+            host_update_s=() if host_update_s is None else spread("host_update_s", host_update_s),
         )
 
-    def seconds(self, step: Instruction, rank: int, *, takes_bytes: float | None = None) -> float:
+    def seconds(
+        self, step: Instruction, rank: int, *, takes_bytes: float | None = None, on_host: bool = False
+    ) -> float:
         """How long an instruction keeps its rank busy; `takes_bytes` has the message that it uses, if any.
+        `on_host` is for an UPDATE that the host makes.
 
-        What a message is under way and a sync with replicas run beside it.
+        What a message is under way and a sync with replicas run in parallel to it.
         """
         if step.kind in PAGING or step.kind in SHARING:
-            return 0.0  # Posted or waited for; what it moves goes beside the track.
+            return 0.0  # Posted or waited for; what it moves moves in parallel.
         speed = self.rank_speed[rank] if self.rank_speed else 1.0
+        if on_host and self.host_update_s:
+            return self.host_update_s[step.stage] + (self.engine.instruction_s + self.engine.update_s) / speed
         own_s = self.engine.instruction_s + self._work_s(step)
         if takes_bytes is not None:
             own_s += self.engine.taking_s(takes_bytes) + self._decode_s(step)

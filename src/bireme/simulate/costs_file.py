@@ -41,6 +41,9 @@ class CostsFile(BaseModel):
     half_forward_s: StageValue | None = Field(None, description="seconds of half a micro-batch's forward")
     recompute_s: StageValue | None = Field(None, description="seconds to run a forward again")
     update_s: StageValue = Field(0.0, description="seconds of an optimiser step")
+    host_update_s: StageValue | None = Field(
+        None, description="seconds of an optimiser step that the host makes, where chunks lie there"
+    )
     trial_s: StageValue | None = Field(None, description="seconds of a trial step")
     reduce_s: StageValue = Field(0.0, description="seconds of a batch's gradient sync between replicas")
     message_bytes: StageValue = Field(0.0, description="bytes sent after each stage, in each direction")

@@ -56,6 +56,11 @@ class RankGatherer:
     def end(self, _now: float) -> None:
         """That instruction has ended."""
 
+    def taken_s(self, now: float, seconds: float) -> float:
+        """What an exchange takes from work: nothing, as far as a network does it."""
+        del now, seconds
+        return 0.0
+
     def result(self) -> RankCopies:
         """All that was exchanged in the window."""
         return RankCopies(

@@ -5,7 +5,7 @@ ranks that talks. A cable that works both ways at once is two wires, one that do
 card that serves all ranks of a server is a wire on all their paths.
 
 Messages of one pair of ranks go one after the other. Messages of different pairs that meet on a wire share
-it fairly: rates are max-min fair, worked out anew whenever a message begins or ends.
+it fairly: rates are max-min fair, worked out again whenever a message begins or ends.
 """
 
 import math

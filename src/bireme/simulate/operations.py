@@ -92,9 +92,12 @@ class Operations:
             key = step.stage * 8 + 4
             num_bytes = costs.reduce_bytes[step.stage] if program.average_lag is None else 0.0
             code = REDUCE if step.kind is Kind.REDUCE else UPDATE
+            tiers = program.tiers_of(rank)
+            on_host = code == UPDATE and tiers is not None and step.stage in tiers.host_updates
             if code == UPDATE and self._agree:
                 key += AGREED
-            return _Like(code, costs.seconds(step, rank), key, self._channel(rank, rank), num_bytes)
+            seconds = costs.seconds(step, rank, on_host=on_host)
+            return _Like(code, seconds, key, self._channel(rank, rank), num_bytes)
         if step.kind in AVERAGES:
             # What gradients would move with replicas, weights move; only REDUCE and UPDATE agree on a batch.
             key, channel = step.stage * 8 + AVERAGE, self._channel(rank, rank, averages=True)

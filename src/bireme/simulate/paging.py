@@ -1,10 +1,11 @@
-"""How far ahead chunks are fetched, and when ranks update: what the simulated batch is fastest with.
+"""How far ahead chunks are fetched, when ranks update, and where: what the simulated batch is fastest with.
 
-If copies begin earlier, more of them run beside work, but their slots cannot keep chunks on the device.
+If copies begin earlier, more of them run during work, but their slots cannot keep chunks on the device.
 """
 
 from itertools import product
 
+from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.paging import Budgets, page
 from bireme.schedule.program import Program
 from bireme.simulate.copies import TierLinks
@@ -30,19 +31,29 @@ def solve_paging(
     overlap_reduce: bool = True,
     agree: bool = False,
 ) -> Program:
-    """The program within the budgets, with the copies that cost least time; itself where everything fits."""
+    """The program within the budgets, with the copies that cost least time; itself where everything fits.
+
+    Updates are made on the host too where the costs say how long that takes.
+    """
     best, best_s = program, float("inf")
+    refused: TierTooSmallError | None = None
     is_summed = any(costs.reduce_s) or any(costs.reduce_bytes)
-    for ahead, updates_together in product(TRIED, (False, True)):
-        paged = page(
-            program,
-            costs.sizes(),
-            budgets,
-            ahead=ahead,
-            chunk_bytes=chunk_bytes,
-            is_summed=is_summed,
-            updates_together=updates_together,
-        )
+    places = (False, True) if costs.host_update_s else (False,)
+    for host_updates, ahead, updates_together in product(places, TRIED, (False, True)):
+        try:
+            paged = page(
+                program,
+                costs.sizes(),
+                budgets,
+                ahead=ahead,
+                chunk_bytes=chunk_bytes,
+                is_summed=is_summed,
+                updates_together=updates_together,
+                host_updates=host_updates,
+            )
+        except TierTooSmallError as error:
+            refused = refused or error
+            continue
         if paged is program:
             return program
         timeline = simulate(
@@ -56,4 +67,6 @@ def solve_paging(
         )
         if timeline.steady_batch_s < best_s * (1 - 1e-9):
             best, best_s = paged, timeline.steady_batch_s
+    if best is program and refused is not None:
+        raise refused
     return best

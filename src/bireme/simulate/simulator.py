@@ -4,8 +4,8 @@ A rank goes through its track in order. A compute instruction starts when the ra
 has arrived. A message sets out when it has been sent, its receive posted, and the one before it on its
 channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank waits while a
 message crosses, as blocking runtimes do; messages of one pair of ranks then cross in the order they are
-used. A gradient sync runs beside the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
-batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
+used. A gradient sync runs in parallel to the track from REDUCE until UPDATE waits for it. Ranks that `agree`
+on a batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
 replicas average weights, that sync runs from AVERAGE_START until AVERAGE_END waits for it instead.
 
 Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
@@ -230,10 +230,12 @@ class _Run:
                 if code != REDUCE:
                     now = max(now, arrival)
                 else:
-                    # A sync that nothing runs beside lasts as long as its instruction.
+                    # A sync that runs alone lasts as long as its instruction.
                     now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
             since = None
+            if seconds and rank.mover is not None:
+                seconds += rank.mover.taken_s(now, seconds)
             if seconds and self.in_order:
                 self._begin_work(rank, op, key, now, seconds)
                 return

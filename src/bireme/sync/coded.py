@@ -126,7 +126,7 @@ def _factors(own: Sequence[_Own], rank: int) -> list[_Factors]:
 
 
 def _basis(one: _Own, matrix: Tensor, rank: int, seed: int) -> Tensor:
-    """What the power iteration goes on from; where that does not fit, it begins anew."""
+    """What the power iteration goes on from; where that does not fit, it starts again."""
     known = one.kept.get(BASIS)
     if known is None or known.shape != (matrix.shape[1], rank):
         known = first_basis(matrix.shape[1], rank, seed=seed)

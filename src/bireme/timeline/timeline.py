@@ -32,7 +32,7 @@ BUSY = COMPUTE | {Kind.UPDATE, Kind.TRIAL}
 """The kinds that use the device."""
 
 GRADIENT_SYNC, AVERAGE_SYNC = "gradient sync", "weight average"
-"""What a rank does with its replicas beside its track."""
+"""What a rank does with its replicas in parallel to its track."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ samples in the run's order: they say at which step the run is, and which learnin
 from one meeting of all replicas to the next: at a meeting all have the same weights, and the same step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings
@@ -16,9 +17,10 @@ from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.world import World
-from bireme.sync.coordinator.messages import RankId, Window, Word
-from bireme.train.data.rank_batches import PartlyRead
-from bireme.train.replica import DealtBatches
+from bireme.sync.coordinator.messages import Life, RankId, Window, Word
+from bireme.train.data.order import SampleOrder
+from bireme.train.data.samples import Samples
+from bireme.train.replica import DealtBatches, MortalReplica
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 
@@ -33,24 +35,25 @@ for at the end of a window."""
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What all replicas agree on: the step, why the run ends if it does, and the samples of each replica
-    since the meeting before. `num_samples` of them were trained since this rank's last batch.
+    """What all replicas agree on: the step, why the run ends if it does, who met, and the samples of each
+    replica since the meeting before. `num_samples` of them were trained since this rank's last batch.
     """
 
     step: int
     reason: Reason
+    members: tuple[int, ...]
     shares: tuple[int, ...]
     num_samples: int
 
 
-class AveragingReplica:
+class AveragingReplica(MortalReplica):
     """What this rank knows of the replicas of its run, of which there are `num_replicas` at most."""
 
     agreement = None
 
     def __init__(self, world: World, order: ReplicaOrder, run: RunFile, num_replicas: int) -> None:
-        self.number, self._life = order.life.replica, order.life.life
-        rank = RankId(self.number, order.life.life, world.rank)
+        self._life = order.life
+        rank = RankId(order.life.replica, order.life.life, world.rank)
         self._agent = AveragingAgent(
             rank,
             Talk(order.hosts, order.token, rank, lease_s=order.lease_s),
@@ -59,6 +62,9 @@ class AveragingReplica:
             on_error=world.watch.failed,
         )
         world.watch.abort_on_failure(self._agent)
+        super().__init__(order.life, self._agent, () if order.life.life else range(num_replicas))
+        self._lives = dict.fromkeys(self._order, 0)
+        """Of the replicas that were at the last meeting, the lives in which they were there."""
         sync = run.sync
         outer = None
         if sync.mode == "outer":
@@ -68,19 +74,24 @@ class AveragingReplica:
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if outer is None else sync.outer_overlap
         self.averaging = Averaging(self._agent, self._batch_size, outer, lag, order.first)
-        self.has_come_late = self._life > 0
         self.step = order.first
         """How many batches of the run were trained by the last meeting."""
-        self._leader = -1 if self.has_come_late else 0
         self._reason = Reason.NONE
         self._place = order.first * self._batch_size
         self._dealt = 0
         """The samples of this replica since the last meeting."""
 
     @property
-    def leads(self) -> bool:
-        """Whether this replica writes the log and the checkpoints."""
-        return self._leader == self.number
+    def speaks(self) -> bool:
+        """Whether this replica writes the log: the first one that was at the last meeting and still lives; if
+        none does, the one that has been there for longest. It is for one rank of a replica to ask, as others
+        may not know yet who has died since.
+        """
+        members = self._agent.word.members
+        living = {one.own_life for one in members}
+        known = [one for one in self._order if Life(one, self._lives[one]) in living]
+        others = [one.replica for one in sorted(members, key=lambda one: (one.life, one.first, one.replica))]
+        return (known or others)[:1] == [self.number]
 
     def begin(self, step: int) -> int:
         """The step that this replica's pipeline is to be made for."""
@@ -109,16 +120,11 @@ class AveragingReplica:
             self._agent.deals.ask_end()
 
     def votes(self, stops: Stops) -> Callable[[], float]:
-        """What this rank gives along with a batch: time and saving are for who leads to ask for, and for all
-        others once that one is gone.
-        """
-
-        def speaks() -> bool:
-            return self.leads or all(one.replica != self._leader for one in self._agent.word.members)
+        """What this rank gives along with a batch: time and saving are for who speaks to ask for."""
 
         def vote() -> float:
             found = stops.vote()
-            return found if found >= Reason.SIGNAL or speaks() else 0.0
+            return found if found >= Reason.SIGNAL or self.speaks else 0.0
 
         return vote
 
@@ -133,38 +139,61 @@ class AveragingReplica:
         return found
 
     def batches(
-        self, until: int, first: int, *words: Any, prefetch: int, **more: Any
-    ) -> Iterator[PartlyRead]:
-        """What this rank reads in the window that ends after the step `until`, from its batch `first` on."""
-        self._agent.enter(until * self._batch_size)
-        loader = DealtBatches(
-            *words, first, MOST_BATCHES, prefetch=min(prefetch, PREFETCH), deal=self._deal, **more
+        self,
+        samples: Samples,
+        order: SampleOrder,
+        batch_size: int,
+        first: int,
+        _num_batches: int,
+        *,
+        prefetch: int,
+        **more: Any,
+    ) -> DealtBatches:
+        """What this rank reads, from its batch `first` on. Each iteration ends with its window."""
+        ahead = min(prefetch, PREFETCH)
+        return DealtBatches(
+            samples, order, batch_size, first, MOST_BATCHES, prefetch=ahead, deal=self._deal, **more
         )
-        with loader:
-            yield from loader
+
+    def enter(self, until: int) -> None:
+        """The next batches are of the window that ends after the step `until`."""
+        self._agent.enter(until * self._batch_size)
 
     def meet(self, pipeline: Pipeline) -> Meeting:
         """Make one mean of all replicas' weights, when the window has drained."""
         samples, lives = [0.0] * self._num_replicas, [0.0] * self._num_replicas
-        samples[self.number], lives[self.number] = float(self._dealt), float(self._life)
-        met = pipeline.meet(float(self._reason), *samples, *lives)
-        votes, *told = met.numbers
+        samples[self.number], lives[self.number] = float(self._dealt), float(self._life.life)
+        met = pipeline.meet(float(self._reason), float(self._agent.deals.ended_at), *samples, *lives)
+        votes, ends, *told = met.numbers
         shares, lives = told[: self._num_replicas], told[self._num_replicas :]
         self._reason, self._dealt = Reason.NONE, 0
         # By what all were told, for all ranks must find the same one.
-        self._leader = min(met.parts, key=lambda one: (lives[one], one))
-        end = self._agent.deals.ended_at
+        self._order = tuple(sorted(met.parts, key=lambda one: (lives[one], one)))
+        self._lives = {one: round(lives[one]) for one in met.parts}
+        end = self._agreed_end(met.parts, ends)
         self.step = end // self._batch_size
         num_samples, self._place = max(end - self._place, 0), end
-        return Meeting(self.step, Reason.of(votes), tuple(map(round, shares)), num_samples)
+        return Meeting(self.step, Reason.of(votes), met.parts, tuple(map(round, shares)), num_samples)
 
     def leave(self, step: int) -> None:
-        """This rank has done all steps up to that one. Who leads goes first, as it may still write."""
+        """This rank has done all steps up to that one. Who leads goes first."""
         del step
         self._agent.wait_until_used_by_all()
-        if not self.leads:
-            self._agent.wait_until_gone(self._leader)
+        self.succeed()
         self._agent.close(is_leaving=True)
+
+    def _agreed_end(self, members: Sequence[int], ends: float) -> int:
+        """The place at which all who met say that their window ended; it is so in `ends` often. Who came late
+        to a window that was over knows it from the others.
+        """
+        own, mean = self._agent.deals.ended_at, ends / len(members)
+        if mean != (own if self.number in members else int(mean)):
+            raise BiremeError(
+                f"Replica {self.number} ended its window at place {own} of the run's samples, and all "
+                f"{len(members)} replicas that met did so at place {mean:g} in the mean: they are not at the "
+                "same step. This is a mistake in Bireme. bireme resume goes on from the last checkpoint."
+            )
+        return int(mean)
 
     def _known_step(self) -> int:
         """At which step the run is, as far as samples have been dealt."""

@@ -33,6 +33,7 @@ __all__ = [
     "base_identity",
     "base_of_checkpoint",
     "check_same_base",
+    "has_base",
     "keep_base",
     "load_base",
     "names_in_base",
@@ -60,6 +61,11 @@ class BaseIdentity:
     def plain(self) -> dict[str, JsonValue]:
         """As JSON has it."""
         return {"format": FORMAT, **asdict(self)}
+
+
+def has_base(run: RunFile) -> bool:
+    """Whether the checkpoints of a new run leave out frozen weights, which its base holds."""
+    return _base_folder(run) is not None
 
 
 def base_identity(run: RunFile) -> BaseIdentity | None:

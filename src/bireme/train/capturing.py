@@ -1,4 +1,4 @@
-"""The model of a run captured for evaluation, beside what the process that prepares the run does meanwhile.
+"""The model of a run captured for evaluation while the process that prepares the run does other work.
 
 The two captures of a model, for training and for evaluation, take as long as each other and need nothing of
 each other. So a copy of this process makes one of them, where the copy has a core. That is for the first

@@ -157,7 +157,7 @@ def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
     if not is_apart:
         other = {"source": data, "mixture": None, "evaluation_source": None, "evaluation_fraction": 0.0}
         run = run.model_copy(update={"data": asked.model_copy(update=other)})
-    own = asked.evaluation_source or f"what {asked.named} has for evaluation"
+    own = asked.evaluation_source or f"the evaluation data of {asked.named}"
     as_in_run = is_apart and most_batches != 0
     return _Job(subject, run, own if data is None else data, is_apart, as_in_run, most_batches or None)
 
@@ -170,7 +170,7 @@ def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> _Fou
     data = data_of(run, model, progress, what="training" if job.is_apart else "evaluation")
     samples = data.evaluation if job.is_apart else data.training
     if samples is None:
-        raise BiremeError(f"{job.subject.name} kept no data apart to evaluate with. Name some: --data FILE.")
+        raise BiremeError(f"{job.subject.name} held out no data for evaluation. Name some: --data FILE.")
     return _Found(samples, data.tokenizer, data.num_tokens is not None)
 
 

@@ -29,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.jso
 def in_form_of_transformers(
     run: RunFile, graph: Graph, weights: Mapping[str, Tensor], to: Path
 ) -> tuple[list[TensorEntry], Mapping[str, Tensor]]:
-    """Write configuration and tokenizer into a folder; the tensors that belong beside them, to be read."""
+    """Write configuration and tokenizer into a folder; gives the tensors to write next to them."""
     if find_spec("transformers") is None:
         raise BiremeError('To export a transformers model, install it with pip install "bireme[hf]".')
     folder = Path(run.model.source.partition(":")[2])

@@ -148,7 +148,7 @@ class RunFolder:
 
     @property
     def base(self) -> Path:
-        """Which frozen weights it trains a part beside; only where checkpoints leave these out."""
+        """Which frozen weights it trains a part on; only where checkpoints leave these out."""
         return self.path / "base.json"
 
     @property
@@ -195,14 +195,6 @@ class RunFolder:
     def model(self) -> Path:
         """The trained model, for others."""
         return self.path / "model"
-
-    def writes(self, run: RunFile) -> list[Path]:
-        """What a run leaves in it, as far as that is known before it begins."""
-        planned = run.plan.file is None
-        found = [self.run_file, self.plan, self.graph, self.evaluation_graph, self.cluster, self.metrics]
-        found += [self.profile, self.predicted_timeline] if planned else []
-        found += [self.measured_timeline, self.checkpoints(run), self.model, self.summary]
-        return [*found, self.path / "tensorboard"] if run.log.tensorboard else found
 
     def checkpoints(self, run: RunFile) -> Path:
         """Where its checkpoints are."""

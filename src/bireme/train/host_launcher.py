@@ -40,10 +40,10 @@ from bireme.train.launching import VISIBLE, Finished, finish, signals_passed_on
 from bireme.train.orders import Orders
 from bireme.train.outcome import first_of
 from bireme.train.prepare import Prepared, prepared_before
+from bireme.train.rank_part import Start
 from bireme.train.rank_zero_setup import RunSetup
 from bireme.train.rendezvous import Environment, Talk, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
-from bireme.train.worker import Start
 
 __all__ = ["host_orders", "meet_hosts", "train_on_host", "under_way"]
 
@@ -130,13 +130,14 @@ def under_way(
         socket.create_server(("", port)).close()
     except OSError as error:
         raise BiremeError(
-            f"The run in {found.orders.folder} goes on, but port {port}, where the coordinator of this host "
-            f"was, cannot be opened ({error.strerror}). End the bireme train that was started here before."
+            f"The run in {found.orders.folder} is still going, but port {port}, where the coordinator of "
+            f"this host was, cannot be opened ({error.strerror}). End the bireme train that was started here "
+            "before."
         ) from None
     since_s = max(time.time() - found.began_s, 1.0)
     coordinator = _coordinator(orders, number, RunFolder(Path(found.orders.folder)), port)
     coordinator.start()
-    _tell(f"The run goes on. Replicas of this host, {address}, begin again.")
+    _tell(f"The run is still going. Replicas of this host, {address}, start again.")
     # Each life takes longer than a second, so none before has that number.
     return found.orders, Site(
         number,

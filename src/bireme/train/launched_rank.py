@@ -47,12 +47,13 @@ from bireme.train.private_census import (
     plain_census,
     write_census,
 )
+from bireme.train.rank_part import Start
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import Environment, Talk, rendezvous, until
 from bireme.train.restart_limit import RestartLimitError
 from bireme.train.resume_checks import check_files_here
 from bireme.train.run_data import data_of
-from bireme.train.worker import Start, train_rank
+from bireme.train.worker import train_rank
 
 __all__ = ["join"]
 

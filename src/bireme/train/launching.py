@@ -25,11 +25,12 @@ from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, first_of
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, write_prepared
+from bireme.train.rank_part import Start
 from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
 from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
-from bireme.train.worker import Start, train_rank
+from bireme.train.worker import train_rank
 
 __all__ = ["DONE", "VISIBLE", "Finished", "finish", "first_words", "signals_passed_on", "start"]
 

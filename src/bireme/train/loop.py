@@ -20,8 +20,10 @@ from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.data.order import SampleOrder
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
+from bireme.train.data.samples import Samples
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
@@ -102,17 +104,25 @@ class Loop:
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = ExitStack()
+        self._loader: RankBatches | None = None
         self._read: Iterator[PartlyRead] | None = None
         self._to_record = member is None or not (member.has_come_late or self._averaging)
         self._record_from = self._recorded_first()
-        self._shares: tuple[int, ...] = ()
-        """Samples of each replica in the last window, where they meet."""
+        self._shared: tuple[list[int], list[int]] = ([], [])
+        """Samples of each replica in the last window, and who met, where they meet."""
         self._tally = Tally(run, run.data.length if data.is_text else 0, tell, self.warn, self.step)
 
     @property
     def step(self) -> int:
         """Batches of the run trained so far."""
         return self.pipeline.num_trained if self._averaging is None else self._averaging.step
+
+    def join(self) -> None:
+        """Come to the first batch that this replica has a part in. Samples are read as soon as that one is
+        known, while the weights still follow those of the others.
+        """
+        self.pipeline.join(self._read_from)
+        self._tally.begin_at(self.step)
 
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
@@ -121,7 +131,7 @@ class Loop:
             self.warn(text)
         if self._home is not None:
             self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
-        with ExitStack() as self._reading:
+        with self._reading:
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
                     self._switch_schedule(self._switch)
@@ -166,7 +176,7 @@ class Loop:
         self._sum_bytes = self.pipeline.sum_bytes
         self._tiers = self.pipeline.tiers
         self._reading.close()
-        self._read = None
+        self._loader = self._read = None
         self._sent += self._sent_by_pipeline()
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
@@ -239,9 +249,10 @@ class Loop:
         before, begin_s = self.step, perf_counter()
         meeting = replica.meet(self.pipeline)
         self._tally.add_meeting(perf_counter() - begin_s, meeting.num_samples)
-        if meeting.shares != self._shares:
-            self._shares = meeting.shares
-            self.tell("shares", before, shares=list(meeting.shares))
+        shared = list(meeting.shares), list(meeting.members)
+        if shared != self._shared:
+            self._shared = shared
+            self.tell("shares", before, shares=shared[0], members=shared[1])
         if meeting.reason > Reason.SAVE:
             self._reason, self._ends = meeting.reason, self.step
         elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):
@@ -253,27 +264,30 @@ class Loop:
         What reads them goes on from window to window: its worker processes stay, and its next batches are
         ready when an evaluation is over.
         """
-        asked, first = self.run.data, self.step
-        samples, order = self.data.training, self.data.order(asked.seed)
-        if self._home is not None:
-            samples, order = self._home.samples, self._home.order(self._rows_of_replicas)
         if self._averaging is not None:
-            yield from self._averaging.batches(
-                end,
-                self.pipeline.num_trained,
-                samples,
-                order,
-                self.run.training.batch_size,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                wanted=self.pipeline.cutter.wanted,
-            )
+            self._averaging.enter(end)
+            yield from self._loader_from(self.pipeline.num_trained)  # to the end of the window
             return
+        first = self.step
         if self._read is None:
-            make = self._member.batches if isinstance(self._member, Replica) else RankBatches
-            loader = make(
-                samples,
-                order,
+            self._read_from(first)
+        assert self._read is not None, "reading has just begun"
+        for number, batch in zip(range(first, end), self._read, strict=False):
+            if self._ends is not None and number >= self._ends:
+                return
+            yield batch
+
+    def _read_from(self, first: int) -> None:
+        """Begin to read the batches of the run from that one on."""
+        self._read = iter(self._loader_from(first))
+
+    def _loader_from(self, first: int) -> RankBatches:
+        """What reads the batches of the run; that one is its first."""
+        if self._loader is None:
+            asked = self.run.data
+            make = RankBatches if self._member is None else self._member.batches
+            self._loader = make(
+                *self._samples(),
                 self.run.training.batch_size,
                 first,
                 self.run.training.steps - first,
@@ -281,13 +295,16 @@ class Loop:
                 num_workers=asked.num_workers,
                 wanted=self.pipeline.cutter.wanted,
             )
-            self._read = iter(self._reading.enter_context(loader))
+            self._reading.enter_context(self._loader)
             if self.pipeline.balancer is not None:
                 self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
-        for number, batch in zip(range(first, end), self._read, strict=False):
-            if self._ends is not None and number >= self._ends:
-                return
-            yield batch
+        return self._loader
+
+    def _samples(self) -> tuple[Samples, SampleOrder]:
+        """What this rank reads, and in which order."""
+        if self._home is not None:
+            return self._home.samples, self._home.order(self._rows_of_replicas)
+        return self.data.training, self.data.order(self.run.data.seed)
 
     def _rows_of_replicas(self, step: int) -> tuple[int, ...]:
         """The rows of a batch that each replica has."""

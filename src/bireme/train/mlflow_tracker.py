@@ -22,7 +22,7 @@ MOST_LETTERS, MOST_PARAMETERS = 500, 100
 class MLflow(BackgroundTracker):
     """Sends curves to a run of an experiment; `config` are its parameters, by table and key.
 
-    Where no server is named the files are in `mlruns` beside the run's folder, so that runs are compared.
+    Where no server is named the files are in `mlruns` next to the run's folder, so that runs are compared.
     """
 
     title = "MLflow"

@@ -73,9 +73,10 @@ class RunModel:
             check_weights(self.source.base_graph(graph), self.source.folder, model=self.source.base)
         elif self.source.adapter is not None and not self.run.model.lora.merge:
             raise BiremeError(
-                f"model.lora trains an adapter, which is of use only beside the weights that it was trained "
-                f"with, and {self.run.model.source} begins with new ones from a seed. Set model.lora.merge "
-                "= true to export the whole model, or name a folder with weights in model.source."
+                "model.lora trains an adapter, which is useful only with the weights that it was trained "
+                f"with, and {self.run.model.source} starts from new ones, made from a seed. Set "
+                "model.lora.merge = true to export the whole model, or name a folder with weights in "
+                "model.source."
             )
 
     def check_documents(self, *graphs: Graph) -> None:

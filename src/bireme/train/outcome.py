@@ -1,4 +1,4 @@
-"""The results of a run as plain data: each rank's part, and the whole beside its prediction."""
+"""The results of a run as plain data: each rank's part, and the whole with its prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Outcome:
 
     `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
     step of the newest one. The figures of the last evaluation are None where they mean nothing;
-    `eval_loss_through_codecs` also where borders have no codecs. A run that ended to be planned anew says
+    `eval_loss_through_codecs` also where borders have no codecs. A run that ended to be planned again says
     which stage is slow. `placement` is what an epoch takes of private and public samples, None where all are
     public. `leads` says whether the rank's replica speaks for the run.
     """

@@ -62,7 +62,11 @@ def _tier_limits(memory: Memory, *, compiles: bool) -> TierLimits | None:
     if not memory.is_on:
         return None
     return TierLimits(
-        memory.device_bytes, memory.host_bytes, memory.most_disk_bytes, memory.stashes and not compiles
+        memory.device_bytes,
+        memory.host_bytes,
+        memory.most_disk_bytes,
+        memory.stashes and not compiles,
+        memory.optimizer,
     )
 
 

@@ -27,7 +27,7 @@ from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
-from bireme.train.base_weights import keep_base
+from bireme.train.base_weights import has_base, keep_base
 from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
@@ -44,7 +44,7 @@ from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.plan_search import plan_request_of, planned
 from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
-from bireme.train.replica_checks import check_paged, check_replicas
+from bireme.train.replica_checks import check_paged, check_replicas, check_tied
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
@@ -63,6 +63,7 @@ __all__ = [
     "prepared_before",
     "prepared_document",
     "write_prepared",
+    "written_paths",
 ]
 
 
@@ -90,6 +91,7 @@ class Prepared:
     def __post_init__(self) -> None:  # refuses replicas and shares that cannot be
         check_paged(self.run, self.plan.plan)
         check_replicas(self.run, self.plan.plan, self.data.training)
+        check_tied(self.run, self.plan.plan, self.graph)
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
         check_schedule(self.run, self.plan.plan)
 
@@ -161,7 +163,7 @@ def prepared_again(
     if _keeps_plan(run, folder):
         found = prepared_before(run, folder, progress, is_alone=is_alone)
     else:
-        tell("What the plan rests on was changed, so a new one is made.")
+        tell("What the plan was made from has changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone)
     check_borders(run, found.plan.plan)
     if checkpoint is not None:
@@ -262,6 +264,34 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
     write_census(folder.private, prepared.census)
     if prepared.profile is not None:
         save_profile(prepared.profile, folder.profile)
+
+
+def written_paths(prepared: Prepared, folder: RunFolder) -> list[Path]:
+    """What a new run leaves in its folder, as far as that is known before it begins."""
+    run, log, is_planned = prepared.run, prepared.run.log, prepared.profile is not None
+    saves = bool(run.checkpoint.every_steps or run.checkpoint.every_s or run.checkpoint.at_end)
+    known = {
+        folder.run_file: True,
+        folder.plan: True,
+        folder.windows: any(plan.paging is not None for plan in plans_of(run, prepared.plan)),
+        folder.profile: is_planned,
+        folder.cluster: True,
+        folder.graph: True,
+        folder.evaluation_graph: True,
+        folder.data: True,
+        folder.base: has_base(run),
+        folder.private: bool(prepared.census),
+        folder.metrics: True,
+        folder.ledger: run.sync.mode != "all",
+        folder.path / "tensorboard": log.tensorboard,
+        folder.path / "wandb": log.wandb,
+        folder.predicted_timeline: is_planned,
+        folder.measured_timeline: not run.sync.averages,
+        folder.checkpoints(run): saves,
+        folder.model: saves and run.export.at_end,
+        folder.summary: True,
+    }
+    return [path for path, is_written in known.items() if is_written]
 
 
 def prepared_document(prepared: Prepared) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Rank 0's setup of a run that other processes join: devices, plan, folder, checkpoint.
 
 A run that torchrun has started again finds its folder by its name and goes on in it. Its plan stays as it
-was if the devices did, and is made anew if there are others.
+was if the devices did, and a new one is made if there are others.
 """
 
 from collections.abc import Callable, Mapping, Sequence

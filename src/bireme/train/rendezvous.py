@@ -36,7 +36,7 @@ class Environment:
     """What the launcher tells this process. `node` and `job` are None where it does not say.
 
     `job` is the same for all restarts of a run. `may_restart` is whether the launcher starts the processes
-    anew if one fails, and `is_restart` whether it has done so.
+    again if one fails, and `is_restart` whether it has done so.
     """
 
     rank: int

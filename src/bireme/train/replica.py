@@ -1,7 +1,8 @@
 """One rank of a replica that may die, as the loop of a run sees it: its samples, and who speaks for the run.
 
 Of the replicas that have a part in a batch, the one that has trained for longest leads: it writes the log and
-the checkpoints. All learn who leads from the batch's result, so all ranks of a replica know the same.
+the checkpoints. All learn who leads from the batch's result, or from a meeting where they average weights, so
+all ranks of a replica know the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,11 @@ from bireme.runtime.pipeline import Result
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.quorum.peer_agent import PeerAgent
 from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.world import World
-from bireme.sync.coordinator.messages import RankId
+from bireme.sync.coordinator.messages import Life, RankId
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -30,10 +32,37 @@ from bireme.train.outcome import Outcome
 from bireme.train.run_log import RunLog
 from bireme.train.stops import Reason, Stops
 
-__all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "Replica"]
+__all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "MortalReplica", "Replica"]
 
 
-class Replica:
+class MortalReplica:
+    """A rank of a replica that may die, in one of its lives, and its `agent`. `order` are the replicas that
+    have a part in the run, as all of their ranks know it: the first of them leads.
+    """
+
+    def __init__(self, life: Life, agent: PeerAgent, order: Sequence[int]) -> None:
+        self.number = life.replica
+        self.has_come_late = life.life > 0
+        self._peer, self._order = agent, tuple(order)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes the checkpoints."""
+        return self._order[:1] == (self.number,)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this replica writes the log."""
+        return self.leads
+
+    def succeed(self) -> None:
+        """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
+        for one in takewhile(lambda one: one != self.number, self._order):
+            self._peer.wait_until_gone(one)
+        self._order = (self.number,)
+
+
+class Replica(MortalReplica):
     """What this rank knows of the replicas of its run; `num_replicas` there are at most."""
 
     def __init__(
@@ -48,8 +77,7 @@ class Replica:
         compare_every: int,
         rebuilt: frozenset[str],
     ) -> None:
-        self.number = order.life.replica
-        rank = RankId(self.number, order.life.life, world.rank)
+        rank = RankId(order.life.replica, order.life.life, world.rank)
         talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty)
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
@@ -62,14 +90,7 @@ class Replica:
         )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances, compare_every, rebuilt)
-        self.has_come_late = order.life.life > 0
-        self._order: tuple[int, ...] = () if self.has_come_late else (0,)
-        """The replicas that have a part in the last batch; the first of them leads."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this replica writes the log and the checkpoints."""
-        return self._order[:1] == (self.number,)
+        super().__init__(order.life, self._agent, () if order.life.life else (0,))
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than
@@ -106,12 +127,6 @@ class Replica:
         """The places in the run's order of the samples that this replica trains in a batch."""
         return [range(one.begin, one.end) for one in self._agent.dealt(batch).samples]
 
-    def succeed(self) -> None:
-        """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
-        for one in takewhile(lambda one: one != self.number, self._order):
-            self._agent.wait_until_gone(one)
-        self._order = (self.number,)
-
     def leave(self, step: int) -> None:
         """This rank has done all steps up to that one. Who leads goes first."""
         self._agent.wait_until_kept_by_all(step)
@@ -139,33 +154,33 @@ class DealtBatches(RankBatches):
             yield Task(number, chosen, seed, wanted)
 
 
-class Leads(Protocol):
+class Speaks(Protocol):
     """One of several replicas."""
 
     @property
-    def leads(self) -> bool:
-        """Whether it writes the log and the checkpoints."""
+    def speaks(self) -> bool:
+        """Whether it writes the log."""
 
 
 class LeaderLog:
-    """The log of a run, which is written by the first rank of the replica that leads. Whoever led at first
+    """The log of a run, which is written by the first rank of the replica that speaks. Whoever did so first
     may have died before it `has_begun`.
     """
 
-    def __init__(self, make: Callable[[], RunLog], replica: Leads, has_begun: Callable[[], bool]) -> None:
+    def __init__(self, make: Callable[[], RunLog], replica: Speaks, has_begun: Callable[[], bool]) -> None:
         self._make, self._replica, self._has_begun = make, replica, has_begun
         self._log: RunLog | None = None
 
     def tell(self, kind: str, step: int, **values: Any) -> None:
         """For the loop."""
-        if self._replica.leads:
+        if self._replica.speaks:
             if self._log is None and not self._has_begun():
                 self._opened().begin(step)
             self._opened().tell(kind, step, **values)
 
     def begin(self, step: int) -> None:
         """The run begins."""
-        if self._replica.leads:
+        if self._replica.speaks:
             self._opened().begin(step)
 
     def end(self, outcome: Outcome) -> None:

@@ -1,12 +1,16 @@
 """Whether the replicas of a run can go on without each other: known before anything starts."""
 
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.units import units_of
 from bireme.plan.plan import Plan
+from bireme.runtime.averaging.averaging import check_untied
+from bireme.runtime.layout import layout_of
 from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.run_file import RunFile
 
-__all__ = ["check_paged", "check_replicas", "refuse_averages_elsewhere"]
+__all__ = ["check_paged", "check_replicas", "check_tied", "refuse_averages_elsewhere"]
 
 
 def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
@@ -16,7 +20,7 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         return
     if plan.width < 2:
         raise BiremeError(
-            f'sync.mode is "{mode}", but the plan has one replica, which nobody could go on without. Set '
+            f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
             'plan.width to 2 or more, or use sync.mode = "all".'
         )
     if isinstance(samples, StreamSamples):
@@ -31,16 +35,18 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
             'pages. Leave paging out of the plan, or use sync.mode = "all".'
         )
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
-    if mode == "groups" and plan.num_stages > 1:
-        raise BiremeError(
-            f'sync.mode is "groups", but the plan has {plan.num_stages} stages, and such runs have stood '
-            'still at times. Set plan.depth = 1, or use sync.mode = "quorum".'
-        )
     if run.sync.averages and most > 1:
         raise BiremeError(
             f'sync.mode is "{mode}", in which weights are averaged rank by rank, but {plan.schedule} has '
             f'{most} stages on a rank. Use a schedule with one, such as 1f1b or 2bw, or sync.mode = "quorum".'
         )
+
+
+def check_tied(run: RunFile, plan: Plan, graph: Graph) -> None:
+    """Refuse weights that ranks of a replica share, where replicas average weights rank by rank."""
+    if run.sync.averages:
+        program = plan.by_program
+        check_untied(layout_of(graph, units_of(graph), program, 0, program.num_ranks))
 
 
 def check_paged(run: RunFile, plan: Plan) -> None:

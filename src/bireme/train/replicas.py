@@ -12,10 +12,11 @@ from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures, first_of
 from bireme.train.prepare import Prepared
+from bireme.train.rank_part import Start
 from bireme.train.run_file import RunFile
 from bireme.train.samples_left import left_at
 from bireme.train.shares import share_limits
-from bireme.train.worker import Start, train_replica
+from bireme.train.worker import train_replica
 
 __all__ = ["launch_here", "replica_settings", "run_replicas", "with_delay"]
 
@@ -63,6 +64,7 @@ def replica_settings(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoi
         waiting=waiting,
         num_samples=prepared.data.order(run.data.seed).num_samples,
         num_lines=run.sync.outer_fragments,
+        timeout_s=run.cluster.timeout_s if run.sync.averages else 0.0,
         groups=GroupSettings(run.sync.connect_every),
     )
 

@@ -45,7 +45,7 @@ SUM_CODEC, GRADIENT = "sum_codec", "gradient"
 def run_conditions(
     run: RunFile, identity: DataIdentity, base: BaseIdentity | None = None
 ) -> dict[str, JsonValue]:
-    """What a checkpoint keeps, beside the seed and the batch's number, of what it was made under."""
+    """The conditions of the run that a checkpoint keeps, in addition to the seed and the batch's number."""
     found: dict[str, JsonValue] = {
         BATCH_SIZE: run.training.batch_size,
         NUM_SAMPLES: identity.num_samples,
@@ -104,10 +104,10 @@ def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Callable[[str],
         )
         return
     raise BiremeError(
-        f"The learning rate of this run has come to its end, {had}, with step {old.steps}. With "
-        f"training.steps = {new.steps} alone its schedule would be stretched, and the rate go to {has} at "
-        f"once. Say what you want: --set training.schedule_steps={old.num_schedule_steps} goes on at {had}; "
-        "with --set training.after_schedule=restart beside it the rate warms up and falls once more; "
+        f"The learning rate schedule of this run ended at step {old.steps}, at {had}. With training.steps = "
+        f"{new.steps} alone the schedule would be stretched, and the rate would jump to {has}. Say what you "
+        f"want: --set training.schedule_steps={old.num_schedule_steps} keeps the rate at {had}; with --set "
+        "training.after_schedule=restart as well, the rate warms up and falls once more; "
         f"--set training.schedule_steps={new.steps} stretches the schedule."
     )
 
@@ -154,13 +154,13 @@ def check_same_run(
     if form != run.training.gradient:
         tell(
             f"Gradients were kept with training.gradient = {form} before, and with {run.training.gradient} "
-            "now. Components of another rank begin anew."
+            "now. Components of another rank start from scratch."
         )
     kept = manifest.extra.get(DATA)
     known = load_identity(folder.data) if kept is None else identity_from(kept, str(where))
     if known is None:
         doubt = (
-            f"{folder.path} was begun by a Bireme that kept no digest of the data: see to it that "
+            f"{folder.path} was started by a Bireme that kept no digest of the data: make sure that "
             f"{run.data.named} is what it was trained on."
         )
     else:

@@ -4,10 +4,9 @@ from dataclasses import replace
 from time import perf_counter
 
 from bireme.runtime.pipeline import Pipeline
-from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.replica import LeaderWriter, Replica
+from bireme.train.replica import LeaderWriter, MortalReplica
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Stops
 
@@ -28,7 +27,7 @@ class RunCheckpoints:
         writer: CheckpointWriter | LeaderWriter,
         meta: CheckpointMeta,
         stops: Stops,
-        member: Replica | AveragingReplica | None,
+        member: MortalReplica | None,
         not_saved: frozenset[str],
     ) -> None:
         self.meta = meta
@@ -67,10 +66,9 @@ class RunCheckpoints:
         """
         self._writer.wait()
         member, writer = self._member, self._writer
-        if not isinstance(member, Replica) or not isinstance(writer, LeaderWriter):
+        if self._asked is None or member is None or member.leads:
             return
-        if self._asked is None or member.leads:
-            return
+        assert isinstance(writer, LeaderWriter), "replicas that may die write in turns"
         member.succeed()
         for place in range(MOST_TRIES):
             # All ranks of a replica do alike, whatever each of them sees.

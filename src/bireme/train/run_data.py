@@ -41,7 +41,7 @@ def private_samples_of(run: RunFile, model: RunModel, server: str) -> Samples:
         raise BiremeError(f"{key} = {source!r}: {error}") from None
     if isinstance(found, StreamSamples):
         raise BiremeError(
-            f"{key} is a stream, and how many samples a stream has nobody knows. Download it, or leave out "
+            f"{key} is a stream, whose number of samples is not known. Download it, or leave out "
             "streaming=true."
         )
     return found

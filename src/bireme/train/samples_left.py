@@ -49,7 +49,7 @@ def check_none_left(run: RunFile, folder: RunFolder, step: int) -> None:
     num_left = max(end - fresh, 0) + sum(max(min(one.end, end) - one.begin, 0) for one in waiting)
     if num_left:
         raise BiremeError(
-            f'sync.mode is "{run.sync.mode}", which goes on with sample {end} of the run, but {num_left} '
+            f'sync.mode is "{run.sync.mode}", which continues with sample {end} of the run, but {num_left} '
             "samples before it were dealt to replicas that died and are not trained. Set sync.mode to "
             '"quorum", which trains them first.'
         )

@@ -83,7 +83,7 @@ def _text(slow: SlowStage, source: ProgramSource, *, replans: bool) -> str:
     what = f"Stage {stages} of replica {slow.replica} (rank {slow.rank}) takes {slow.times:.1f} times as long"
     gain = f"a new plan could save up to {slow.saves:.0%} of a step's time"
     how = "is made at the next checkpoint" if replans else "is made with balance.replan = true"
-    return f"{what} as planned, beside the other stages: {gain}. It {how}."
+    return f"{what} as planned, compared with the other stages: {gain}. It {how}."
 
 
 def slowed(cluster: Cluster, plan: Plan, found: SlowStage) -> Cluster:

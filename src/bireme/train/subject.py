@@ -55,7 +55,7 @@ class Subject:
     is_run: bool = False
 
     def weights(self, model: RunModel, graph: Graph) -> Weights:
-        """Reads parameters and buffers by name; those that are nowhere kept are made anew."""
+        """Reads parameters and buffers by name; those that no file holds are initialised."""
         if self.checkpoint is not None:
             return _of_checkpoint(open_checkpoint(self.checkpoint), model.weights(graph))
         if self.folder is not None:
@@ -72,7 +72,8 @@ class Subject:
                 check_same_base(base, self.run, str(self.checkpoint))
         elif model.source.folder is None:
             raise BiremeError(
-                f"{self.name} holds a model without weights: there are no safetensors beside its config.json."
+                f"{self.name} holds a model without weights: there are no safetensors next to its "
+                "config.json."
             )
         else:
             model.check_weights(graph)
@@ -120,7 +121,7 @@ def _of_run(folder: RunFolder, sets: Sequence[str], tell: Tell) -> Subject:
     if checkpoint is None and exported is None:
         raise BiremeError(
             f"{folder.path} has no checkpoint and no exported model yet, so there are no weights to evaluate."
-            " Let the run go on until it has saved one."
+            " Let the run continue until it has saved one."
         )
     kept = checkpoint is not None and (exported is None or checkpoint.manifest.step >= exported)
     return Subject(
@@ -150,7 +151,7 @@ def _exported_source(path: Path) -> str:
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["model"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BiremeError(f"{path} does not say which model is beside it. Export the model again.") from error
+        raise BiremeError(f"{path} does not say which model this is. Export the model again.") from error
 
 
 def _length_of_config(folder: Path) -> int:

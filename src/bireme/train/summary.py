@@ -11,7 +11,7 @@ from typing import Any
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.energy import joules_per_sample
-from bireme.report.page.metrics import read_metrics
+from bireme.report.page.metrics import Shared, read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.kept_gradients import gradient_document
@@ -207,7 +207,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
     """The summary of a run from what its ranks tell."""
     own = first_of(outcomes)
     saved = prepared.plan
-    forecast = saved.forecast
+    forecast, shared = saved.forecast, _shared(folder)
     return Summary(
         steps=own.steps,
         train_loss=own.train_loss,
@@ -241,8 +241,8 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
             *slow_tiers(saved.plan, prepared.machines.cluster, outcomes),
             *_diverged(own),
         ),
-        shares=(shares := _shares(folder)),
-        membership=() if own.sync is None else _membership(shares),
+        shares=tuple(ShareSummary(one.step, one.shares) for one in shared),
+        membership=() if own.sync is None else _membership(shared),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
         tiers=_tiers(outcomes) if prepared.run.memory.is_on or saved.plan.paging else None,
@@ -251,13 +251,12 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
     )
 
 
-def _shares(folder: RunFolder) -> tuple[ShareSummary, ...]:
+def _shared(folder: RunFolder) -> Sequence[Shared]:
     """From the log, which knows the run's earlier starts too; nothing where it could not be written."""
     try:
-        known = read_metrics(folder.metrics).shares
+        return read_metrics(folder.metrics).shares
     except (BiremeError, OSError):
         return ()
-    return tuple(ShareSummary(one.step, one.shares) for one in known)
 
 
 def _sync(outcomes: list[Outcome]) -> SyncSummary:
@@ -267,11 +266,11 @@ def _sync(outcomes: list[Outcome]) -> SyncSummary:
     return SyncSummary(raw_bytes, sent_bytes, **({} if figures is None else asdict(figures)))
 
 
-def _membership(shares: Sequence[ShareSummary]) -> tuple[MembershipSummary, ...]:
-    """Who had samples, where that changed."""
+def _membership(shared: Sequence[Shared]) -> tuple[MembershipSummary, ...]:
+    """Who met, or had samples where nobody meets, and where that changed."""
     found: list[MembershipSummary] = []
-    for one in shares:
-        members = tuple(replica for replica, share in enumerate(one.shares) if share)
+    for one in shared:
+        members = one.members or tuple(replica for replica, share in enumerate(one.shares) if share)
         if not found or found[-1].members != members:
             found.append(MembershipSummary(one.step, members))
     return tuple(found)

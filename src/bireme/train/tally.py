@@ -35,6 +35,10 @@ class Tally:
         self._noted = step
         """The step of the last batch that was noted."""
 
+    def begin_at(self, step: int) -> None:
+        """The run went on to that step without this replica."""
+        self._noted = step
+
     @property
     def train_loss(self) -> float | None:
         """The mean loss of the last batches that were not skipped."""

@@ -1,4 +1,4 @@
-"""Trackers: where the curves of a run go beside its own log. One small interface, one file for each tracker.
+"""Trackers: where the curves of a run go besides its own log. One small interface, one file for each tracker.
 
 What they get is a copy: what a run knows of itself is in its log. So a tracker that fails ends its curves,
 and not the run. Only rank 0 has any.

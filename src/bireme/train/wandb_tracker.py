@@ -19,7 +19,7 @@ BEGIN_S = 60.0
 
 
 class WandB(BackgroundTracker):
-    """Sends curves to a run of a project; `config` is what is shown of the run beside them."""
+    """Sends curves to a run of a project; `config` is what is shown of the run with them."""
 
     title = "Weights & Biases"
 

@@ -1,16 +1,15 @@
 """One process of a run: make its part of the pipeline, load a checkpoint, run the loop."""
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 import torch
 
 from bireme.balance.slow_stage import StageWatch
-from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
+from bireme.documents import get_ready
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
@@ -19,10 +18,7 @@ from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.plan.window_file import read_windows
 from bireme.profile.control import Control
 from bireme.profile.profile import Profile
-from bireme.profile.profile_file import load_profile
 from bireme.report.page.recorded import write_recorded
-from bireme.runtime.balancer import Sharing
-from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
@@ -35,20 +31,16 @@ from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.chosen_batch import grown
 from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
-from bireme.train.data.prepare import RunData
-from bireme.train.data.samples import Samples
-from bireme.train.delay_warmup import first_delayed_step, flush_twin, plans_of
+from bireme.train.delay_warmup import first_delayed_step, plans_of
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import HomeData, home_data
-from bireme.train.link_codecs import link_codecs
-from bireme.train.loop import Loop, ScheduleSwitch
+from bireme.train.loop import Loop
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.model import RunModel
-from bireme.train.optimizer import optimizer_of
 from bireme.train.outcome import Outcome
-from bireme.train.private_census import Census
-from bireme.train.rates import rate_factor
+from bireme.train.rank_part import RankPart, Start
+from bireme.train.rank_pipelines import pipelines_of
 from bireme.train.replica import LeaderLog, LeaderWriter, Replica
 from bireme.train.resume_checks import run_conditions
 from bireme.train.run_data import data_of
@@ -56,37 +48,18 @@ from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
 from bireme.train.same_data import DataIdentity, data_identity, load_identity
 from bireme.train.shared_peaks import SharedPeaks
-from bireme.train.shares import measures_first, mode_of, sharing_of
+from bireme.train.shares import measures_first, mode_of
 from bireme.train.slow_stages import ReplicaNotes, sample_seconds, stage_watch_of
 from bireme.train.stops import Stops
 
-__all__ = ["Start", "train_rank", "train_replica"]
+__all__ = ["train_rank", "train_replica"]
 
 LEAST_KEPT = 2
 """The newest checkpoint may turn out to be damaged when it is needed."""
 
 ALL = 10**9
 
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Which run, from which checkpoint if any, and what the processes are told beside what its folder says.
-
-    `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
-    damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new
-    plan for it if it ends to that end. `census` counts the private samples of all servers. Updates are
-    delayed after `first_delayed_step`; where that is not told, the checkpoint and the plan say it.
-    """
-
-    folder: Path
-    checkpoint: Path | None
-    threads: int | None
-    is_shown: bool
-    words: dict[str, Any]
-    passed_over: tuple[Path, ...] = ()
-    may_replan: bool = False
-    census: Census = field(default_factory=dict)
-    first_delayed_step: int | None = None
+get_ready(Graph, SavedPlan, Profile)  # which every rank reads, as a copy of a process that has imported this
 
 
 def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
@@ -114,39 +87,7 @@ def train_rank(world: World, start: Start, order: ReplicaOrder | None = None) ->
             step = open_checkpoint(start.checkpoint).manifest.step
             find_place(data, run.data.seed, step * run.training.batch_size, is_shown=not world.rank)
         with MemoryUsed(world.device) as memory:
-            return _trained(_Part(world, start, folder, run, model, data, order=order), memory, stops)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a rank has before it has a pipeline; `home` is what it reads where some samples are private. With
-    an `order` it is of a replica that may die, which `member` is then.
-    """
-
-    world: World
-    start: Start
-    folder: RunFolder
-    run: RunFile
-    model: RunModel
-    data: RunData
-    home: HomeData | None = None
-    order: ReplicaOrder | None = None
-    member: Replica | AveragingReplica | None = None
-
-    @property
-    def samples(self) -> Samples:
-        """What it reads to train on."""
-        return self.data.training if self.home is None else self.home.samples
-
-    @property
-    def cluster(self) -> Cluster:
-        """The devices that the run was planned for."""
-        return read_cluster(self.folder.cluster)
-
-    @property
-    def profile(self) -> Profile | None:
-        """What the plan was made from; None if it came from a file."""
-        return load_profile(self.folder.profile) if self.folder.profile.is_file() else None
+            return _trained(RankPart(world, start, folder, run, model, data, order=order), memory, stops)
 
 
 def _stops(run: RunFile, world: World, order: ReplicaOrder | None) -> Stops:
@@ -158,7 +99,7 @@ def _stops(run: RunFile, world: World, order: ReplicaOrder | None) -> Stops:
     return Stops(limit_s, run.checkpoint.every_s)
 
 
-def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
+def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
     world, folder, run = part.world, part.folder, part.run
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
@@ -172,7 +113,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
         part, saved = _as_member(part, part.order, saved)
     if part.member is not None:
         step = part.member.begin(step)
-    pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
+    pipeline, later = pipelines_of(part, saved, step=step, first_delayed_step=begin)
     if checkpoint is None and measures_first(run, saved.plan, part.cluster):
         shares = measured_shares(pipeline, run, part.data.training)
         if run.balance.batch == "grow":
@@ -180,15 +121,13 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             del pipeline
             part = _grown(part, saved, sum(shares))
             run = part.run
-            pipeline, later = _pipelines(part, saved, step=step, first_delayed_step=begin)
+            pipeline, later = pipelines_of(part, saved, step=step, first_delayed_step=begin)
         pipeline.begin_with(shares)
     log = _log(part) if world.rank == 0 else None
     if checkpoint is not None:
         pipeline.restore(checkpoint.snapshot())
     if isinstance(part.member, AveragingReplica):
         part.member.join(pipeline)
-    elif part.member is not None:
-        pipeline.join()
     loop: Loop | None = None
 
     def open_writer(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
@@ -238,6 +177,8 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
             member=part.member,
         )
         del pipeline  # the loop may have another one later, and no room for two
+        if isinstance(part.member, Replica):
+            loop.join()
         if log is not None:
             log.begin(loop.step)
         outcome = loop.go()
@@ -252,7 +193,7 @@ def _trained(part: _Part, memory: MemoryUsed, stops: Stops) -> Outcome:
     return outcome
 
 
-def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Part, SavedPlan]:
+def _as_member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> tuple[RankPart, SavedPlan]:
     """The part of a replica that may die, and the plan of this replica alone."""
     plan, replica = saved.plan, order.life.replica
     member = _member(part, order, plan)
@@ -266,7 +207,7 @@ def _as_member(part: _Part, order: ReplicaOrder, saved: SavedPlan) -> tuple[_Par
     return replace(part, member=member), replace(saved, plan=alone)
 
 
-def _member(part: _Part, order: ReplicaOrder, plan: Plan) -> Replica | AveragingReplica:
+def _member(part: RankPart, order: ReplicaOrder, plan: Plan) -> Replica | AveragingReplica:
     if part.run.sync.averages:
         return AveragingReplica(part.world, order, part.run, plan.width)
     balances = mode_of(part.run, plan, part.cluster) == "measured"
@@ -283,14 +224,14 @@ def _member(part: _Part, order: ReplicaOrder, plan: Plan) -> Replica | Averaging
     )
 
 
-def _log(part: _Part) -> RunLog | LeaderLog:
+def _log(part: RankPart) -> RunLog | LeaderLog:
     def make() -> RunLog:
         return RunLog(part.folder, part.run, part.start.words, is_shown=part.start.is_shown)
 
     return make() if part.member is None else LeaderLog(make, part.member, part.folder.metrics.is_file)
 
 
-def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:
+def _grown(part: RankPart, saved: SavedPlan, batch_size: int) -> RankPart:
     """The run with the batch that its replicas are fast enough for, which its folder remembers."""
     run = grown(part.run, batch_size)
     if part.world.rank == 0:
@@ -299,7 +240,7 @@ def _grown(part: _Part, saved: SavedPlan, batch_size: int) -> _Part:
     return replace(part, home=_home(part, saved))
 
 
-def _home(part: _Part, saved: SavedPlan) -> HomeData | None:
+def _home(part: RankPart, saved: SavedPlan) -> HomeData | None:
     """What this rank reads where some samples are private."""
     if not part.start.census:
         return None
@@ -316,7 +257,7 @@ def _home(part: _Part, saved: SavedPlan) -> HomeData | None:
     )
 
 
-def _control(part: _Part) -> Control | None:
+def _control(part: RankPart) -> Control | None:
     """What is timed in turns with training on a processor. That ranks share its cores is predicted."""
     if part.world.device.type != "cpu":
         return None
@@ -330,64 +271,14 @@ def _checkpoint(start: Start) -> Checkpoint | None:
     return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over)
 
 
-def _pipelines(
-    part: _Part, saved: SavedPlan, *, step: int, first_delayed_step: int
-) -> tuple[Pipeline, ScheduleSwitch | None]:
-    """The pipeline for the steps after `step`, and the schedule switch, if there is one."""
-    twin = flush_twin(saved.plan) if step < first_delayed_step else None
-    if twin is None:
-        return _pipeline(part, saved), None
-    return _pipeline(part, replace(saved, plan=twin)), ScheduleSwitch(
-        first_delayed_step, lambda: _pipeline(part, saved)
-    )
-
-
-def _pipeline(part: _Part, plan: SavedPlan) -> Pipeline:
-    run, world, graph = part.run, part.world, load_graph(part.folder.graph)
-    lr, averaging = rate_factor(run.training), None
-    if isinstance(part.member, AveragingReplica):
-        lr, averaging = part.member.rate(lr), part.member.averaging
-    return Pipeline(
-        graph,
-        plan,
-        world,
-        weights=part.model.weights(graph),
-        optimizer=optimizer_of(run.training),
-        evaluation=load_graph(part.folder.evaluation_graph),
-        clip_norm=run.training.clip_norm or None,
-        lr=lr,
-        seed=run.training.seed,
-        device=world.device,
-        bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
-        compile=run.model.compile,
-        sharing=_sharing(part, plan),
-        reads_apart=bool(part.start.census),
-        sum_codec=run.sync.codec,
-        gradient=run.training.gradient,
-        gradient_of=run.training.gradient_of,
-        codecs=link_codecs(run, plan.plan),
-        shard=run.memory.shard,
-        paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
-        agreement=None if part.member is None else part.member.agreement,
-        averaging=averaging,
-    )
-
-
-def _sharing(part: _Part, saved: SavedPlan) -> Sharing | None:
-    """How batches are shared out. Where nothing follows, nothing is read for it."""
-    if part.member is not None or mode_of(part.run, saved.plan, part.cluster) == "off":
-        return None
-    return sharing_of(part.run, saved, part.cluster, part.profile, part.samples)
-
-
-def _stage_watch(part: _Part, plan: Plan, pipeline: Pipeline) -> StageWatch | None:
+def _stage_watch(part: RankPart, plan: Plan, pipeline: Pipeline) -> StageWatch | None:
     """What tells slow stages, where busy seconds are known."""
     if pipeline.balancer is None:
         return None
     return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))
 
 
-def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
+def _meta(part: RankPart, pipeline: Pipeline) -> CheckpointMeta:
     plan = pipeline.plan
     return CheckpointMeta(
         next_batch=0,
@@ -400,12 +291,12 @@ def _meta(part: _Part, pipeline: Pipeline) -> CheckpointMeta:
     )
 
 
-def _in_base(part: _Part, graph: Graph) -> frozenset[str]:
+def _in_base(part: RankPart, graph: Graph) -> frozenset[str]:
     """The weights that checkpoints and replicas that heal do without, because they are in the run's base."""
     return frozenset() if load_base(part.folder.base) is None else names_in_base(graph)
 
 
-def _identity(part: _Part) -> DataIdentity:
+def _identity(part: RankPart) -> DataIdentity:
     """What the folder says, which was written before any process started: nobody reads the data twice."""
     return load_identity(part.folder.data) or data_identity(part.run, part.data)
 

@@ -8,8 +8,8 @@ must be of the order of 1.
 from math import log, sqrt
 from typing import NamedTuple
 
+from bireme.compiled import compiled
 from bireme.placement.anywhere.blocks import Blocks
-from bireme.placement.compiled import compiled
 from bireme.placement.items import Floats, Integers
 from bireme.placement.moves import (
     State,

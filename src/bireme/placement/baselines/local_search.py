@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from bireme.compiled import compiled
 from bireme.errors import BiremeError
-from bireme.placement.compiled import compiled
 from bireme.placement.found import Found, fits, loads_of, value_of
 from bireme.placement.items import Items
 from bireme.placement.moves import (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.placement.compiled import compiled
+from bireme.compiled import compiled
 from bireme.placement.items import Floats, Integers, Items
 
 __all__ = ["Lattice", "lattice_of"]

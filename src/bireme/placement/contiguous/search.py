@@ -13,9 +13,9 @@ from time import monotonic
 
 import numpy as np
 
+from bireme.compiled import IS_COMPILED
 from bireme.errors import BiremeError
 from bireme.placement.bounds import simple_bound
-from bireme.placement.compiled import IS_COMPILED
 from bireme.placement.contiguous.chain import no_split_fits, no_split_found
 from bireme.placement.contiguous.dynamic import DynamicProgram
 from bireme.placement.contiguous.ideals import Lattice, lattice_of

@@ -9,7 +9,7 @@ and its size only grow, so where that alone is too much on every kind of device,
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.placement.compiled import compiled
+from bireme.compiled import compiled
 from bireme.placement.items import Floats, Integers
 
 __all__ = ["sweep"]

@@ -1,6 +1,6 @@
 """The shortest latency, by an integer program: proven where time allows, with a bound where it does not.
 
-It gives its answer back for nodes, with a value that was evaluated anew. The program itself is in
+It gives its answer back for nodes, with a value that was evaluated again. The program itself is in
 `latency_program.py`.
 """
 

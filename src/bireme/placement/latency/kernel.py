@@ -7,14 +7,16 @@ Random numbers come from a state that is handed over, so that a seed means the s
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.placement.compiled import compiled
+from bireme.compiled import compiled
 from bireme.placement.items import Integers
 from bireme.placement.latency.wiring import CIRCLE, CPU, Scratch, Wiring
 
 __all__ = ["anneal", "energy_of", "latency_with"]
 
 WEIGHT_OF_LOADS = 0.02
-"""What a slot's load counts, beside the latency, so that moves off the critical path have a direction."""
+"""How much a slot's load counts in addition to the latency, so that moves off the critical path have a
+direction.
+"""
 
 LONGEST_WINDOW = 24
 """Steps that follow each other in number and are moved together, or on a walk through a slot, at most."""

@@ -6,7 +6,7 @@ where memory is short, which a search that moves steps one by one rarely finds.
 
 import numpy as np
 
-from bireme.placement.compiled import compiled
+from bireme.compiled import compiled
 from bireme.placement.items import Floats, Integers
 from bireme.placement.latency.steps import Steps
 from bireme.placement.latency.wiring import CPU

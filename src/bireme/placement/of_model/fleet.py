@@ -51,7 +51,7 @@ class Fleet:
 
     @property
     def num_cpus(self) -> int:
-        """How many of the devices are CPUs beside accelerators."""
+        """How many of the devices are CPUs that go with accelerators."""
         return len(self.names) - self.num_accelerators
 
     def cost_ms(self, num_bytes: float) -> float:
@@ -68,8 +68,8 @@ class Fleet:
 def fleet_of(cluster: Cluster, names: Sequence[str] = ()) -> Fleet:
     """The fleet of a cluster, or of those of its devices that are named.
 
-    CUDA devices and emulated ones are accelerators, beside which processors are CPUs. Where there are only
-    processors, those are the accelerators: each has its memory and pays for its messages.
+    CUDA devices and emulated ones are accelerators; where there are any, processors are CPUs. Where there are
+    only processors, those are the accelerators: each has its memory and pays for its messages.
     """
     placed = cluster.devices()
     chosen = [placed[cluster.number_of(name)] for name in dict.fromkeys(names)] or list(placed)

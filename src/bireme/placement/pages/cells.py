@@ -123,7 +123,7 @@ class _Graph:
         self._merge([into[cell] for cell in self.cell_of])
 
     def merge_runs(self) -> None:
-        """Cells on one device that follow each other, with nothing beside them, become one."""
+        """Cells on one device that follow each other, with nothing in parallel, become one."""
         into = list(range(len(self.followers)))
         for cell, targets in enumerate(self.followers):
             for target in targets if len(targets) == 1 else ():

@@ -183,7 +183,7 @@ class _Search:
     def _with_a_smaller_master(self, trial: _Trial) -> Iterable[Cuts]:
         """Give the master's first unit to the stages before it, or its last to the next stage.
 
-        The stages before are cut anew as the table says. If the critical path would move later, nothing
+        The stages before are cut again as the table says. If the critical path would move later, nothing
         is won.
         """
         bounds, master = self._loads.chain.bounds(trial.cuts), trial.master

@@ -91,7 +91,9 @@ class Chain:
         )
 
     def with_residuals(self, share: float) -> "Chain":
-        """The chain that keeps, beside the optimiser's state, so many bytes for each byte of gradients."""
+        """The chain that keeps, in addition to the optimiser's state, so many bytes for each byte of
+        gradients.
+        """
         kept = np.round(share * self.bytes.gradient).astype(np.int64)
         return replace(self, bytes=replace(self.bytes, optimizer=self.bytes.optimizer + kept))
 

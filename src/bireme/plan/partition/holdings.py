@@ -51,8 +51,12 @@ def holdings(
     *,
     recompute: bool = False,
     updates_early: bool = False,
+    has_masters: bool = False,
 ) -> tuple[tuple[Moment, ...], ...]:
-    """For each stage, one on each device, the moments that are not surpassed by another in everything."""
+    """For each stage, one on each device, the moments that are not surpassed by another in everything.
+
+    With `has_masters` the newest weights are the optimiser's master copy, and no version.
+    """
     if schedule_named(schedule).stages_per_rank != 1:
         raise BiremeError(
             f"{schedule} puts several stages on a device, and their bytes share its memory. Cut the chain "
@@ -61,14 +65,15 @@ def holdings(
     if num_stages > DEEP and num_microbatches >= num_stages and schedule in EVENLY:
         # For a longer batch all but gpipe keep what they keep for one longer by a micro-batch.
         more = num_microbatches - num_stages
-        return _of_deep(
-            schedule, num_stages, more if schedule == "gpipe" else min(more, 1), recompute, updates_early
-        )
+        longer = more if schedule == "gpipe" else min(more, 1)
+        return _of_deep(schedule, num_stages, longer, recompute, updates_early, has_masters)
     few = 2 * num_stages + 2
     if num_microbatches <= few:
-        return _counted(schedule, num_stages, num_microbatches, recompute, updates_early)
+        return _counted(schedule, num_stages, num_microbatches, recompute, updates_early, has_masters)
     # From there on a micro-batch more adds the same each time: none in 1f1b, one that is kept in gpipe.
-    fewer, base = (_counted(schedule, num_stages, m, recompute, updates_early) for m in (few - 1, few))
+    fewer, base = (
+        _counted(schedule, num_stages, m, recompute, updates_early, has_masters) for m in (few - 1, few)
+    )
     more = num_microbatches - few
     return tuple(
         tuple(
@@ -81,7 +86,7 @@ def holdings(
 
 @lru_cache(maxsize=4096)
 def _of_deep(
-    schedule: str, num_stages: int, longer: int, recompute: bool, updates_early: bool
+    schedule: str, num_stages: int, longer: int, recompute: bool, updates_early: bool, has_masters: bool
 ) -> tuple[tuple[Moment, ...], ...]:
     """The moments of a deep pipeline, from what one more stage before or after adds in shallow ones.
 
@@ -92,7 +97,12 @@ def _of_deep(
     of_gpipe = num_stages + longer if schedule == "gpipe" else None
     shallow, deeper = (
         holdings(
-            schedule, depth, of_gpipe or depth + longer, recompute=recompute, updates_early=updates_early
+            schedule,
+            depth,
+            of_gpipe or depth + longer,
+            recompute=recompute,
+            updates_early=updates_early,
+            has_masters=has_masters,
         )
         for depth in (DEEP - 1, DEEP)
     )
@@ -124,7 +134,12 @@ def _of_deep(
 
 @lru_cache(maxsize=4096)
 def _counted(
-    schedule: str, num_stages: int, num_microbatches: int, recompute: bool, updates_early: bool
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    recompute: bool,
+    updates_early: bool,
+    has_masters: bool = False,
 ) -> tuple[tuple[Moment, ...], ...]:
     drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
     program = generate(
@@ -138,7 +153,8 @@ def _counted(
     found: list[tuple[Moment, ...]] = []
     for rank in range(num_stages):
         is_large = max(num_stages, num_microbatches) > MOST_DIGITS
-        found.append(_unsurpassed(_one_by_one(program, rank) if is_large else _at_once(program, rank)))
+        count = _one_by_one if is_large else _at_once
+        found.append(_unsurpassed(count(program, rank, has_masters)))
     return tuple(found)
 
 
@@ -149,7 +165,7 @@ MOST_DIGITS = 60
 """Stages and micro-batches for which they are more than enough."""
 
 
-def _at_once(program: Program, rank: int) -> set[Moment]:
+def _at_once(program: Program, rank: int, has_masters: bool = False) -> set[Moment]:
     """What a rank keeps at each instruction, all counted in one number, each in digits of its own."""
     shift = 0
     shifts: dict[str, int] = {}
@@ -157,27 +173,28 @@ def _at_once(program: Program, rank: int) -> set[Moment]:
         shifts[name] = shift
         shift += digits
     weights = [(float(2 << at),) * program.num_stages for at in shifts.values()]
-    series = resident(program, rank, _sizes(weights), series=True).series or ()
+    series = resident(program, rank, _sizes(weights, has_masters), series=True).series or ()
     return {
         Moment(*(((int(count) >> shifts[name]) & ((1 << DIGITS[name]) - 1)) / 2 for name in DIGITS))
         for count in set(series)
     }
 
 
-def _one_by_one(program: Program, rank: int) -> set[Moment]:
+def _one_by_one(program: Program, rank: int, has_masters: bool = False) -> set[Moment]:
     """The same, counted for each thing apart."""
     nothing, one = (0.0,) * program.num_stages, (1.0,) * program.num_stages
     series = []
     for counted in DIGITS:
         each = [one if name == counted else nothing for name in DIGITS]
-        series.append(resident(program, rank, _sizes(each), series=True).series or ())
+        series.append(resident(program, rank, _sizes(each, has_masters), series=True).series or ())
     return {Moment(*counts) for counts in set(zip(*series, strict=True))}
 
 
-def _sizes(each: Sequence[tuple[float, ...]]) -> Sizes:
+def _sizes(each: Sequence[tuple[float, ...]], has_masters: bool) -> Sizes:
     """The sizes of what is counted; the optimiser's state is not, as it is always there."""
     version, gradient, stash, inputs, activation, message = each
-    return Sizes(version, gradient, tuple(0.0 for _ in version), stash, inputs, activation, message)
+    nothing = tuple(0.0 for _ in version)
+    return Sizes(version, gradient, nothing, stash, inputs, activation, message, has_masters)
 
 
 def _unsurpassed(moments: Iterable[Moment]) -> tuple[Moment, ...]:

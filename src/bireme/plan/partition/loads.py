@@ -36,6 +36,7 @@ class Setting:
     num_microbatches: int
     recompute: Recompute = Recompute.NEVER
     updates_early: bool = False
+    has_masters: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +163,7 @@ class _Work:
             setting.num_microbatches,
             recompute=recompute,
             updates_early=setting.updates_early,
+            has_masters=setting.has_masters,
         )[stage]
         begins, ends = self._ends(stage)
         tables = self._chain.bytes

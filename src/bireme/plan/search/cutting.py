@@ -125,7 +125,10 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
             DeviceSlot(f"rank {rank}", speed, limit)
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
-        setting = Setting(schedule, num_microbatches, problem.request.recompute, outline.updates_early)
+        request = problem.request
+        setting = Setting(
+            schedule, num_microbatches, request.recompute, outline.updates_early, request.has_masters
+        )
         of_group.append(loads_of(problem.merged(group.size, outline.width), DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from bireme.errors import BiremeError
 from bireme.plan.forecast import TierForecast
 from bireme.plan.paging import Paging
 from bireme.plan.search.draft import Draft
@@ -16,10 +17,7 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.gathering import REPLICAS
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["busiest_wire", "paging_of", "tier_forecasts"]
-
-SHORT_BYTES = 2
-"""Values of so many bytes are weights with a master copy, from which the optimiser makes them."""
+__all__ = ["busiest_wire", "paging_of", "tier_forecasts", "update_places"]
 
 
 def paging_of(
@@ -29,16 +27,20 @@ def paging_of(
     *,
     ahead: int,
     updates_together: bool,
+    host_updates: bool,
     is_summed: bool,
 ) -> Paging | None:
-    """What a draft pages whose stages cost that, in its largest micro-batches; None where all of it fits."""
+    """What a draft pages whose stages cost that, in its largest micro-batches; None where all of it fits.
+
+    Where no update can be made on the host, none is. Raises if the user asked for that.
+    """
     kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
     sizes = costs.sizes()
     # What codecs of sums keep is counted with the optimiser, and is not the optimiser's.
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(
         sizes,
-        master=problem.request.value_bytes == SHORT_BYTES,
+        master=problem.request.has_masters,
         optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
         buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
     )
@@ -50,11 +52,41 @@ def paging_of(
         updates_together=updates_together,
         is_summed=is_summed,
         stashes=asked is None or asked.stashes,
+        host_updates=host_updates,
     )
     devices = problem.cluster.devices()
     is_mapped_large = any(devices[one].device.kind == "cuda" for row in draft.grid for one in row)
     cut = paging.cut(draft.resident_program(), LARGE_PAGE_BYTES if is_mapped_large else 0)
-    return paging.with_chunks(cut) if any(cut) else None
+    if not any(cut):
+        return None
+    if host_updates and not any(tiers.host_updates for tiers in cut if tiers is not None):
+        if asked is not None and asked.optimizer == "host":
+            raise BiremeError(
+                "The optimizer is to step on the host, but no stage of the plan can: its gradients are "
+                "summed over replicas or over stages that share weights, its updates are fresh (2bw-fresh), "
+                "it has no host memory, or what its optimizer remembers is too little to be paged. Let the "
+                "optimizer step on the device."
+            )
+        paging = replace(paging, host_updates=False)
+    return paging.with_chunks(cut)
+
+
+def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
+    """Whether drafts are to update on the host: never, always, or both ways are tried.
+
+    The engine steps on the host where the device is a processor: then they are the same, and equally fast.
+    """
+    asked = "auto" if problem.request.memory is None else problem.request.memory.optimizer
+    devices = problem.cluster.devices()
+    has_gpus = any(devices[one].device.kind == "cuda" for one in problem.devices)
+    if asked == "host" and has_gpus:
+        raise BiremeError(
+            "The optimizer is to step on the host, which Bireme's engine does for devices that are "
+            "processors, but the plan may use GPUs. Let the optimizer step on the device."
+        )
+    if asked == "auto":
+        return (False,) if has_gpus else (True, False)
+    return (asked == "host",)
 
 
 def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:

@@ -109,7 +109,8 @@ class Estimator:
         """Whether equal stages would have to run their forwards again to fit; None if they would not fit."""
         p, m = outline.num_ranks, outline.num_microbatches
         limit = float(self._limits[min(outline.num_devices, len(self._limits)) - 1])
-        versions = banks_needed(rule, 0, p) + (rule is Rule.FRESH)
+        has_newest_apart = rule is Rule.FRESH and not self._problem.request.has_masters
+        versions = banks_needed(rule, 0, p) + has_newest_apart
         under_way = {"gpipe": m, "sequential": 1}.get(outline.schedule, min(p, m))
         state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
         state += totals.workspace_bytes

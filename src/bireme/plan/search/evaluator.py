@@ -6,7 +6,7 @@ equal replicas in step that is exact, as their messages are under way at the sam
 approximation. A batch is that of the slowest replica, and never shorter than what the busiest device or lane
 needs for its bytes alone.
 
-Parameters that stages on several ranks share are summed over all of these, in a ring beside the others.
+Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
 from collections import defaultdict
@@ -183,8 +183,10 @@ class PlanEvaluator:
             tiers=tuple(tier_forecasts(slowest)),
         )
 
-    def paging(self, draft: Draft, *, ahead: int, updates_together: bool) -> Paging | None:
-        """What a draft would page; None where all of it fits."""
+    def paging(
+        self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
+    ) -> Paging | None:
+        """What a draft would page; None where all of it fits. Updates are made on the host where they can."""
         costs = self._work(draft, max(draft.outline.sizes)).costs
         stages = draft.stages(len(self._problem.profile.units))
         is_tied = any(
@@ -197,6 +199,7 @@ class PlanEvaluator:
             costs,
             ahead=ahead,
             updates_together=updates_together,
+            host_updates=host_updates,
             is_summed=is_tied or draft.outline.width > 1,
         )
 
@@ -326,6 +329,7 @@ class PlanEvaluator:
             if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
                 half = problem.whole(size // 2).forward_s
             costs = costs_between(problem.whole(size), draft.cuts, half_forward_s=half)
+            costs = replace(costs, master_weights=problem.request.has_masters)
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
@@ -340,7 +344,9 @@ class PlanEvaluator:
         return self._works[key]
 
     def _rings(self, draft: Draft, rank_of_stage: Sequence[int]) -> list[tuple[tuple[int, ...], Ring]]:
-        """The stages whose gradients go around each ring beside those of replicas, and what goes there."""
+        """The stages whose gradients go around each ring in addition to those of replicas, and what goes
+        there.
+        """
         stages = draft.stages(len(self._problem.profile.units))
         of_ranks: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         sums: defaultdict[tuple[int, ...], float] = defaultdict(float)

@@ -204,7 +204,7 @@ class HeuristicExplorer:
                     found.append((self._estimator.rough_cost(draft, floor_s), len(found), draft))
             drafts[kind] = sorted(found, key=lambda one: one[:2])
         for of_kind in drafts.values():
-            # The best of every kind is shown beside the best of all, so each is simulated.
+            # The best of every kind is shown with the best of all, so each is simulated.
             for place, (_, _, draft) in enumerate(of_kind):
                 del of_kind[: place + 1]
                 if self._evaluate(draft).fits:

@@ -78,13 +78,15 @@ def _seeds(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
 class _GatheredWalk(PagedWalk):
     """Evaluates drafts that share weights."""
 
-    def _placed(self, draft: Draft) -> Draft:
+    def _placed(self, draft: Draft, *, host_updates: bool) -> Draft:
+        del host_updates  # nothing pages
         return replace(draft, whole_weights=USUAL if draft.outline.width > 1 else 0)
 
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with so much whole at a time as is fastest."""
-        best, forecast = self._placed(draft), self._forecast(draft)
+        forecast = self._forecast(draft)
         assert forecast is not None, "it fits"
+        best = self._fitting[draft]
         for most in TRIED if best.whole_weights else ():
             other = replace(best, whole_weights=most)
             promised = self._evaluator.forecast(other)

@@ -2,11 +2,12 @@
 
 Each step changes one thing: how many parts the stage of each rank is cut into, how many micro-batches a sweep
 has, which ranks recompute, how large micro-batches are. A draft that does not fit its tiers is no place to
-stand, but what it would need is remembered.
+stand, but what it would need is remembered. Whether updates are made on the host is decided by the first
+draft that fits; where they are, the last is tried without.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
 
@@ -17,6 +18,7 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import Goal
 from bireme.plan.program_plan import even_cuts
 from bireme.plan.search.draft import Draft
+from bireme.plan.search.draft_paging import update_places
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.problem import PlanningProblem
@@ -54,6 +56,9 @@ class PagedWalk:
         self._most = BRIEFLY_WALKED if is_brief else MOST_WALKED
         self._evaluator = PlanEvaluator(problem)
         self._seen: dict[Draft, Forecast | None] = {}
+        self._fitting: dict[Draft, Draft] = {}
+        """Drafts with what makes them fit."""
+        self._places = self._allowed = update_places(problem)
         self._least_bytes = math.inf
         self._least: Draft | None = None
         self._error: BiremeError | None = None
@@ -91,7 +96,7 @@ class PagedWalk:
             if promised and promised.tiers and bool(draft.recompute) == again
         ]
         best = min(found, key=self._cost, default=None)
-        return None if best is None else self._candidate(self._placed(best), self._seen[best])
+        return None if best is None else self._candidate(self._fitting[best], self._seen[best])
 
     def refusal(self) -> BiremeError:
         """Why nothing fits, with the device memory that would do."""
@@ -105,7 +110,7 @@ class PagedWalk:
         problem = PlanningProblem(self._problem.profile, self._problem.cluster, enough)
         if max(problem.limits) >= num_bytes:
             try:
-                _paged(PlanEvaluator(problem), self._least)
+                _paging(PlanEvaluator(problem), self._least, host_updates=self._allowed[0])
             except TierTooSmallError as error:
                 return error
         return BiremeError(
@@ -224,9 +229,9 @@ class PagedWalk:
                     more = outline.num_microbatches * times
                     yield replace(draft, outline=replace(outline, sizes=sizes, num_microbatches=more))
 
-    def _placed(self, draft: Draft) -> Draft:
-        """The draft with what makes it fit."""
-        return _paged(self._evaluator, draft)
+    def _placed(self, draft: Draft, *, host_updates: bool) -> Draft:
+        """The draft with what makes it fit, and updates there if it pages."""
+        return replace(draft, paging=_paging(self._evaluator, draft, host_updates=host_updates))
 
     def _forecast(self, draft: Draft) -> Forecast | None:
         """What a draft promises; None where it does not fit."""
@@ -236,25 +241,40 @@ class PagedWalk:
         problem = self._problem
         if not keeps_home(problem, draft.outline, draft.grid, draft.cuts):
             return None
+        found: list[tuple[Forecast, Draft]] = []
+        for place in self._places:
+            one = self._fitting_at(draft, host_updates=place)
+            found += [] if one is None else [one]
+            if one is not None and (one[1].paging is None or one[1].paging.host_updates != place):
+                break  # there is one way only
+        if not found:
+            return None
+        forecast, fitting = min(found, key=lambda one: one[0].batch_s)
+        if fitting.paging is not None and (len(found) > 1 or fitting.paging.host_updates):
+            self._places = (fitting.paging.host_updates,)
+        self._seen[draft], self._fitting[draft] = forecast, fitting
+        return forecast
+
+    def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
+        """What a draft promises that updates there, and the draft so; None where it does not fit."""
         try:
-            paged = self._placed(draft)
-            found = self._evaluator.forecast(paged)
+            placed = self._placed(draft, host_updates=host_updates)
+            found = self._evaluator.forecast(placed)
         except TierTooSmallError as error:
-            self._note(draft, error)
+            self._note(draft, error, host_updates=host_updates)
             return None
         except BiremeError as error:
             self._error = self._error or error
             return None
-        if all(stage.peak_bytes <= stage.limit_bytes for stage in found.stages):
-            self._seen[draft] = found
-        return self._seen[draft]
+        fits = all(stage.peak_bytes <= stage.limit_bytes for stage in found.stages)
+        return (found, placed) if fits else None
 
-    def _note(self, draft: Draft, error: TierTooSmallError) -> None:
+    def _note(self, draft: Draft, error: TierTooSmallError, *, host_updates: bool) -> None:
         """Remember what comes nearest."""
         if error.tier != "device":
             self._error = error
             return
-        paging = self._evaluator.paging(draft, ahead=1, updates_together=False)
+        paging = self._evaluator.paging(draft, ahead=1, updates_together=False, host_updates=host_updates)
         assert paging is not None, "what does not fit pages"
         program = draft.resident_program()
         needed = least_device_bytes(program, paging.cut(program), is_summed=paging.is_summed)
@@ -270,11 +290,14 @@ class PagedWalk:
 
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
-        best, forecast = self._placed(draft), self._seen[draft]
+        best, forecast = self._fitting[draft], self._seen[draft]
         if best.paging is not None and _waits(forecast):
-            for paging in _variants(best.paging):
+            for paging in _variants(best.paging, self._allowed if best.paging.host_updates else (False,)):
                 other = replace(best, paging=paging)
-                found = self._evaluator.forecast(other)
+                try:
+                    found = self._evaluator.forecast(other)
+                except TierTooSmallError:
+                    continue  # updates on the device need more of it
                 if forecast is None or found.batch_s * AS_GOOD < forecast.batch_s:
                     best, forecast = other, found
         return self._candidate(best, forecast)
@@ -285,10 +308,10 @@ class PagedWalk:
         return Candidate(draft.plan(self._problem.names, codecs), forecast)
 
 
-def _paged(evaluator: PlanEvaluator, draft: Draft) -> Draft:
-    """The draft with its paging. Several parts are updated together: the copies of an update take long."""
+def _paging(evaluator: PlanEvaluator, draft: Draft, *, host_updates: bool) -> Paging | None:
+    """The paging of a draft. Several parts are updated together: the copies of an update take long."""
     together = draft.outline.stages_per_rank > 1
-    return replace(draft, paging=evaluator.paging(draft, ahead=1, updates_together=together))
+    return evaluator.paging(draft, ahead=1, updates_together=together, host_updates=host_updates)
 
 
 def _waits(forecast: Forecast | None) -> bool:
@@ -298,8 +321,8 @@ def _waits(forecast: Forecast | None) -> bool:
     )
 
 
-def _variants(paging: Paging) -> Iterator[Paging]:
-    for ahead, together in product(AHEAD, (False, True)):
-        other = replace(paging, ahead=ahead, updates_together=together)
+def _variants(paging: Paging, places: Sequence[bool]) -> Iterator[Paging]:
+    for host_updates, ahead, together in product(places, AHEAD, (False, True)):
+        other = replace(paging, ahead=ahead, updates_together=together, host_updates=host_updates)
         if other != paging:
             yield other

@@ -21,7 +21,7 @@ from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.rule import Rule
 
-__all__ = ["PlanningProblem", "check_numbers"]
+__all__ = ["PlanningProblem", "check_numbers", "check_shard"]
 
 
 UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
@@ -220,16 +220,21 @@ class PlanningProblem:
                 f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
                 "Give all devices their watts, or take another objective."
             )
-        if self.request.shard != "none" and self.profile.optimizer == "muon":
-            raise BiremeError(
-                f"Replicas share the {self.request.shard}, but the profile is of muon, which steps whole "
-                "matrices. Profile with adamw or sgd, or leave out shard."
-            )
+        check_shard(self.request, self.profile.optimizer)
         depth = self.request.depth or 1
         if depth > self.num_units:
             raise BiremeError(
                 f"{self.num_units} units that may be separated cannot make {depth} stages: each needs one."
             )
+
+
+def check_shard(request: PlanRequest, optimizer: str) -> None:
+    """Refuse to share an optimiser that has no parts."""
+    if request.shard != "none" and optimizer == "muon":
+        raise BiremeError(
+            f"Replicas share the {request.shard}, but the profile is of muon, which steps whole matrices. "
+            "Profile with adamw or sgd, or leave out shard."
+        )
 
 
 def check_numbers(request: PlanRequest, num_devices: int) -> None:

@@ -1,4 +1,4 @@
-"""The search: the fastest plan that fits, and the best of every kind beside it.
+"""The search: the fastest plan that fits, and the best of every kind.
 
 Shapes are gone through by what they promise, each with mappings onto devices and cuts for them, and the
 simulator judges what is left. Where there are few plans in all, all are gone through: those that are left out

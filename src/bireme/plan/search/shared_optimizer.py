@@ -14,9 +14,6 @@ from bireme.simulate.costs import Costs
 
 __all__ = ["reduce_share", "shared_costs", "shared_key", "sync_bytes"]
 
-SHORT_BYTES = 2
-"""Values of so many bytes are weights with a master copy, which is counted with the optimiser."""
-
 
 def shared_key(request: PlanRequest, draft: Draft) -> object:
     """What the costs of stages depend on besides, where replicas share the optimiser."""
@@ -31,7 +28,7 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
         return costs
     kept = costs.optimizer_bytes
     is_apart = draft.rule is Rule.FRESH
-    if is_apart and request.value_bytes != SHORT_BYTES:
+    if is_apart and not request.has_masters:
         # The newest weights, which trial versions are made from, are a part of what is shared.
         kept = tuple(own + weights for own, weights in zip(kept, costs.weight_bytes, strict=True))
     return replace(

@@ -1,4 +1,4 @@
-"""What each stage of a plan that pages copies in a batch, beside what recomputation takes or would take."""
+"""What each stage of a plan that pages copies in a batch, and what recomputation takes or would take."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -27,8 +27,26 @@ def budgets_of(problem: PlanningProblem, grid: Grid) -> tuple[Budgets, ...]:
 def tier_links_of(problem: PlanningProblem, grid: Grid, replica: int) -> tuple[TierLinks, ...]:
     """The wires of each rank of a replica. Devices of a server share its disk."""
     used = [device for row in grid for device in row]
-    shares = [tier_share(problem.cluster, row[replica], used) for row in grid]
-    return tuple(TierLinks(one.host_bytes_per_s, one.disk_bytes_per_s) for one in shares)
+    found = []
+    for row in grid:
+        share = tier_share(problem.cluster, row[replica], used)
+        core_share = _core_share(problem, row[replica], used)
+        found.append(TierLinks(share.host_bytes_per_s, share.disk_bytes_per_s, core_share=core_share))
+    return tuple(found)
+
+
+def _core_share(problem: PlanningProblem, device: int, used: Sequence[int]) -> float:
+    """What of a copy a processor's work loses: the part of a core that is not spare, of all that it works on.
+
+    Cores that no device computes on are spare for the copies of all.
+    """
+    server, threads = problem.servers[device], problem.threads[device]
+    num_cores = problem.cluster.servers[server].num_cores
+    if not (threads and num_cores):
+        return 0.0
+    here = [one for one in used if problem.servers[one] == server]
+    spare = num_cores - sum(problem.threads[one] for one in here)
+    return min(max(1.0 - spare / len(here), 0.0), 1.0) / threads
 
 
 def _budgets(problem: PlanningProblem, device: int, used: Sequence[int], asked: TierLimits) -> Budgets:

@@ -25,7 +25,7 @@ HEAD = 34
 EDGE = 12
 DEVICE, BETWEEN = 66, 34
 BOW = 180
-"""Room for a line beside a server, and for its label."""
+"""Room for a line next to a server, and for its label."""
 ROW_GAP = 64
 MOST_DEVICES = 32
 """With more replicas than that, one represents all."""
@@ -119,7 +119,7 @@ class _Layout:
         return _Layout(tuple(servers), tuple(devices), lowest + 4)
 
     def edges(self, flows: Sequence[Flow]) -> tuple[float, float]:
-        """Where the drawing begins and ends from left to right, with the lines beside its servers."""
+        """Where the drawing begins and ends from left to right, with the lines next to its servers."""
         left = min(server.x for server in self.servers) - 2
         right = max(server.x + server.width for server in self.servers) + 2
         if any(_is_bow(self.box(flow.source), self.box(flow.destination)) for flow in flows):

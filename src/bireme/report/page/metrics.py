@@ -66,11 +66,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The samples of a batch that each replica trains, from a step on."""
+    """The samples of a batch that each replica trains, from a step on. Replicas that meet say who did."""
 
     step: int
     time_s: float
     shares: tuple[int, ...]
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,8 @@ class _Reading:
                     num_bytes = int(record.get("num_bytes", 0))
                     self.checkpoints.append(Checkpoint(step, time_s, stall_s, write_s, num_bytes))
                 case "shares":
-                    self._share(Shared(step, time_s, tuple(map(int, record["shares"]))))
+                    members = tuple(map(int, record.get("members", ())))
+                    self._share(Shared(step, time_s, tuple(map(int, record["shares"])), members))
                 case "warning":
                     self.warnings.append(Warned(step, time_s, str(record["text"])))
                 case "stop":
@@ -239,7 +241,8 @@ class _Reading:
     def _share(self, shared: Shared) -> None:
         """New shares; a resumed run says again which ones it goes on with."""
         self.shares = [one for one in self.shares if one.step < shared.step]
-        if not self.shares or self.shares[-1].shares != shared.shares:
+        known = [(one.shares, one.members) for one in self.shares[-1:]]
+        if known != [(shared.shares, shared.members)]:
             self.shares.append(shared)
 
     def _train(self, record: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ NO_MEMORY = (
 
 
 def page(runs: Sequence[Run], now: datetime, version: str) -> str:
-    """The page of the first run, with the others' curves and figures beside its own.
+    """The page of the first run, with the others' curves and figures next to its own.
 
     `now` tells whether a run still goes on, `version` is that of the program that makes the page.
     """

@@ -1,6 +1,6 @@
 """The timeline of a few batches of a run as a file, to be drawn later.
 
-The file is the JSON document of a timeline and, beside it, when each instruction started and ended. Which
+The file is the JSON document of a timeline, with when each instruction started and ended. Which
 instructions these are follows from the plan, so a file is read with the plan it was made of.
 """
 

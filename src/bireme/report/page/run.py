@@ -98,7 +98,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """The run in a folder."""
     if not folder.is_dir():
-        raise BiremeError(f"{folder} is no folder. Name the folder of a run, such as runs/my-run.")
+        raise BiremeError(f"{folder} is not a folder. Name the folder of a run, such as runs/my-run.")
     metrics = folder / METRICS
     if not metrics.is_file():
         inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))

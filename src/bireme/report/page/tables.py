@@ -21,7 +21,7 @@ def tiles(run: Run, figures: Headline) -> str:
 
 
 def stage_table(stages: Sequence[StageFigures]) -> str:
-    """A row for each stage, the prediction beside what was measured."""
+    """A row for each stage, with prediction and measurement."""
     groups = ("", "", "", "computing, per batch", "busy", "memory")
     head = tag(
         "tr", *(tag("th", words(text), colspan=2 if place > 2 else None) for place, text in enumerate(groups))

@@ -1,4 +1,4 @@
-"""Long curves made short enough to draw, without losing a peak; and smoothed ones beside them."""
+"""Long curves made short enough to draw, without losing a peak; and smoothed ones to draw with them."""
 
 import math
 from array import array

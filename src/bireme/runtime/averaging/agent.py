@@ -1,14 +1,11 @@
-"""A rank's agent where replicas average weights: a thread that takes part in groups and rounds of its stage.
+"""A rank's agent where replicas average weights: it takes part in groups and rounds of its stage.
 
-It says where the rank is, does what the coordinator grants, and gives the rank each mean and each sum that
-counts. What the coordinator says is always all that holds, so it looks at the last word only, and does the
-next step that it allows. The rank says what it brings (`arrive`, `offer`) and takes what came (`group`,
-`take`).
+The rank says what it brings (`arrive`, `offer`) and takes what came (`group`, `take`).
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +15,20 @@ from torch import Tensor
 from bireme.runtime.averaging.deals import Deals
 from bireme.runtime.averaging.for_others import ForOthers
 from bireme.runtime.averaging.groups import GroupJob, Groups
-from bireme.runtime.averaging.lines import Coordinator, Line, Offer, Settled
-from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
-from bireme.runtime.quorum.job import DroppedError, is_in, member_in
-from bireme.runtime.quorum.parcels import Parcel
-from bireme.runtime.quorum.switchboard import SNAPSHOT, Switchboard
+from bireme.runtime.averaging.lines import Line, Offer, Settled
+from bireme.runtime.averaging.places import PLACES
+from bireme.runtime.quorum.job import Coordinator, is_in
+from bireme.runtime.quorum.peer_agent import LOOK_S, PeerAgent, SupersededError
+from bireme.runtime.quorum.results import Result
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import Commit, Grant, Heal, RankId, Window, Word
+from bireme.sync.coordinator.messages import Commit, Grant, RankId, Window, Word
 from bireme.sync.quorum.line import LineBroken
-from bireme.sync.quorum.ring import Contribution
+from bireme.sync.quorum.ring import Contribution, Summed
 
 __all__ = ["AveragingAgent"]
 
-LOOK_S = 0.5
 
-
-class AveragingAgent:
+class AveragingAgent(PeerAgent):
     """The agent of one rank. `on_error` is told, from its thread, why it ends before it is closed."""
 
     def __init__(
@@ -45,22 +40,14 @@ class AveragingAgent:
         device: torch.device | None = None,
         on_error: Callable[[BaseException], object] = lambda _error: None,
     ) -> None:
-        self.own = own
+        super().__init__(own, coordinator, timeout_s=timeout_s, on_error=on_error)
         self.lines: Sequence[Line] = ()
         """The last one has the means over all replicas."""
-        self._coordinator, self._timeout_s, self._on_error = coordinator, timeout_s, on_error
         self._device = device
-        self._changed, self._saying = threading.Condition(), threading.Lock()
-        self._healed: int | None = None
+        self._waits = ""
         self.deals = Deals(own, self.wait_for, self._say)
         self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
-        self._error: BaseException | None = None
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-        self._board = Switchboard(own, self._for_others.answer, timeout_s=timeout_s)
-        self._sums = PeerSums(own, self._board, lambda: coordinator.word, self._check_usable, timeout_s)
-        self._groups = Groups(own, self._sums, device, self._changed, self._say)
-        coordinator.on_word(self._poke)
+        self._groups = Groups(own, self.add_up, device, self._changed, self._say)
 
     # The rank's thread.
 
@@ -80,9 +67,7 @@ class AveragingAgent:
             for line, committed in zip(self.lines, used, strict=False):
                 line.begin(committed)
         self._say()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="bireme agent", daemon=True)
-            self._thread.start()
+        self._start()
 
     def enter(self, until: int) -> None:
         """The next batches are of the window after the last mean; it has the places below `until`."""
@@ -93,21 +78,16 @@ class AveragingAgent:
                 line.offer, line.at = None, replace(line.at, ready=None)
         self._say()
 
-    def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
-        """Wait until that is so of the last word, which it gives."""
+    def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
+        """Wait until that is so of the last word, which it gives. `what` it is, all may wait for in vain."""
         found: list[Word] = []
 
         def is_known() -> bool:
             found[:] = [self._coordinator.word]
             return is_so(found[0])
 
-        self._wait(is_known)
+        self._wait(is_known, what)
         return found[0]
-
-    @property
-    def word(self) -> Word:
-        """The last word of the coordinator."""
-        return self._coordinator.word
 
     def arrive(self, batch: int, make: Callable[[], Contribution]) -> None:
         """Have the weights after a batch averaged with a group; returns at once."""
@@ -118,7 +98,7 @@ class AveragingAgent:
         job = self._groups.job
         assert job is not None, "it has arrived"
         assert job.batch == batch, "groups are taken in the order of arrivals"
-        self._wait(job.is_done.is_set)
+        self._wait(job.is_done.is_set, f"a group after its batch {batch}")
         return job
 
     def give_back(self, job: GroupJob) -> None:
@@ -137,7 +117,7 @@ class AveragingAgent:
 
     def wait_settled(self, lines: Sequence[Line]) -> None:
         """Wait until a round of one of these lines counts that the rank has not taken."""
-        self._wait(lambda: any(line.settled for line in lines))
+        self._wait(lambda: any(line.settled for line in lines), "a mean of the replicas")
 
     def take(self, line: Line) -> Settled | None:
         """The next round of a line that counts and that this rank has not used; it is taken as used."""
@@ -170,35 +150,6 @@ class AveragingAgent:
             self.lines[-1].at = replace(self.lines[-1].at, lost=(donor,))
         self._say()
 
-    @contextmanager
-    def fetch(self, heal: Heal) -> Iterator[Parcel]:
-        """The parcel in which the donor of this replica sends what `heal` says, as named tensors. It comes
-        once the donor is there, however long that takes. Raises `LineBroken` if there is another donor.
-        """
-
-        def look() -> None:
-            now = self._coordinator.word
-            self._check_usable(now)
-            if heal not in now.heals:
-                raise LineBroken(heal.donor, "it is the donor no more")
-
-        address = member_in(self.word, heal.donor).addresses[self.own.stage]
-        with self._board.ask(heal.donor, address, SNAPSHOT, heal.batch, look) as made:
-            yield Parcel(made, look, timeout_s=self._timeout_s)
-
-    def abort(self) -> None:
-        """Give up, from any thread: whoever waits here is told at once."""
-        self._end(ConnectionAbortedError("This rank has given its agent up."))
-        self._board.close()
-
-    def close(self, *, is_leaving: bool) -> None:
-        """End. One that is leaving has done all its rounds."""
-        self._end(None)
-        self._coordinator.close(is_leaving=is_leaving)
-        self._board.close()
-        if self._thread is not None:
-            self._thread.join(self._timeout_s)
-
     def wait_until_used_by_all(self) -> None:
         """Wait until no replica needs a sum from this one, or there is no telling. Who has begun to heal from
         it gets no snapshot any more, and is not waited for.
@@ -210,39 +161,27 @@ class AveragingAgent:
             return is_donor or all(map(lambda kept, own: kept >= own, word.kept, used))
 
         with suppress(Exception):
-            self.wait_for(is_over)
-
-    def wait_until_gone(self, replica: int) -> None:
-        """Wait until another replica is no member any more, or there is no telling."""
-        with suppress(Exception):
-            self.wait_for(lambda word: all(one.replica != replica for one in word.members))
+            self.wait_for(is_over, "others to use the last mean")
 
     # The agent's own thread.
 
-    def _work(self) -> None:
-        try:
-            with torch.no_grad():
-                while not self._is_closed:
-                    word = self._coordinator.word
-                    self._check_usable(word)
-                    self._forget(word)
-                    if not self._step(word):
-                        self._wait_for_news(word)
-        except BaseException as error:
-            is_first = not self._is_closed
-            self._end(error)
-            if is_first:
-                self._on_error(error)
+    def _answer(self, made: socket.socket, what: int, name: int) -> None:
+        self._for_others.answer(made, what, name)
 
-    def _wait_for_news(self, seen: Word) -> None:
-        with self._changed:
-            job = self._groups.job
-            self._changed.wait_for(
-                lambda: self._is_closed or self._coordinator.word is not seen or self._groups.job is not job,
-                LOOK_S,
-            )
+    def _report(self) -> Mapping[str, Any]:
+        return {
+            "wants": self.deals.wants,
+            "rounds": tuple(line.at for line in self.lines),
+            "group": self._groups.at,
+            "window": self.deals.window,
+            "means": self.deals.asked_to_end,
+            "waits": self._waits,
+        }
 
-    def _forget(self, word: Word) -> None:
+    def _wanted(self) -> object:
+        return self._groups.job
+
+    def _note(self, word: Word) -> None:
         """Let go of sums that all have used."""
         for line, kept in zip(self.lines, word.kept, strict=False):
             with self._changed:
@@ -251,7 +190,6 @@ class AveragingAgent:
                 line.give_back(result)
 
     def _step(self, word: Word) -> bool:
-        """Do the next thing that a word allows; False if there is none."""
         if all(one.own_life != self.own.own_life for one in word.members):
             return False  # a snapshot is to say first which rounds are in it
         for line in self.lines:
@@ -276,7 +214,7 @@ class AveragingAgent:
         result = line.room()
 
         try:
-            result.summed = self._sums.add_up(
+            result.summed = self.add_up(
                 line.contribution,
                 result.flats,
                 [part.replica for part in grant.parts],
@@ -303,12 +241,8 @@ class AveragingAgent:
             result = None
         is_own = result is not None and line.was_offered
         if result is None:
-            source = next((one.source for one in commit.sources if one.target == self.own.replica), None)
-            if source is None or source in line.at.lost:
-                return False
-            result = self._sums.pulled(line, commit, source, word)
+            result = self._pulled(line, commit, word)
             if result is None:
-                self._change(line, lost=(source,))
                 return False
         result.num_users = 2
         parts = tuple(part.replica for part in commit.parts)
@@ -319,6 +253,23 @@ class AveragingAgent:
             line.settled.append(Settled(result, is_own, parts))
             self._changed.notify_all()
         return True
+
+    def _pulled(self, line: Line, commit: Commit, word: Word) -> Result | None:
+        """A sum that counts and that another replica has; None if it cannot be had from there."""
+        source = self._source(commit)
+        if source is None or source in line.at.lost:
+            return None
+        result = line.room()
+        try:
+            words = self._pull(commit, line.number << PLACES | commit.round, word, result.flats)
+        except (SupersededError, LineBroken, OSError) as error:
+            line.give_back(result)
+            if not isinstance(error, SupersededError):
+                self._change(line, lost=(source,))
+            return None
+        result.attempt = commit.attempt
+        result.summed = Summed(b"", words["weight"], (), tuple(words["numbers"]))
+        return result
 
     def _let_go(self, line: Line) -> None:
         if line.made is not None:
@@ -331,44 +282,26 @@ class AveragingAgent:
             line.at = replace(line.at, **changes)
         self._say()
 
-    def _say(self) -> None:
-        with self._saying:  # so that what is said last is the last
-            with self._changed:
-                fields = {
-                    "wants": self.deals.wants,
-                    "rounds": tuple(line.at for line in self.lines),
-                    "group": self._groups.at,
-                    "healed": self._healed,
-                    "window": self.deals.window,
-                    "means": self.deals.asked_to_end,
-                }
-            self._coordinator.say(address=self._board.address, **fields)
-
     # Other threads.
 
-    def _wait(self, is_so: Callable[[], bool]) -> None:
-        with self._changed:
-            while True:
-                self._check_usable(self._coordinator.word)
-                if is_so():
-                    return
-                self._changed.wait(LOOK_S)
+    def _wait(self, is_so: Callable[[], bool], what: str = "") -> None:
+        """Wait until that is so, and let the coordinator know for what if nothing happens."""
+        while not (found := self._looked(is_so)):
+            if found is None and what and not self._waits:
+                self._tell_waits(what)
+        if what and self._waits == what:
+            self._tell_waits("")
 
-    def _poke(self) -> None:
+    def _looked(self, is_so: Callable[[], bool]) -> bool | None:
+        """Whether that is so: False if it may be by now, None if nothing has happened for a while."""
         with self._changed:
-            self._changed.notify_all()
+            self._check_usable(self._coordinator.word)
+            return is_so() or (False if self._changed.wait(LOOK_S) else None)
 
-    def _check_usable(self, word: Word) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._is_closed:
-            raise ConnectionAbortedError("This rank's agent is closed.")
-        if word.is_dropped:
-            raise DroppedError(f"a rank of replica {self.own.replica} was silent for longer than its lease.")
+    def _tell_waits(self, what: str) -> None:
+        self._waits = what
+        self._say()
 
     def _end(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._is_closed = True
-            self._changed.notify_all()
+        super()._end(error)
         self._for_others.close()

@@ -59,16 +59,16 @@ class Averages(ABC):
         """Make one mean of all replicas' weights, once a window has drained."""
 
     def sections(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What a checkpoint needs beside the weights."""
+        """What a checkpoint needs in addition to the weights."""
         del names
         return {}
 
     def donated(self) -> dict[str, Tensor]:
-        """What another replica needs beside a snapshot to go on from here."""
+        """What another replica needs in addition to a snapshot to continue from here."""
         return {}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from weights that were loaded, with what was saved beside them."""
+        """Continue from loaded weights, with what was saved with them."""
         del saved
 
     def _note(self, num_members: int, flats: Sequence[Tensor]) -> None:

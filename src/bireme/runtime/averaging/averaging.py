@@ -5,7 +5,6 @@ The pipeline itself is of one replica, with a plan of width 1, and knows no rank
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,13 +17,13 @@ from bireme.runtime.averaging.averages import Averages, GroupAverages
 from bireme.runtime.averaging.outer import OuterAverages, OuterSettings
 from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.job import DroppedError, heal_in
+from bireme.runtime.quorum.peer_agent import fetched
 from bireme.runtime.runnable import AnyPlan
 from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.stage import Stage
 from bireme.sync.coordinator.messages import Heal, Window, Word
-from bireme.sync.quorum.line import LineBroken
 
-__all__ = ["Averaging", "WeightDonations", "join_averaging"]
+__all__ = ["Averaging", "WeightDonations", "check_untied", "join_averaging"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,19 @@ class Averaging:
 
     def averages(self, stages: Mapping[int, Stage], layout: Layout, device: torch.device) -> Averages:
         """The averages of a rank."""
-        if layout.tied:
-            raise BiremeError(
-                f"{next(iter(layout.tied))} is shared by stages on several ranks, and replicas average "
-                'weights rank by rank, so its copies would part. Untie it, or use sync.mode = "quorum".'
-            )
+        check_untied(layout)
         if self.outer is None:
             return GroupAverages(self.agent, stages, device)
         return OuterAverages(self.agent, stages, device, self.outer, self.batch_size, self.first)
+
+
+def check_untied(layout: Layout) -> None:
+    """Refuse weights that ranks share: each rank averages its own."""
+    if layout.tied:
+        raise BiremeError(
+            f"{next(iter(layout.tied))} is shared by stages on several ranks, and replicas average "
+            'weights rank by rank, so its copies would part. Untie it, or use sync.mode = "quorum".'
+        )
 
 
 class WeightDonations:
@@ -111,7 +115,7 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
         if asked is not None:  # a donor that was lost may be asked again
             agent.begin(Window(0, until), used=[0] * len(agent.lines))
         asked = heal
-        found = _fetched(agent, heal)
+        found = fetched(agent, heal)
         if found is not None:
             snapshot, words = found
             restore(snapshot)
@@ -121,16 +125,3 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
 
 def _key(heal: Heal) -> tuple[int, int]:
     return heal.donor, heal.batch
-
-
-def _fetched(agent: AveragingAgent, heal: Heal) -> tuple[Snapshot, dict[str, Any]] | None:
-    """What the donor sends; None if it could not be had, and the coordinator is to name one again."""
-    try:
-        with agent.fetch(heal) as parcel:
-            words = parcel.words()
-            tensors = parcel.named(words)
-    except (LineBroken, OSError):
-        if heal in agent.word.heals:
-            agent.tell_lost(heal.donor)
-        return None
-    return Snapshot(words["num_trained"], words["clip_scale"], tensors), words

@@ -11,11 +11,13 @@ __all__ = ["Deals"]
 LEAST_KEPT = 64
 """Deals that are known of batches before the newest."""
 
-WaitFor = Callable[[Callable[[Word], bool]], Word]
+WaitFor = Callable[[Callable[[Word], bool], str], Word]
 
 
 class Deals:
-    """`wait_for` waits for a word of which something is so, and `say` reports what is here."""
+    """`wait_for` waits for a word of which something is so, which it is told in words; `say` reports what is
+    here.
+    """
 
     def __init__(self, own: RankId, wait_for: WaitFor, say: Callable[[], None]) -> None:
         self.window = Window(0, 0)
@@ -48,7 +50,8 @@ class Deals:
             return next(ends, None)
 
         word = self._wait_for(
-            lambda word: end_in(word) is not None or deal_in(word, self._own, batch) is not None
+            lambda word: end_in(word) is not None or deal_in(word, self._own, batch) is not None,
+            "samples",
         )
         if (end := end_in(word)) is not None:
             self.ended_at = end.until

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from bireme.runtime.averaging.lines import Line
-from bireme.runtime.averaging.sums import PLACES
+from bireme.runtime.averaging.places import PLACES
 from bireme.runtime.quorum.offers import has_hung_up
 from bireme.runtime.quorum.parcels import send_named, send_parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from bireme.runtime.averaging.sums import PLACES, PeerSums, SupersededError
+from bireme.runtime.averaging.places import PLACES
+from bireme.runtime.quorum.peer_agent import AddUp, SupersededError
 from bireme.runtime.quorum.results import Buffers, Result
 from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
 from bireme.sync.coordinator.messages import GroupAt, GroupMember, GroupWord, RankId, Word
@@ -37,14 +38,14 @@ class Groups:
     def __init__(
         self,
         own: RankId,
-        sums: PeerSums,
+        add_up: AddUp,
         device: torch.device | None,
         changed: threading.Condition,
         say: Callable[[], None],
     ) -> None:
         self.job: GroupJob | None = None
         self.is_drained = False
-        self._own, self._sums, self._changed, self._say = own, sums, changed, say
+        self._own, self._add_up, self._changed, self._say = own, add_up, changed, say
         self._at: GroupAt | None = None
         self._wait_s = first_wait_s()
         self._buffers = Buffers(device)
@@ -109,7 +110,7 @@ class Groups:
             return word.group is not None and (word.group.number, word.group.attempt) == key
 
         try:
-            self._sums.add_up(
+            self._add_up(
                 job.contribution,
                 job.result.flats,
                 [one.replica for one in group.members],

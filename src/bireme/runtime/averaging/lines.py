@@ -3,33 +3,15 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bireme.runtime.quorum.results import Buffers, Result
-from bireme.sync.coordinator.messages import Grant, RoundAt, Word
+from bireme.sync.coordinator.messages import Grant, RoundAt
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["Coordinator", "Line", "Offer", "Settled"]
-
-
-class Coordinator(Protocol):
-    """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
-
-    @property
-    def word(self) -> Word:
-        """The last word."""
-
-    def say(self, *, address: str, **fields: Any) -> None:
-        """Report these fields from now on. Does not wait."""
-
-    def on_word(self, act: Callable[[], None]) -> None:
-        """Have something called whenever there is a new word, from any thread that holds no lock."""
-
-    def close(self, *, is_leaving: bool) -> None:
-        """Say no more; where it is leaving, say so."""
+__all__ = ["Line", "Offer", "Settled"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -76,11 +76,22 @@ def _let_in(store: ChunkStore, left: Sequence[Chunk], target: Mapping[Chunk, int
 @contextmanager
 def opened(store: ChunkStore, item: Item, stage: int, number: int) -> Iterator[None]:
     """Within this context all chunks of an item are on the device, be they new; afterwards they are as low as
-    there is room.
+    there is room. What is only ever used on the host is lent from there.
     """
     num_chunks = store.tiers.chunks.get((item, stage), 0)
     chunks = [Chunk(item, stage, number, place) for place in range(num_chunks)]
     store.opened.update(chunks)
+    if item is Item.OPTIMIZER and stage in store.tiers.host_updates:
+        lent_places = []
+        for chunk in chunks:
+            _make_room_on_host(store)
+            store.carry(chunk, 1)
+            lent_places.append(store.lend_host(chunk))
+        yield
+        store.opened.difference_update(chunks)
+        for place in lent_places:
+            store.memory.unmap(place)
+        return
     for chunk in chunks:
         if 0 not in store.held(chunk).where:
             _make_room(store)
@@ -125,6 +136,20 @@ def _make_room(store: ChunkStore) -> None:
         return
     for chunk, held in store.chunks.items():
         if 0 in held.where and chunk not in store.opened and _stow(store, chunk):
+            return
+
+
+def _make_room_on_host(store: ChunkStore) -> None:
+    if store.has_room(1):
+        return
+    for chunk, held in store.chunks.items():
+        if (
+            set(held.where) == {1}
+            and chunk not in store.opened
+            and len(store.pools) == 3
+            and store.has_room(2)
+        ):
+            store.carry(chunk, 2)
             return
 
 

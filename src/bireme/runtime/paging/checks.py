@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 
+from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import Unit
@@ -34,6 +35,11 @@ def paging_of(
     tiers = program.tiers_of(rank)
     if tiers is None:
         return None
+    if tiers.host_updates and is_accelerator(device):
+        raise BiremeError(
+            f"The plan has the optimizer step on the host, which Bireme's engine does only where the device "
+            f'is a processor, and rank {layout.rank} has {device}. Plan with memory.optimizer = "device".'
+        )
     if compiles and any(item is Item.STASH for item, _ in tiers.chunks):
         raise BiremeError(
             "A stage that torch compiles keeps its activations itself, and the plan pages them. Leave "
@@ -43,8 +49,8 @@ def paging_of(
     if frozen_bytes > tiers.unpaged_bytes:
         raise BiremeError(
             f"Rank {layout.rank} has {frozen_bytes} bytes of frozen weights that the plan leaves on the "
-            f"device, where it counts on {tiers.unpaged_bytes:.0f} bytes beside its chunks. Make the plan "
-            "anew for the part of the model that learns."
+            f"device, where it counts on {tiers.unpaged_bytes:.0f} bytes besides its chunks. Make a "
+            "new plan for the part of the model that learns."
         )
     keeps = _keeps_gradients(program, rank, tiers)
     trained = {state.name for state in graph.parameters if state.trainable}
@@ -84,7 +90,7 @@ def _keeps_gradients(program: Program, rank: int, tiers: RankTiers) -> bool:
             pass
         own = {
             chunk
-            for use in uses(program, step, master=tiers.master)
+            for use in uses(program, step, master=tiers.master, host_updates=tiers.host_updates)
             if use.item is Item.GRADIENT
             for chunk in chunks_of(tiers, use)
         }

@@ -169,7 +169,7 @@ class ChunkStore:
         synchronize(self.device)
 
     def bring(self, chunk: Chunk) -> None:
-        """Have a chunk on the device, which has room, beside where it is; between windows, and at once."""
+        """Copy a chunk to the device, which has room, and wait; to be called between windows."""
         held = self.held(chunk)
         self.wait(held.last)
         held.arrival = self.last_read = None
@@ -218,10 +218,16 @@ class ChunkStore:
 
     @property
     def host(self) -> HostTier:
-        """The host's tier of a rank that has three."""
+        """The host's tier, of a rank that has three or updates on the host."""
         found = self.lower[0]
         assert isinstance(found, HostTier), "of three tiers the middle one is the host's"
         return found
+
+    def lend_host(self, chunk: Chunk) -> Tensor:
+        """Have the slot that a chunk has on the host beneath its place, which is given; on a processor."""
+        place = self.ranges.place(chunk)
+        self.host.map_beneath(place, self.chunks[chunk].where[1])
+        return place
 
     def peak_bytes(self, tier: int) -> int:
         """The most that chunks have taken of a tier, with what the device's chunks had no room for."""

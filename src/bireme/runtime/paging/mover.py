@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ Wire = tuple[int, bool]
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
     """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
-    device's stream was when it was posted.
+    device's stream was when it was posted; `note` is told how long the copy took, once it is complete.
     """
 
     wire: Wire
@@ -33,14 +34,18 @@ class Job:
     mark: torch.Event | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    note: Callable[[float], None] | None = None
 
     def do(self, complete: Callable[[], None] = lambda: None) -> None:
         """Make the copy, unless one that it needs has failed; `complete` waits for what goes on then."""
         self.error = next((one.error for one in self.needs if one.error is not None), None)
         try:
             if self.error is None:
+                begin_s = perf_counter()
                 self.run()
                 complete()
+                if self.note is not None:
+                    self.note(perf_counter() - begin_s)
         except BaseException as error:
             self.error = error
         finally:
@@ -108,9 +113,9 @@ class ThreadMover:
                     if stream is None:
                         use(self._device)
                         stream = torch.Stream(self._device)
+                    if job.mark is not None:
+                        job.mark.synchronize()  # here, so that the copy's time is its own
                     with stream:
-                        if job.mark is not None:
-                            stream.wait_event(job.mark)
                         job.do(stream.synchronize)
                 else:
                     job.do()

@@ -1,10 +1,13 @@
 """The pager: what FETCH and EVICT do, and what every other instruction waits for.
 
+An update on the host finds the host's slots beneath its chunks, where they otherwise are on the device.
+
 It keeps the same account as `schedule/holding.py`, which proves programs, with slots and jobs in it.
 """
 
-from collections.abc import Callable
-from time import perf_counter
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
 
 from bireme.runtime.paging.chunk_store import ChunkStore, Held
 from bireme.runtime.paging.mover import Job
@@ -12,7 +15,7 @@ from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk
-from bireme.schedule.uses import Mode, chunks_of, uses
+from bireme.schedule.uses import Mode, Use, chunks_of, uses
 
 __all__ = ["Pager"]
 
@@ -25,24 +28,50 @@ class Pager:
         self._store = store
         self.waited_s = 0.0
         """For how long instructions have waited for chunks."""
+        self._lent: list[Tensor] = []
+        """The places of chunks that lie on the host for the instruction under way."""
 
     def start(self, step: Instruction) -> None:
-        """Return when all chunks that a step uses are on the device."""
-        tiers, before_s = self._store.tiers, self._store.waited_s
-        for use in uses(self._program, step, master=tiers.master):
-            for chunk in chunks_of(tiers, use):
-                self._use(step, chunk, use.mode)
+        """Return when all chunks that a step uses are where it uses them."""
+        before_s = self._store.waited_s
+        for use in self._uses(step):
+            for chunk in chunks_of(self._store.tiers, use):
+                if use.tier:
+                    self._use_on_host(step, chunk, use.mode)
+                else:
+                    self._use(step, chunk, use.mode)
         self.waited_s += self._store.waited_s - before_s
 
     def end(self, step: Instruction) -> None:
         """A step has ended, and with it what nobody needs any more."""
         store = self._store
-        for use in uses(self._program, step, master=store.tiers.master):
+        while self._lent:
+            store.memory.unmap(self._lent.pop())
+        for use in self._uses(step):
             if use.ends and store.ranges.has(use.item, use.stage):
                 for chunk in chunks_of(store.tiers, use):
                     held = store.chunks.pop(chunk)
                     store.drop(chunk, held, tuple(held.where))
                 store.ranges.end(use.item, use.stage, use.number)
+
+    def _uses(self, step: Instruction) -> Iterator[Use]:
+        tiers = self._store.tiers
+        return uses(self._program, step, master=tiers.master, host_updates=tiers.host_updates)
+
+    def _use_on_host(self, step: Instruction, chunk: Chunk, mode: Mode) -> None:
+        store = self._store
+        held = store.held(chunk)
+        store.wait(held.last)
+        if mode is not Mode.READ:
+            store.drop(chunk, held, [tier for tier in held.where if tier != 1])
+        if 1 not in held.where:
+            if mode is not Mode.MAKE:
+                raise RuntimeError(f"{step} needs chunk {chunk.chunk} of its {chunk.item} on the host.")
+            slot, after = store.take(1)
+            store.wait(after)
+            held.where[1] = slot
+        if 0 not in held.where:
+            self._lent.append(store.lend_host(chunk))
 
     def _use(self, step: Instruction, chunk: Chunk, mode: Mode) -> None:
         store = self._store
@@ -116,14 +145,12 @@ class Pager:
         num_bytes, moved, copied_s = store.tiers.chunk_bytes, store.moved_bytes, store.copied_s
         counted = tier if is_fetch else tier + 1, is_fetch
 
-        def run() -> None:
-            begin_s = perf_counter()
-            copy()
-            copied_s[counted] = copied_s.get(counted, 0.0) + perf_counter() - begin_s
+        def note(seconds: float) -> None:
+            copied_s[counted] = copied_s.get(counted, 0.0) + seconds
             moved[counted] = moved.get(counted, 0) + num_bytes
 
         is_disk = store.tiers.tiers[tier + 1].name == "disk"
         needs = tuple(job for job in (after, held.last) if job is not None)
-        job = Job((tier, is_fetch and not is_disk), num_bytes, run, needs)
+        job = Job((tier, is_fetch and not is_disk), num_bytes, copy, needs, note=note)
         store.post(held, job)
         return job

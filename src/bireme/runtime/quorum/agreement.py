@@ -14,6 +14,7 @@ from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.digests import Digests
 from bireme.runtime.quorum.job import DroppedError, heal_in
+from bireme.runtime.quorum.peer_agent import fetched
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.quorum.tied import TiedSums
 from bireme.runtime.snapshot import Snapshot, sections_of
@@ -21,7 +22,6 @@ from bireme.runtime.stage import Stage
 from bireme.runtime.transport import Transport
 from bireme.sync.coordinator.messages import Heal, Word
 from bireme.sync.group import Sums
-from bireme.sync.quorum.line import LineBroken
 
 __all__ = ["Agreement", "join"]
 
@@ -105,11 +105,18 @@ class Donations:
             self._agent.offers.provide(Snapshot(batch, self._clip_scale(), tensors))
 
 
-def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: Callable[[int], None]) -> int:
+def join(
+    agent: Agent,
+    held: int,
+    restore: Callable[[Snapshot], None],
+    follow: Callable[[int], None],
+    on_first: Callable[[int], None] | None = None,
+) -> int:
     """Come to where this replica contributes; gives the first batch that it does so in.
 
     It has the state after `held` batches. If others have gone on it gets a snapshot from one of them, which
     `restore` takes, and all sums that were committed since, each of which `follow` waits for and applies.
+    `on_first` is told the first batch as soon as it is known, which is while those sums come.
     """
     agent.begin(held)
     own = agent.own
@@ -137,14 +144,17 @@ def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: C
     while True:
         word = agent.wait_for(goes_on)
         heal, first = heal_in(word, own), first_in(word)
+        if first is not None and on_first is not None:
+            on_first(max(first, held))
+            on_first = None
         if heal is not None and is_new(heal):
             if is_healed:  # another rank of this replica may wait for a sum that only the first donor had
                 raise DroppedError(f"replica {own.replica} has lost its donor.")
             if asked is not None:
                 agent.begin(held)  # a donor that was lost may be asked again
             asked = heal
-            if (snapshot := _fetched(agent, heal)) is not None:
-                restore(snapshot)
+            if (found := fetched(agent, heal)) is not None:
+                restore(found[0])
                 held, is_healed = heal.batch, True
                 agent.begin(held, is_healed=True)
         elif first is not None and held >= first:
@@ -152,15 +162,3 @@ def join(agent: Agent, held: int, restore: Callable[[Snapshot], None], follow: C
         else:  # the sum is committed without this replica, so it comes
             follow(held)
             held += 1
-
-
-def _fetched(agent: Agent, heal: Heal) -> Snapshot | None:
-    """What the donor sends; None if it could not be had, and the coordinator is to name one again."""
-    try:
-        with agent.fetch(heal) as parcel:
-            words = parcel.words()
-            return Snapshot(words["num_trained"], words["clip_scale"], parcel.named(words))
-    except (LineBroken, OSError):
-        if heal in agent.word.heals:
-            agent.tell_lost(heal.donor)
-        return None

@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from bireme.runtime.quorum.results import Result
-from bireme.sync.coordinator.messages import Deal, Grant, Heal, Member, RankId, RoundAt, Word
+from bireme.sync.coordinator.messages import Deal, Grant, Heal, Member, RankId, Word
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution
 
@@ -26,8 +26,8 @@ class Coordinator(Protocol):
     def word(self) -> Word:
         """The last word."""
 
-    def say(self, *, address: str, wants: int, rounds: tuple[RoundAt, ...], healed: int | None) -> None:
-        """Report this from now on. Does not wait."""
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
 
     def on_word(self, act: Callable[[], None]) -> None:
         """Have something called whenever there is a new word, from any thread that holds no lock."""

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
-from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.failures import Failure, FailureKind
+from bireme.runtime.failures import Failure, FailureKind, RunFailed
 from bireme.runtime.launch import Crew, pickled, preload_own
 from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.averaging_tail import AveragingTail
@@ -117,6 +116,7 @@ def launch_replicas(
             device=device,
             prefix=f"replica {life.replica} life {life.life}",
             first_local=here.replicas.index(life.replica) * settings.num_stages,
+            first_rank=life.replica * settings.num_stages,
         )
         board = Board(PrefixStore(order.prefix, store), settings.num_stages)
         return Crew(order, pickled(function, (own, *args)), board)
@@ -250,12 +250,11 @@ class _Supervision:
         while True:
             if (trouble := self._coordinator.trouble()) is not None:
                 if not self._may_lose_coordinator:
-                    raise BiremeError(
-                        f"The coordinator {trouble}, and what it knew of batches under way is lost with it. "
-                        "Resume the run from its last checkpoint."
+                    raise RunFailed(
+                        f"The coordinator {trouble}, and what it knew of unfinished batches is lost."
                     )
                 self._coordinator.start_again()
-                self._tell(f"The coordinator {trouble}; it is started again, and the run goes on.")
+                self._tell(f"The coordinator {trouble}; it is started again, and the run continues.")
             self._note_members()
             if self._done() or self._is_over_elsewhere:
                 self._part()
@@ -319,7 +318,7 @@ class _Supervision:
             self._tell(f"{what} It has ended {MOST_IN_VAIN} times in a row and is not started again.")
             return
         left = f"replica{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
-        rest = f"The run goes on with {left}" if others else "Nothing is lost"
+        rest = f"The run continues with {left}" if others else "Nothing is lost"
         self._tell(f"{what} {rest}; replica {one.number} starts again.")
         self._tail.read()  # what counted before this life does not say that it trains
         one.begin()

@@ -1,6 +1,6 @@
 """Tensors on a connection of their own: a text that says what comes, and then the bytes, as they lie.
 
-It is for what one rank gives another beside the rounds: committed sums and snapshots. Who sends gives up when
+It is for what one rank gives another outside of rounds: committed sums and snapshots. Who sends gives up when
 nothing moves for its socket's timeout. Who receives waits for the beginning as long as it likes, and gives up
 when nothing moves after that.
 """

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from bireme.errors import BiremeError
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorProcess
-from bireme.sync.coordinator.messages import TERM, Life, Notice, Word, decode, encode
+from bireme.sync.coordinator.message_lines import decode, encode
+from bireme.sync.coordinator.messages import TERM, Life, Notice, Word
 
 __all__ = ["BEAT_S", "Observer", "Site"]
 

@@ -24,6 +24,7 @@ from bireme.sync.coordinator.messages import TERM, RankId, Report, Word
 from bireme.sync.coordinator.rounds import Line
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.standstill import standstill, still_until_s, with_stillness
 from bireme.sync.coordinator.state import Ended, Event, State, Step
 
 __all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
@@ -64,6 +65,9 @@ def step(state: State, event: Event, now_s: float) -> Step:
         state = replace(state, membership=state.membership.with_over(event.life))
     state = replace(_settled(state, now_s, lines), settled_s=now_s)
     is_news = _picture(state) != before
+    state = with_stillness(state, now_s, is_news=is_news)
+    if not state.standstill and (found := standstill(state, now_s)):
+        state, is_news = replace(state, standstill=found), True
     if is_news:
         state = replace(state, number=state.number + 1)
     told = {event.rank} if isinstance(event, Report) else set()
@@ -88,7 +92,7 @@ def _is_beat(state: State, report: Report, now_s: float) -> bool:
 def is_behind(state: State, report: Report) -> bool:
     """Whether a rank has a later word of another coordinator than the one that this one took up from.
 
-    If this one is not installed yet, it must begin anew: others may have gone on without it.
+    If this one is not installed yet, it must start again: others may have continued without it.
     """
     held = None if report.known is None else report.known.held
     term = state.membership.epoch // TERM
@@ -104,6 +108,8 @@ def wake_s(state: State, now_s: float) -> float:
     times += [line.since_s + settings.grace_s for line in state.lines if line.grant is None and line.ready]
     if state.first_heard_s is not None:
         times.append(state.first_heard_s + settings.lease_s)
+    if (until_s := still_until_s(state)) is not None and not state.standstill:
+        times.append(until_s)
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
     if deadline_s is not None:
         times.append(max(deadline_s, now_s))
@@ -135,6 +141,7 @@ def word_for(state: State, rank: RankId) -> Word:
         fresh=state.pool.fresh,
         heals=state.heals,
         group=state.group_words.get((rank.stage, rank.replica)),
+        standstill=state.standstill,
         is_dropped=membership.is_over(rank.own_life),
         is_lost=is_lost(state),
     )

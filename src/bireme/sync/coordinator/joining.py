@@ -71,6 +71,7 @@ def _anew(state: State) -> State:
         commits=(),
         dealt=settings.first,
         dealt_to={},
+        ends=(),
         groups=None,
         group_words={},
         first_heard_s=None,
@@ -85,7 +86,7 @@ def is_cut_off(state: State, now_s: float) -> bool:
 
 
 def without_lost(state: State, now_s: float) -> State:
-    """Without members that have ended, that left, or that were not heard of for the lease.
+    """Without members that have ended, all of whose ranks left, or that were not heard of for the lease.
 
     Where too few would be left, they stay: it may be this coordinator that is cut off.
     """
@@ -94,7 +95,7 @@ def without_lost(state: State, now_s: float) -> State:
 
     def stays(one: Member) -> bool:
         life = one.own_life
-        return membership.is_heard(life, since_s) and not any(r.is_leaving for r in membership.reports(life))
+        return membership.is_heard(life, since_s) and not all(r.is_leaving for r in membership.reports(life))
 
     lost = [one for one in membership.members if not stays(one)]
     left = [one for one in membership.members if one not in lost]

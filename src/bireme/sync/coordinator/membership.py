@@ -101,9 +101,10 @@ class Membership:
         return [] if None in found else [one.report for one in found if one is not None]
 
     def is_heard(self, life: Life, since_s: float) -> bool:
-        """Whether all of its ranks have been heard since then."""
+        """Whether all of its ranks have been heard since then, or have said that they will say no more."""
         ranks = [RankId(life.replica, life.life, stage) for stage in range(self.num_stages)]
-        return all(rank in self.heard and self.heard[rank].at_s >= since_s for rank in ranks)
+        heard = [self.heard.get(rank) for rank in ranks]
+        return all(one is not None and (one.at_s >= since_s or one.report.is_leaving) for one in heard)
 
     def is_empty(self, life: Life) -> bool:
         """Whether it has no weights to begin with."""

@@ -1,5 +1,5 @@
-"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`, which are JSON. A launcher
-says a `Notice`, and is answered too.
+"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`. A launcher says a `Notice`,
+and is answered too.
 
 Both say all that holds now, not what has changed. So a later one replaces an earlier one, a lost one is made
 good by the next, and one that comes twice or late changes nothing. A rank reports whenever something has
@@ -32,14 +32,7 @@ dealt. Then they drain, and all of them make one mean: a round of the last line,
 in. The number of that round is the number of the window.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar, cast
-
-from pydantic import TypeAdapter, ValidationError
-
-from bireme.errors import BiremeError
 
 __all__ = [
     "TERM",
@@ -63,8 +56,6 @@ __all__ = [
     "Source",
     "Window",
     "Word",
-    "decode",
-    "encode",
 ]
 
 TERM = 1_000_000
@@ -178,7 +169,8 @@ class Report:
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
     has loaded the snapshot after `healed` batches. It is in a `window`, and has asked for the first `means`
-    windows to end (`groups` and `outer`). One that `is_leaving` will say no more. One that `is_empty` was
+    windows to end (`groups` and `outer`). It `waits` for that, if it has done nothing else for a while. One
+    that `is_leaving` will say no more. One that `is_empty` was
     started after rounds counted: it has no weights that the run could go on from, and can only heal.
     `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
     needs no more than this from a majority of the members.
@@ -194,6 +186,7 @@ class Report:
     healed: int | None = None
     window: Window | None = None
     means: int = 0
+    waits: str = ""
     is_leaving: bool = False
     is_empty: bool = False
     known: "Known | None" = None
@@ -291,7 +284,7 @@ class Heal:
 
     It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once
     it has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
-    there. One whose donor changes begins anew. `addresses` are those of its ranks.
+    there. One whose donor changes starts again. `addresses` are those of its ranks.
     """
 
     replica: int
@@ -334,9 +327,10 @@ class Word:
     each set enough must know the epoch before it `is_installed`, and nothing is granted or committed before.
     A coordinator that took up did so from the word with the epoch and the number that `after` says.
 
-    `group` is of the rank's own last arrival. A rank that `is_dropped` is of a life that is over: it ends,
-    for its replica to begin the next one. The run `is_lost` if rounds count and nobody is
-    left who has their weights.
+    `group` is of the rank's own last arrival. Where all members wait for each other and nothing will happen
+    any more, `standstill` says who waits for what: they end. A rank that `is_dropped` is of a life that is
+    over: it ends, for its replica to begin the next one. The run `is_lost` if rounds count and nobody is left
+    who has their weights.
     """
 
     epoch: int
@@ -355,6 +349,7 @@ class Word:
     fresh: int = 0
     heals: tuple[Heal, ...] = ()
     group: GroupWord | None = None
+    standstill: str = ""
     is_dropped: bool = False
     is_lost: bool = False
 
@@ -390,27 +385,3 @@ class Known:
         if held is not None and word.epoch // TERM != held.epoch // TERM and word.after < held.place:
             return None
         return Known(word) if word.is_installed else Known(held, word)
-
-
-Message = TypeVar("Message", Report, Notice, Word)
-
-
-def encode(message: Report | Notice | Word) -> bytes:
-    """A message as one line of JSON, without its end. Fields that hold their default are left out."""
-    return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
-
-
-def decode(kind: type[Message], line: bytes) -> Message:
-    """The message in a line that `encode` wrote."""
-    try:
-        return cast("Message", _adapter(cast("Hashable", kind)).validate_json(line))
-    except ValidationError as error:
-        raise BiremeError(
-            f"A line between a rank and the coordinator is no {kind.__name__}: "
-            f"{error.errors()[0]['msg']}. Use one version of Bireme on all machines."
-        ) from None
-
-
-@cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(cast("type[Any]", kind))

@@ -39,7 +39,8 @@ class Settings:
     replica can train of it. A replica that was not heard of for `lease_s` is dropped. A round may go on
     without some replicas once `quorum` contributions are ready (0: more than half of the members) and no
     other has come for `grace_s`. The run begins at the batch `first`, with the samples `waiting` and those
-    from the place `fresh` on. A pass over the data has `num_samples`, 0 if it has no end.
+    from the place `fresh` on. A pass over the data has `num_samples`, 0 if it has no end. A run in which all
+    replicas wait for each other ends after `timeout_s`, if that is not 0.
     """
 
     mode: SyncMode
@@ -55,4 +56,5 @@ class Settings:
     fresh: int = 0
     waiting: tuple[Samples, ...] = ()
     num_samples: int = 0
+    timeout_s: float = 0.0
     groups: GroupSettings = GroupSettings()

@@ -60,6 +60,10 @@ class State:
     """The word from which it took up."""
     settled_s: float = 0.0
     """When it was last seen to what follows from what is known."""
+    still_s: float | None = None
+    """Since when all ranks wait for each other, and nothing has happened."""
+    standstill: str = ""
+    """Why the run ends, once that has been so for too long."""
 
     @property
     def contributors(self) -> tuple[int, ...]:

@@ -33,8 +33,11 @@ def _with_deals_of(state: State, replica: int) -> State:
         return state
     dealing = state.dealing.among(state.membership.replicas, batch)
     pool, ends, until = state.pool, state.ends, _until(state, window)
+    # Who came back into a window that the others have left has nothing to do in it.
+    is_over = window is not NO_END and window.number < state.lines[-1].committed
     while batch < wants:
-        count = _count(state, replica, dealing.counts(batch)[replica], pool.num_left(until))
+        left = 0 if is_over else pool.num_left(until)
+        count = _count(state, replica, dealing.counts(batch)[replica], left)
         if not count:
             end = End(replica, window.number, batch, until)
             ends = (*(one for one in ends if one.replica != replica), end)
@@ -45,13 +48,20 @@ def _with_deals_of(state: State, replica: int) -> State:
 
 
 def _window(reports: list[Report]) -> Window:
-    """The last window that a rank of the replica is in."""
+    """The last window that a rank of the replica is in. Until a rank enters its first one, it names that
+    without any place: another rank of its replica, which wants a batch, may have entered it before.
+    """
     found = [one.window for one in reports if one.window is not None]
-    return max(found, key=lambda one: one.number, default=NO_END)
+    return max(found, key=lambda one: (one.number, one.until), default=NO_END)
 
 
 def _until(state: State, window: Window) -> int:
-    """The place at which a window ends: after this batch of the run if somebody has asked for its end."""
+    """The place at which a window ends: where it has ended for somebody, or after this batch of the run if
+    somebody has asked for its end.
+    """
+    known = [one.until for one in state.ends if one.window == window.number]
+    if known:
+        return min(known)
     if not any(one.report.means > window.number for one in state.membership.heard.values()):
         return window.until
     batch_size = state.settings.batch_size

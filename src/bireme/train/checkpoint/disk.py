@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-"""Read and written at once: much for a disk, and little beside what a rank holds."""
+"""Read and written at once: much for a disk, and little compared with what a rank holds."""
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)
 """What file systems say that have no syncing of folders."""
 

@@ -59,7 +59,7 @@ class ChatTemplate:
             lines = str(error).strip().splitlines() or ["it says no more"]
             raise BiremeError(
                 f"The tokenizer's chat template does not take {where}: {type(error).__name__}: "
-                f"{lines[0].rstrip('.')}. Mend the row, or leave it out."
+                f"{lines[0].rstrip('.')}. Correct the row, or leave it out."
             ) from error
 
     def _by_differences(self, messages: Messages, where: str) -> IdRow:
@@ -72,7 +72,7 @@ class ChatTemplate:
             end = self._ids(messages[: place + 1])
             if ids[: len(end)] != end or end[: len(begin)] != begin:
                 raise BiremeError(
-                    f"In {where} it cannot be told which tokens are message {place + 1}: the tokenizer's "
+                    f"In {where} Bireme cannot tell which tokens are message {place + 1}: the tokenizer's "
                     "chat template writes the beginning of a conversation in another way when more "
                     "follows. Put {% generation %} and {% endgeneration %} around the assistant's content "
                     "in the template."

@@ -1,6 +1,6 @@
 """Samples in which documents stay apart: one in each, or several that do not see each other.
 
-Several share a sample only for a model that takes `position_ids`, which begin anew at 0 with each document:
+Several share a sample only for a model that takes `position_ids`, which start again at 0 with each document:
 by these the model keeps attention within it. The first token of a document is not predicted, as nothing
 before it belongs to it.
 """

@@ -36,8 +36,9 @@ class Loader(Generic[Given]):
     batch by each, in turns. `wanted` says what to read of a batch, by its number and how many samples it has;
     without it that is all.
 
-    It can be iterated more than once, one iteration at a time: each begins where the last one was left. The
-    end of an iteration, `close` and the end of a `with` block end threads and processes.
+    It can be iterated more than once, one iteration at a time: each begins where the last one was left, and
+    makes batches ahead from then on. The end of an iteration, `close` and the end of a `with` block end
+    threads and processes.
     """
 
     def __init__(
@@ -85,13 +86,9 @@ class Loader(Generic[Given]):
     def __iter__(self) -> Iterator[Given]:
         self.close()
         if not self._num_workers and not self._prefetch:
-            yield from self._counted(self._source(lambda: True))
-            return
-        ahead = self._ahead = _Ahead(self._source, max(self._prefetch, 1))
-        try:
-            yield from self._counted(ahead)
-        finally:
-            ahead.close()
+            return self._counted(self._source(lambda: True))
+        self._ahead = _Ahead(self._source, max(self._prefetch, 1))
+        return self._until_closed(self._ahead)
 
     def __enter__(self) -> Self:
         return self
@@ -112,6 +109,12 @@ class Loader(Generic[Given]):
     def _given(self, done: Made) -> Given:
         """What to give for a batch that was made."""
         raise NotImplementedError
+
+    def _until_closed(self, ahead: "_Ahead[Given]") -> Iterator[Given]:
+        try:
+            yield from self._counted(ahead)
+        finally:
+            ahead.close()
 
     def _counted(self, batches: Iterator[Given]) -> Iterator[Given]:
         for batch in batches:

@@ -25,7 +25,7 @@ NUM_SLOTS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class MixedSource:
-    """One source of a mixture: what to call it, its weight beside the others, and its samples."""
+    """One source of a mixture: what to call it, its weight relative to the others, and its samples."""
 
     name: str
     weight: float

@@ -187,7 +187,7 @@ def _from_file(path: Path) -> ModuleType:
     if specification is None or specification.loader is None:
         raise BiremeError(f"{path} cannot be imported as Python.")
     module = importlib.util.module_from_spec(specification)
-    # What lies beside the file can be imported by it, as when Python runs it; last, so that it hides nothing.
+    # The file can import what is in its folder, as when Python runs it; last, so that it hides nothing.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 __all__ = ["Packing", "Pieces", "Places", "best_fit", "cut_off"]
 
 Packing = Literal["stream", "documents", "none"]
-"""How documents become samples: one after the other without a gap, several beside each other, one in each."""
+"""How documents become samples: one after the other without a gap, several in each, one in each."""
 
 Places = NDArray[np.int64]
 

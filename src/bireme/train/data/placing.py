@@ -110,7 +110,7 @@ class Placing:
             return np.empty(0, np.int64)
         places = np.arange(first, first + count) % there
         order = Order(there, self.seed)
-        runs = np.split(places, np.flatnonzero(places[1:] == 0) + 1)  # one, unless they begin anew in it
+        runs = np.split(places, np.flatnonzero(places[1:] == 0) + 1)  # one, unless they start again in it
         return np.concatenate([order.numbers(epoch * there + int(run[0]), len(run)) for run in runs])
 
     @property

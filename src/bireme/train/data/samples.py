@@ -228,7 +228,7 @@ def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split
     num_apart = max(round(len(samples) * fraction), least)
     if num_apart >= len(samples):
         raise BiremeError(
-            f"There are {len(samples)} samples, too few to keep {num_apart} of them for evaluation. Give "
+            f"There are {len(samples)} samples, too few to hold out {num_apart} of them for evaluation. Give "
             "more, or 0 for the fraction."
         )
     cut = len(samples) - num_apart

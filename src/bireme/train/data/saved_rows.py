@@ -1,6 +1,6 @@
 """Rows of a dataset of the `datasets` library: text, token ids that somebody made before, or conversations.
 
-What is read of a row is one column, and the labels beside token ids. Where the rows come from is for
+What is read of a row is one column, and the labels of token ids. Where the rows come from is for
 `hub.py`; here they may lie in a folder or come over the network one by one.
 """
 
@@ -89,7 +89,7 @@ class SavedRows:
                 continue
             if not all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in messages):
                 raise BiremeError(
-                    f"In {place} the column {self.column!r} is no list of messages. A message is a role "
+                    f"In {place} the column {self.column!r} is not a list of messages. A message is a role "
                     "and a "
                     'content, such as {"role": "user", "content": "Hello"}.'
                 )

@@ -90,7 +90,7 @@ class StreamCut:
 class StreamSamples:
     """Samples of a stream, by the number that they have in a run of `seed`.
 
-    They can be taken in rising order; a number that has passed is found by beginning anew. The first
+    They can be taken in rising order; a number that has passed is found by starting again. The first
     `num_apart` rows are left out of every epoch, for they are kept for evaluation.
     """
 
@@ -205,6 +205,6 @@ def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num
         if len(samples) >= num_samples:
             return Held(cut.stacked(samples), len(held))
     raise BiremeError(
-        f"{rows.origin} has {len(held)} rows, too few to keep {num_samples} samples apart for evaluation. "
+        f"{rows.origin} has {len(held)} rows, too few to hold out {num_samples} samples for evaluation. "
         "Give another source in data.evaluation_source, or set data.evaluation_fraction to 0."
     )

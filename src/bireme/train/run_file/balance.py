@@ -22,17 +22,19 @@ class Balancing(Table):
     )
     batch: Literal["keep", "grow"] = Field(
         default="keep",
-        description="grow measures before the first step and sets training.batch_size to what all replicas "
-        "do in the best time of the slowest one; training.learning_rate grows in proportion, with a warm-up",
+        description="grow measures before the first step and sets training.batch_size to the samples that "
+        "all replicas train while the slowest one runs at its best rate; training.learning_rate grows in "
+        "proportion, with a warm-up",
     )
     margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
         default=Policy().margin, description="Least part of a step's time that a change of shares must save"
     )
     every_steps: Steps = Field(
         default=Policy().every,
-        description="Fewest steps between two changes of shares, but for a device whose speed jumps",
+        description="Fewest steps between two changes of shares, unless the speed of a device jumps",
     )
     replan: bool = Field(
         default=False,
-        description="Plan anew at the next checkpoint where one stage, not a whole replica, has become slow",
+        description="Make a new plan at the next checkpoint if one stage, not a whole replica, has become "
+        "slow",
     )

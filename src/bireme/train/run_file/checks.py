@@ -24,6 +24,14 @@ __all__ = ["check_together"]
 DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
 """Two ways to say the same."""
 
+OF_MODES = {
+    "lease_s": ("quorum", "groups", "outer"),
+    "grace_s": ("quorum", "outer"),
+    "compare_every": ("quorum",),
+    "connect_every": ("groups",),
+}
+"""The `sync.mode` in which keys have an effect, where it is not all of them; those of outer steps say it."""
+
 
 def check_together(tables: Tables) -> None:
     """Refuse keys that contradict each other, and those that another key makes idle."""
@@ -50,7 +58,7 @@ def check_together(tables: Tables) -> None:
             "gradients are paged. Leave one of the two out."
         )
     _check_quorum(tables)
-    _check_averages(tables.sync)
+    _check_modes(tables.sync)
 
 
 def _check_model_and_data(tables: Tables) -> None:
@@ -109,15 +117,16 @@ def _check_quorum(tables: Tables) -> None:
             )
 
 
-def _check_averages(sync: Sync) -> None:
-    """Keys of one way to average have no effect in another one."""
+def _check_modes(sync: Sync) -> None:
+    """Keys of one way to agree have no effect in another one."""
     usual = Sync()
     for name in Sync.model_fields:
-        own = {"connect_every": "groups"}.get(name, "outer" if name.startswith("outer_") else sync.mode)
-        if own != sync.mode and getattr(sync, name) != getattr(usual, name):
+        modes = OF_MODES.get(name, ("outer",) if name.startswith("outer_") else (sync.mode,))
+        if sync.mode not in modes and getattr(sync, name) != getattr(usual, name):
+            others = " or ".join(f'"{mode}"' for mode in modes)
             raise BiremeError(
-                f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}". Leave it out, or set '
-                f'sync.mode = "{own}".'
+                f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}", which does not use '
+                f"it. Leave it out, or set sync.mode = {others}."
             )
     if sync.mode != "outer":
         return

@@ -35,12 +35,12 @@ class Data(Table):
         default="stdlib",
         description="Training data: a text file or a folder of them, hf:NAME or hf:FOLDER for a dataset of "
         "the datasets library, a .npy or .bin file of tokens, module:function or file.py:function of your "
-        "own, or stdlib, the sources of Python's standard library. It gives way to mixture",
+        "own, or stdlib, the sources of Python's standard library. Not used if mixture is set",
     )
     mixture: Annotated[tuple[Mixed, ...], Field(max_length=1000), BeforeValidator(_list)] | None = Field(
         default=None,
-        description="Several sources to learn from, each with its weight: the share of samples that are "
-        "drawn from it, beside the weights of the others",
+        description="Several sources to learn from, each with a weight: its share of the samples, relative "
+        "to the other weights",
         examples=[
             (
                 {"source": "texts/", "weight": 3.0},
@@ -50,8 +50,8 @@ class Data(Table):
     )
     private: Annotated[dict[Text, Text], BeforeValidator(_by_server)] | None = Field(
         default=None,
-        description="Samples that only one server may read, beside those of source: the server's name, as in "
-        "the cluster, and a source there",
+        description="Samples that only one server may read, in addition to those of source: the server's "
+        "name, as in the cluster, and a source on that server",
         examples=[{"server0": "/data/own"}],
     )
     tokenizer: Text = Field(
@@ -64,13 +64,13 @@ class Data(Table):
         default=None,
         description="How documents become samples: stream puts one after the other and cuts anywhere, "
         "documents puts several into a sample so that none attends to another, none gives each "
-        "a sample of its own. If not set none for conversations, else stream",
+        "a sample of its own. By default none for conversations, else stream",
         examples=["documents"],
     )
     evaluation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = Field(
         default=0.05,
-        description="Share of the data, at its end, held out for evaluation; 0 turns evaluation off. It "
-        "gives way to evaluation_source",
+        description="Share of the data, at its end, held out for evaluation; 0 turns evaluation off. Not "
+        "used if evaluation_source is set",
     )
     evaluation_source: Text | None = Field(
         default=None,
@@ -79,12 +79,12 @@ class Data(Table):
     )
     text_column: Text | None = Field(
         default=None,
-        description="Column of a dataset with the text, the tokens or the messages of conversations; if not "
-        "set input_ids, else text, else messages, else the only one that holds text",
+        description="Column of a dataset with the text, the tokens or the messages of conversations. By "
+        "default input_ids, else text, else messages, else the only column with text",
         examples=["text"],
     )
     pattern: Text = Field(
-        default="*", description="Names of the files to read in a folder and its subfolders"
+        default="*", description="Pattern of the names of the files to read in a folder and its subfolders"
     )
     dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="Number format of a .bin file")
     num_workers: Annotated[int, Field(ge=0, le=256)] = Field(

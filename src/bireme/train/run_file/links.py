@@ -68,16 +68,16 @@ class LinkSchedule(Table):
     )
     first_codec: Codec = Field(
         default="int8",
-        description="Codec of all borders in the first part of the run, in the words of links.codec",
+        description="Codec of all borders in the first part of the run, in the notation of links.codec",
     )
     last_fraction: Share = Field(
         default=0.0,
         description="Share of the steps, at the end of the run, with last_codec: a model that was trained "
-        "through keep has learned to live with the gaps, and needs some steps without them",
+        "with keep has adapted to missing entries, and needs some steps without it",
     )
     last_codec: Codec = Field(
         default="int8",
-        description="Codec of all borders in the last part of the run, in the words of links.codec",
+        description="Codec of all borders in the last part of the run, in the notation of links.codec",
     )
 
 
@@ -86,18 +86,18 @@ class Links(Table):
 
     codec: CodecOrAuto | None = Field(
         default=None,
-        description="How activations and their gradients are sent between stages: none is as they are, "
-        "bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each token), "
-        "keep:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that lives so many batches), "
-        "MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by the speed of the "
-        "links. If not set, as the plan says, which is none unless it comes from a file",
+        description="How activations and their gradients are sent between stages: none sends them as they "
+        "are, bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each "
+        "token), keep:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that lives so many "
+        "batches), MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by the "
+        "speed of the links. By default the plan decides: none, unless the plan comes from a file",
         examples=["int8"],
     )
     borders: Annotated[tuple[BorderLinks, ...], Field(max_length=4096), BeforeValidator(_borders)] | None = (
         Field(
             default=None,
-            description="Single borders with codecs of their own, by the stages on both sides; the gradient "
-            "goes as the activation does, unless backward says otherwise",
+            description="Codecs of single borders, each named by the stages on both sides; the gradient has "
+            "the codec of the activation unless backward names another",
             examples=[({"border": "0-1", "forward": "int8", "backward": "int4"},)],
         )
     )

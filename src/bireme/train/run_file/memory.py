@@ -60,6 +60,13 @@ class Memory(Table):
     stashes: bool = Field(
         default=True, description="Page the activations of micro-batches too, not only weights and optimizer"
     )
+    optimizer: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the optimizer steps what is paged: on the device, after what it remembers was "
+        "fetched; on the host, where that stays, and only gradients come down and weights go up; or wherever "
+        "a batch is predicted to take less time (auto). On GPUs it steps on the device",
+        examples=["host"],
+    )
 
     shard: Literal["none", "optimizer", "weights"] = Field(
         default="none",

@@ -16,10 +16,14 @@ class Penalties(Table):
     """`[plan.penalties]`."""
 
     delayed: Penalty | None = Field(
-        default=None, description="Steps of 2bw; by default the measured value", examples=[1.5]
+        default=None,
+        description="Steps of 2bw that equal one synchronous step; by default as measured",
+        examples=[1.5],
     )
     fresh: Penalty | None = Field(
-        default=None, description="Steps of 2bw-fresh; by default the measured value", examples=[1.05]
+        default=None,
+        description="Steps of 2bw-fresh that equal one synchronous step; by default as measured",
+        examples=[1.05],
     )
 
 

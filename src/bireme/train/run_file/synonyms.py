@@ -190,7 +190,7 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
     (
         "resume resume_from resume_from_checkpoint init_from load_checkpoint",
         "",
-        "A run goes on with `bireme resume RUN`.",
+        "`bireme resume RUN` continues a run.",
     ),
     # [log]
     (

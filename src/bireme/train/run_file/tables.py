@@ -68,7 +68,7 @@ class Lora(Table):
 
     rank: Annotated[int, Field(ge=1, le=65536)] | None = Field(
         default=None,
-        description="Rank of the two small matrices beside every target; no adapter if not set",
+        description="Rank of the two small matrices added to every target; no adapter if not set",
         examples=[8],
     )
     alpha: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
@@ -125,7 +125,7 @@ class Model(Table):
     )
     lora: Lora = Field(
         default_factory=Lora,
-        description="An adapter that learns beside frozen weights (needs bireme[lora]).",
+        description="An adapter that learns while all other weights are frozen (needs bireme[lora]).",
     )
 
     @property
@@ -178,7 +178,7 @@ class Sync(Table):
         description="How replicas come to the same weights: all and quorum sum gradients in every batch, "
         "groups and outer average weights. With groups each replica trains batches of its own and averages "
         "with those that are ready, with outer all average what they have learned every outer_every batches. "
-        "A rank that dies ends the run with all; else its replica starts again, and the others go on",
+        "A rank that dies ends the run with all. Otherwise its replica starts again, and the others continue",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
         default=10.0, description="Except with all, seconds after which a silent replica is taken for dead"
@@ -190,8 +190,8 @@ class Sync(Table):
     )
     compare_every: Annotated[int, Field(ge=0)] = Field(
         default=100,
-        description="With quorum, steps between two comparisons of the replicas' weights, by a digest: one "
-        "that differs takes those of the others; with 0 they compare only when a replica has come",
+        description="With quorum, steps between two comparisons of the replicas' weights, by digest. A "
+        "replica that differs takes the weights of the others; 0 compares only when a replica comes back",
     )
     connect_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
         default=10, description="With groups, batches of each replica within which groups connect all of them"
@@ -286,8 +286,8 @@ class Log(Table):
     )
     trace: bool = Field(
         default=False,
-        description="Record batches for a picture of the pipeline even in a run of so few steps that none "
-        "would be; longer runs always record a few early ones",
+        description="Record batches for the report's picture of the pipeline even in a very short run; "
+        "longer runs always record a few",
     )
     sample_tokens: Annotated[int, Field(ge=0, le=10**6)] = Field(
         default=200, description="Tokens that the model writes as a sample at the end; 0 for none"

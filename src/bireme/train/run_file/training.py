@@ -71,13 +71,13 @@ class Training(Table):
     )
     schedule_steps: Steps | None = Field(
         default=None,
-        description="Steps that the schedule of the learning rate goes over; all steps if not set",
+        description="Number of steps that the learning rate schedule covers; all steps if not set",
         examples=[300],
     )
     after_schedule: Literal["hold", "restart"] = Field(
         default="hold",
-        description="What follows where schedule_steps are fewer than steps: hold keeps the last rate, "
-        "restart has the schedule again, warm-up included, over the steps that are left",
+        description="What happens after schedule_steps: hold keeps the last rate, restart runs the schedule "
+        "again over the remaining steps, with its warm-up",
     )
     warmup_steps: StepsOrNever | None = Field(
         default=None,
@@ -106,13 +106,13 @@ class Training(Table):
     )
     gradient: Annotated[str, AfterValidator(_gradient)] = Field(
         default="whole",
-        description="How gradients of linear maps are kept and summed: whole, or principal:RANK, components "
-        "that are found while a batch runs; principal:RANK:PAIRS turns them after so many rows",
+        description="How gradients of linear maps are kept and summed: whole, or principal:RANK, as so many "
+        "principal components; principal:RANK:PAIRS updates the components after so many rows",
     )
     gradient_of: Texts | None = Field(
         default=None,
         description="Only with principal: patterns of the weights whose gradients are kept so; by default "
-        "all that get smaller by it",
+        "all whose gradients become smaller",
         examples=[["*.mlp.*.weight"]],
     )
     seed: Seed = Field(default=0, description="Random seed of dropout")

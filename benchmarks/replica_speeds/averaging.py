@@ -1,7 +1,7 @@
 """Replicas in the engine, on emulated devices, one of them slower: gradients of all summed, or groups.
 
 Each replica is one process with one stage that sleeps where it would compute, so many run on few cores. What
-is measured are samples a second over all replicas, beside the sum of the replicas' own speeds.
+is measured are samples a second over all replicas, compared with the sum of the replicas' own speeds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 
 __all__ = ["EngineRow", "measure_agreement"]
 
-PACE = Pace(0.005, 0.010)
+PACE = Pace(0.02, 0.04)
 MICROBATCHES = 4
 """Of one sample each, in a batch of one replica."""
 WARM_BATCHES = 3

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-__all__ = ["IS_COMPILED", "compiled"]
+__all__ = ["IS_COMPILED", "compiled", "pays_off"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 IS_COMPILED = find_spec("numba") is not None
 """Whether such loops are fast here."""
+
+FEWEST_VALUES = 1 << 15
+"""Of fewer values numba is not even imported, which takes longer than many of them do without it."""
 
 
 def compiled(function: Function) -> Function:
@@ -20,3 +23,8 @@ def compiled(function: Function) -> Function:
 
     fast: Function = numba.njit(function, nogil=True, cache=True)
     return fast
+
+
+def pays_off(num_values: int) -> bool:
+    """Whether a compiled loop over so many values is faster than operations of torch and numpy are."""
+    return IS_COMPILED and num_values >= FEWEST_VALUES

@@ -1,0 +1,165 @@
+"""Loops over the largest entries of rows, and over the entries of masks, that numba compiles.
+
+`selection.py` says what they promise. A row stays in the innermost cache while all is done with it. Its
+threshold is found by counting: to count how many entries are at least so large takes an instruction or two
+for many of them, so that a handful of good guesses costs less than to sort out the largest.
+
+Kinds of integers are written out where the compiler would not see that narrow or unsigned ones do, and loops
+begin at 0: it then takes many entries at a time, and asks of no place whether it counts from the end.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bireme.compiled import compiled
+
+__all__ = ["put_true", "take_largest_of_rows", "take_true"]
+
+Integers = NDArray[np.signedinteger[Any]]
+Bytes = NDArray[np.uint8]
+
+BITS_OF_BYTES = np.uint64(0x0102040810204080)
+"""Eight bytes of 0 or 1, taken as one number, times this have them as the bits of the highest byte."""
+HIGHEST_BYTE = np.uint64(56)
+
+STRETCH = 64
+"""Entries of which it is first asked whether the last one wanted is among them."""
+
+COUNTED = 1 << 14
+"""Entries that are counted in integers of their own kind, which are as many at a time as the entries are."""
+
+MOST_INTERPOLATED = 10
+"""Guesses by interpolation; after that the range is halved, so that no row takes long."""
+
+
+@compiled
+def take_largest_of_rows(given: Integers, most: Any, kept: int, packed: Bytes, taken: Integers) -> None:
+    """Write the `kept` largest entries of each row into `taken`, in order, and into `packed` which they are.
+
+    Entries are the bits of numbers of 2 or 4 bytes, and `most` has all bits but that of the sign. A row has
+    more than `kept` of them, and a multiple of 8. `taken` has room for one more than are taken.
+    """
+    num_rows, width = given.shape
+    sizes, chosen = np.empty(width, given.dtype), np.empty(width, np.uint8)
+    guess = np.empty(1, given.dtype)
+    words, row_bytes = chosen.view(np.uint64), width // 8
+    reach = 0
+    for number in range(num_rows):
+        row, largest = given[number], np.int32(0)
+        for place in range(width):
+            size = np.int32(row[place] & most)
+            largest = max(largest, size)
+            sizes[place] = size
+        reach = int(largest) - _choose(sizes, kept, int(largest), reach, guess, chosen)
+        mask = packed[number * row_bytes : (number + 1) * row_bytes]
+        for place in range(row_bytes):
+            mask[place] = (words[place] * BITS_OF_BYTES) >> HIGHEST_BYTE
+        take_true(row, chosen, taken[number * kept : (number + 1) * kept + 1])
+
+
+@compiled
+def take_true(given: Integers, mask: Bytes, taken: Integers) -> None:
+    """Write the entries where the mask is 1 into `taken`, in order; it has room for one more.
+
+    What is not to be taken is written as well, and then written over: a branch would be guessed wrong.
+    """
+    at, last = np.uint64(0), np.uint64(max(taken.size - 4, 0))
+    place, end = np.uint64(0), np.uint64(mask.size // 4 * 4)
+    while place < end and at < last:
+        first = at + np.uint64(mask[place])
+        second = first + np.uint64(mask[place + np.uint64(1)])
+        third = second + np.uint64(mask[place + np.uint64(2)])
+        taken[at] = given[place]
+        taken[first] = given[place + np.uint64(1)]
+        taken[second] = given[place + np.uint64(2)]
+        taken[third] = given[place + np.uint64(3)]
+        at = third + np.uint64(mask[place + np.uint64(3)])
+        place += np.uint64(4)
+    while place < np.uint64(mask.size) and at < np.uint64(taken.size):
+        taken[at] = given[place]
+        at += np.uint64(mask[place])
+        place += np.uint64(1)
+
+
+@compiled
+def put_true(given: Integers, mask: Bytes, into: Integers) -> None:
+    """Write the entries given where the mask is 1, in order, and zeros elsewhere."""
+    at, place = np.uint64(0), np.uint64(0)
+    while at < np.uint64(given.size) and place < np.uint64(into.size):
+        into[place] = given[at] * mask[place]
+        at += np.uint64(mask[place])
+        place += np.uint64(1)
+    into[np.int64(place) :] = 0
+
+
+@compiled
+def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integers, chosen: Bytes) -> int:
+    """Mark the `kept` largest entries of a row, of equal ones the first; gives the size of the least of them.
+
+    `reach` is how far that was below the largest in the row before, which is where the search begins. It goes
+    on by growing steps until it has a size on either side, and then between them.
+    """
+    width = sizes.size
+    low, num_low = 0, width  # so many entries are at least so large: more than wanted
+    high, num_high = largest + 1, 0  # fewer than wanted
+    reach = reach or (largest >> 6) + 1
+    middle, step, num_guesses = max(largest - reach, 1), reach // 4 + 1, 0
+    while high - low > 1:
+        guess[0] = middle
+        found = _num_from(sizes, guess[0])
+        if found == kept:
+            low, num_high = middle, kept
+            break
+        if found > kept:
+            low, num_low = middle, found
+        else:
+            high, num_high = middle, found
+        num_guesses += 1
+        if low == 0:
+            middle, step = max(middle - step, 1), 2 * step
+        elif high > largest:
+            middle, step = min(middle + step, largest), 2 * step
+        else:
+            share = (kept - num_high) / (num_low - num_high) if num_guesses < MOST_INTERPOLATED else 0.5
+            middle = min(max(high - int((high - low) * share), low + 1), high - 1)
+    guess[0] = low
+    least = guess[0]
+    end = _end_of_equal(sizes, least, kept - num_high) if num_high < kept else width
+    front, back, of_back = sizes[:end], sizes[end:], chosen[end:]
+    for place in range(front.size):
+        chosen[place] = front[place] >= least
+    for place in range(back.size):
+        of_back[place] = back[place] > least
+    return low
+
+
+@compiled
+def _num_from(sizes: Integers, least: Any) -> int:
+    """How many are at least so large."""
+    kind, found = sizes.dtype.type, 0
+    for begin in range(0, sizes.size, COUNTED):
+        part, here = sizes[begin : begin + COUNTED], kind(0)
+        for place in range(part.size):
+            here = kind(here + kind(part[place] >= least))
+        found += int(here)
+    return found
+
+
+@compiled
+def _end_of_equal(sizes: Integers, least: Any, wanted: int) -> int:
+    """The place after so many entries of that size."""
+    place = 0
+    while wanted > 0:
+        stretch, here = sizes[place : place + STRETCH], np.int32(0)
+        for one in range(stretch.size):
+            here = np.int32(here + np.int32(stretch[one] == least))
+        if here >= wanted:
+            break
+        wanted -= int(here)
+        place += STRETCH
+    while wanted > 0:
+        wanted -= sizes[place] == least
+        place += 1
+    return place

@@ -1,0 +1,47 @@
+"""Whether the replicas of a run wait for each other for ever, which must not be, and would not end by itself.
+
+They do if all ranks of all members wait for something that is up to the coordinator, nothing is being summed
+up, and so it stays for the timeout. Who computes, writes or reads does not wait.
+"""
+
+from dataclasses import replace
+
+from bireme.sync.coordinator.state import State
+
+__all__ = ["standstill", "still_until_s", "with_stillness"]
+
+
+def with_stillness(state: State, now_s: float, *, is_news: bool) -> State:
+    """With the time since when all wait; what `is_news` begins it anew."""
+    if not state.settings.timeout_s or not _all_wait(state):
+        return state if state.still_s is None else replace(state, still_s=None)
+    return replace(state, still_s=now_s) if is_news or state.still_s is None else state
+
+
+def still_until_s(state: State) -> float | None:
+    """When it counts as a standstill, if nothing happens before."""
+    return None if state.still_s is None else state.still_s + state.settings.timeout_s
+
+
+def standstill(state: State, now_s: float) -> str:
+    """The sentence that ends the run; empty as long as it need not end."""
+    until_s = still_until_s(state)
+    if until_s is None or now_s < until_s:
+        return ""
+    waits: dict[str, list[str]] = {}
+    for rank, heard in sorted(state.membership.heard.items()):
+        waits.setdefault(heard.report.waits, []).append(f"rank {rank.stage} of replica {rank.replica}")
+    what = "; ".join(f"{' and '.join(ranks)} for {what}" for what, ranks in waits.items())
+    return (
+        f"All replicas wait for each other, and nothing has happened for {state.settings.timeout_s:g} s: "
+        f"{what}. This is a mistake in Bireme. bireme resume goes on from the last checkpoint."
+    )
+
+
+def _all_wait(state: State) -> bool:
+    """Whether all ranks of all members wait, and none of their agents adds anything up."""
+    is_open = state.groups is not None and bool(state.groups.open)
+    if is_open or any(line.grant is not None for line in state.lines):
+        return False
+    reports = [state.membership.reports(one.own_life) for one in state.membership.members]
+    return bool(reports) and all(own and all(one.waits for one in own) for own in reports)

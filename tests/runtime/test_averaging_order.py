@@ -1,0 +1,91 @@
+"""Replicas in groups, rank by rank on a simulated clock: whatever the order, the run comes to its end.
+
+Agents, programs, the coordinator and the order of a run are the real ones.
+"""
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.averaging_ranks import Case, RankWorld, simulated
+from tests.support.extent import draws
+
+__all__ = ["simulated"]
+
+pytestmark = pytest.mark.usefixtures("simulated")
+SEEDS = range(draws(3000, 20))
+LONGEST_S = 200.0
+"""Of the simulated clock, far longer than any of these runs takes."""
+
+
+def case_of(seed: int, **more: object) -> Case:
+    random = Random(seed)
+    fields: dict[str, Any] = {
+        "schedule": random.choice(["1f1b", "2bw", "2bw-fresh"]),
+        "num_stages": random.choice([1, 2, 2, 3]),
+        "num_replicas": random.choice([2, 2, 3]),
+        "every": random.choice([2, 4, 8]),
+        "first": random.choice([0, 0, 12]),
+        "connect_every": random.choice([1, 2, 5]),
+        "late_s": random.choice([0.0, 0.01, 0.2]),
+        "spread": random.choice([1.0, 3.0, 20.0]),
+        "is_bad": random.random() < 0.5,
+        **more,
+    }
+    fields["steps"] = fields["first"] + 8
+    return Case(seed=seed, **fields)
+
+
+def check_met(world: RankWorld) -> None:
+    """Whoever meets has the same weights and is at the same step; no sample has counted twice."""
+    for number, met in world.meetings.items():
+        assert len({meeting.step for meeting, _ in met.values()}) == 1, (world.case, number, met)
+        for stage in range(world.case.num_stages):
+            found = {weight for rank, (_, weight) in met.items() if rank.stage == stage}
+            assert len(found) <= 1, (world.case, number, met)
+    places = counted(world)
+    assert len(set(places)) == len(places)
+
+
+def counted(world: RankWorld) -> list[int]:
+    return [
+        place
+        for line in world.lines
+        for own in line.samples
+        for one in own
+        for place in range(one.begin, one.end)
+    ]
+
+
+def test_all_replicas_come_to_the_end_whichever_rank_is_late_and_each_sample_counts_once() -> None:
+    for seed in SEEDS:
+        world = RankWorld(case_of(seed))
+        world.run(LONGEST_S)
+        case = world.case
+        check_met(world)
+        assert sorted(counted(world)) == list(
+            range(case.first * case.batch_size, case.steps * case.batch_size)
+        )
+        assert set(world.ended.values()) == {case.steps}
+        assert len(world.ended) == case.num_replicas * case.num_stages
+
+
+def test_all_replicas_stop_at_the_same_step_where_one_of_them_asks_to() -> None:
+    for seed in SEEDS[::3]:
+        world = RankWorld(case_of(seed, stops_after=Random(seed).randint(1, 6)))
+        world.run(LONGEST_S)
+        check_met(world)
+        assert len(set(world.ended.values())) == 1
+
+
+@pytest.mark.slow
+def test_replicas_that_die_hold_up_nobody_and_come_back_in_step() -> None:
+    for seed in SEEDS[::2]:
+        world = RankWorld(case_of(seed))
+        for _ in range(world.random.randint(1, 3)):
+            replica = world.random.randrange(world.case.num_replicas)
+            world.after(world.random.uniform(0.005, 0.3), lambda r=replica, w=world: w.end(r))  # type: ignore[misc]
+        world.run(LONGEST_S)
+        check_met(world)
+        assert len(set(world.ended.values())) == 1
