@@ -254,3 +254,24 @@ def test_replicas_that_all_wait_for_each_other_for_the_timeout_are_told_so_and_o
     found = wait()
     assert "nothing has happened for 0.5 s: rank 0 of replica 0 for a mean of the replicas" in found
     assert "rank 0 of replica 1 for replica 0 to leave" in found
+
+
+def test_members_are_told_that_all_of_them_have_the_last_mean_whoever_still_heals() -> None:
+    """Nobody ends before, and who heals from another one may never have it."""
+    talk = Talk(SyncMode.GROUPS, 3, 1, num_lines=0)
+    first, second, third = talk.reports
+    talk.end(third.replica)
+    late = RankId(third.replica, 1, 0)
+    talk.state = step(talk.state, Report(late, 1, 0, ""), talk.now_s).state
+    assert talk.word(second).heals[0].donor == first.replica
+    for rank in (first, second):
+        talk.say(rank, rounds=(RoundAt(ready=0),))
+    (grant,) = talk.word(first).grants
+    for rank in (first, second):
+        talk.say(rank, rounds=(RoundAt(ready=0, summed=0, attempt=grant.attempt),))
+    talk.say(second, rounds=(RoundAt(committed=1),))
+    before = talk.word(second)
+    talk.say(first, rounds=(RoundAt(committed=1),))
+    after = talk.word(second)
+    assert (before.kept, after.kept) == ((0,), (1,))
+    assert after.number > before.number

@@ -6,8 +6,8 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from bireme.profile.control import Control
@@ -20,10 +20,8 @@ from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.order import SampleOrder
 from bireme.train.data.prepare import RunData
-from bireme.train.data.rank_batches import PartlyRead, RankBatches
-from bireme.train.data.samples import Samples
+from bireme.train.data.rank_batches import PartlyRead
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
@@ -31,6 +29,7 @@ from bireme.train.replica import LeaderWriter, Replica
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_evaluations import RunEvaluations
 from bireme.train.run_file import RunFile
+from bireme.train.run_reading import RunReading
 from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
 from bireme.train.tally import Tally, Tell
@@ -103,9 +102,7 @@ class Loop:
         self._averaging = member if isinstance(member, AveragingReplica) else None
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
-        self._reading = ExitStack()
-        self._loader: RankBatches | None = None
-        self._read: Iterator[PartlyRead] | None = None
+        self._reading = RunReading(run, data, home, member)
         self._to_record = member is None or not (member.has_come_late or self._averaging)
         self._record_from = self._recorded_first()
         self._shared: tuple[list[int], list[int]] = ([], [])
@@ -121,7 +118,7 @@ class Loop:
         """Come to the first batch that this replica has a part in. Samples are read as soon as that one is
         known, while the weights still follow those of the others.
         """
-        self.pipeline.join(self._read_from)
+        self.pipeline.join(partial(self._reading.begin, self.pipeline))
         self._tally.begin_at(self.step)
 
     def go(self) -> Outcome:
@@ -176,7 +173,6 @@ class Loop:
         self._sum_bytes = self.pipeline.sum_bytes
         self._tiers = self.pipeline.tiers
         self._reading.close()
-        self._loader = self._read = None
         self._sent += self._sent_by_pipeline()
         self.pipeline.close()
         del self.pipeline  # so that there need never be room for two
@@ -259,56 +255,18 @@ class Loop:
             self._save()
 
     def _batches(self, end: int) -> Iterator[PartlyRead]:
-        """The batches of a window. It ends early where the ranks have agreed to stop.
-
-        What reads them goes on from window to window: its worker processes stay, and its next batches are
-        ready when an evaluation is over.
-        """
+        """The batches of a window. It ends early where the ranks have agreed to stop."""
         if self._averaging is not None:
             self._averaging.enter(end)
-            yield from self._loader_from(self.pipeline.num_trained)  # to the end of the window
+            yield from self._reading.window(self.pipeline)
             return
         first = self.step
-        if self._read is None:
-            self._read_from(first)
-        assert self._read is not None, "reading has just begun"
-        for number, batch in zip(range(first, end), self._read, strict=False):
+        for number, batch in zip(
+            range(first, end), self._reading.batches(self.pipeline, first), strict=False
+        ):
             if self._ends is not None and number >= self._ends:
                 return
             yield batch
-
-    def _read_from(self, first: int) -> None:
-        """Begin to read the batches of the run from that one on."""
-        self._read = iter(self._loader_from(first))
-
-    def _loader_from(self, first: int) -> RankBatches:
-        """What reads the batches of the run; that one is its first."""
-        if self._loader is None:
-            asked = self.run.data
-            make = RankBatches if self._member is None else self._member.batches
-            self._loader = make(
-                *self._samples(),
-                self.run.training.batch_size,
-                first,
-                self.run.training.steps - first,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                wanted=self.pipeline.cutter.wanted,
-            )
-            self._reading.enter_context(self._loader)
-            if self.pipeline.balancer is not None:
-                self._reading.callback(self.pipeline.balancer.close)  # or the loader may wait for shares
-        return self._loader
-
-    def _samples(self) -> tuple[Samples, SampleOrder]:
-        """What this rank reads, and in which order."""
-        if self._home is not None:
-            return self._home.samples, self._home.order(self._rows_of_replicas)
-        return self.data.training, self.data.order(self.run.data.seed)
-
-    def _rows_of_replicas(self, step: int) -> tuple[int, ...]:
-        """The rows of a batch that each replica has."""
-        return self.pipeline.cutter.rows_of_replicas(step, self.run.training.batch_size)
 
     def _note(self, result: Result, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the request to stop."""

@@ -168,8 +168,7 @@ class PlanEvaluator:
         penalty = problem.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
-        codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
-        codec_penalty = problem.request.codec_penalty(codecs)
+        codec_penalty = problem.request.codec_penalty(problem.codecs(outline.rank_of_stage, draft.codecs))
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
@@ -276,8 +275,7 @@ class PlanEvaluator:
             network.sync_paths,
         )
         costs = self._work(draft, draft.outline.sizes[replica]).costs
-        rings = self._rings(draft, program.rank_of_stage)
-        tied_s, reduce_bytes = self._syncs(draft, rings)
+        tied_s, reduce_bytes = self._syncs(draft, self._rings(draft, program.rank_of_stage))
         costs = replace(
             costs,
             reduce_s=tied_s,

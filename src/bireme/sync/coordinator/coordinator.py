@@ -29,6 +29,7 @@ from bireme.sync.coordinator.state import Ended, Event, State, Step
 
 __all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
 
+NO_REPLICA = -1
 MOST_COMMITS = 32
 """In one word; who lacks more gets the others later."""
 
@@ -169,12 +170,16 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
 
 
 def _picture(state: State) -> tuple[object, ...]:
-    """What words tell; who has which rounds already is no news."""
+    """What words tell. Who has which rounds already is no news in `quorum`. Where replicas average weights,
+    members wait for it at the end of the run, whoever still heals.
+    """
+    is_quorum = state.settings.mode is SyncMode.QUORUM
     return (
         state.membership.epoch,
         state.membership.members,
         state.membership.voters,
         state.lines and tuple((line.committed, line.grant) for line in state.lines),
+        None if is_quorum else committed_rounds(state, donor=NO_REPLICA),
         state.commits,
         state.pool,
         state.ends,

@@ -29,8 +29,9 @@ def standstill(state: State, now_s: float) -> str:
     if until_s is None or now_s < until_s:
         return ""
     waits: dict[str, list[str]] = {}
-    for rank, heard in sorted(state.membership.heard.items()):
-        waits.setdefault(heard.report.waits, []).append(f"rank {rank.stage} of replica {rank.replica}")
+    for member in state.membership.members:
+        for one in state.membership.reports(member.own_life):
+            waits.setdefault(one.waits, []).append(f"rank {one.rank.stage} of replica {member.replica}")
     what = "; ".join(f"{' and '.join(ranks)} for {what}" for what, ranks in waits.items())
     return (
         f"All replicas wait for each other, and nothing has happened for {state.settings.timeout_s:g} s: "
