@@ -29,7 +29,7 @@ from bireme.train.run_file import load_run_file
 
 MODEL = "gpt:layers=8,width=512,heads=8,vocab=257,context=64"
 QUICK_MODEL = "gpt:layers=4,width=256,heads=4,vocab=257,context=64"
-SECONDS, QUICK_SECONDS = 6.0, 2.0
+SECONDS, QUICK_SECONDS = 3.0, 1.0
 MOST_MEMORY_ERROR = 0.10
 MOST_OF_OPTIMIZER = 0.85
 """Of what processes that share an optimizer hold, those may that share weights in parts."""
