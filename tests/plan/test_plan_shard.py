@@ -1,9 +1,11 @@
 """Replicas that share an optimiser, in predictions: less memory, shorter steps, other bytes on the link."""
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
@@ -18,6 +20,7 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.problem import PlanningProblem, check_shard
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.tier_limits import TierLimits
+from bireme.report.plan_table import print_plan
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
 
@@ -136,6 +139,12 @@ def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path
     assert isinstance(found, Answer)
     assert found.best.plan.whole_weights
     assert found.best.plan.num_stages > 1
+    console = Console(file=StringIO(), width=120)
+    print_plan(found, profile, 1.0, console)
+    assert isinstance(console.file, StringIO)
+    shown = console.file.getvalue()
+    assert "whole at a time" in shown
+    assert "replicas" in shown
     write_plan(tmp_path / "plan.json", found)
     assert load_plan(tmp_path / "plan.json").plan == found.best.plan
 

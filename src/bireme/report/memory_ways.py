@@ -16,11 +16,12 @@ __all__ = ["stages_table", "tiers_table", "ways_table"]
 
 
 def tiers_table(best: Candidate) -> Table:
-    """What each tier holds and takes in, and how long the rank waits for chunks."""
+    """What each tier holds and takes in, and how long the rank waits for chunks, or for weights that replicas
+    share.
+    """
     headings = ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch")
     table = columns(headings, words=("tier",))
-    assert best.plan.paging is not None, "the plan pages"
-    chunk_bytes = best.plan.paging.chunk_bytes
+    chunk_bytes = () if best.plan.paging is None else best.plan.paging.chunk_bytes
     for tier in best.forecast.tiers:
         is_first = tier.tier == "device"
         table.add_row(
@@ -29,7 +30,7 @@ def tiers_table(best: Candidate) -> Table:
             "" if tier.budget_bytes is None else bytes_text(tier.budget_bytes),
             bytes_text(tier.peak_bytes),
             bytes_text(tier.predicted_bytes_moved),
-            bytes_text(chunk_bytes[tier.rank]) if is_first else "",
+            bytes_text(chunk_bytes[tier.rank]) if is_first and chunk_bytes else "",
             seconds_text(tier.waited_s) if is_first else "",
         )
     return table
