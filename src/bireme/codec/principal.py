@@ -24,7 +24,11 @@ from bireme.codec.lowrank import first_basis
 __all__ = ["Components", "PrincipalStream", "Product", "first_components", "merged"]
 
 HISTORY = 0.25
-"""The weight of the batch before; each pair of this batch has weight 1."""
+"""The weight of the batch before, where each pair of this batch has weight 1; k components have a k-th of it.
+
+It keeps directions where a piece has fewer pairs than there are components, and one component from turning
+with each batch. But each weak component that it holds is one that this batch does not find.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +98,7 @@ class PrincipalStream:
         self._before = before
         self._piece = piece
         self._is_tall = len(before.left) > len(before.right)
-        self._begin = HISTORY * before.values
+        self._begin = HISTORY / before.rank * before.values
         near, far = self._sides(before.left, before.right)
         self._near, self._far = near, far * self._begin
         self._first: Tensor | None = far
@@ -131,13 +135,20 @@ class PrincipalStream:
         self.num_pairs += len(left)
 
     def _turn(self, u: Tensor, v: Tensor) -> None:
-        """A step on M = near farT + uT v: new columns are what M makes of the others, and M goes on them."""
+        """A step on M = near farT + uT v: new columns are what M makes of the others, and M goes on them.
+
+        Several components make the step twice, which finds the weak ones. A single one trains better if it
+        lags: what it does not turn to at once, it has from the batches before.
+        """
         if self._first is None:
             basis, rest = torch.linalg.qr(self._far)
         else:  # values of zero would lose its directions
             basis, rest = self._first, torch.diag(self._begin)
             self._first = None
         near = torch.linalg.qr(self._near @ rest.T + u.T @ (v @ basis)).Q
+        if self.rank > 1:
+            basis = torch.linalg.qr(self._far @ (self._near.T @ near) + v.T @ (u @ near)).Q
+            near = torch.linalg.qr(self._near @ (self._far.T @ basis) + u.T @ (v @ basis)).Q
         self._far = self._far @ (self._near.T @ near) + v.T @ (u @ near)
         self._near = near
 
