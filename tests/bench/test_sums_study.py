@@ -19,7 +19,7 @@ NUM_REPLICAS, NUM_BATCHES = 3, 7
 CONTEXT, VOCAB = 8, 16
 
 
-@pytest.mark.parametrize("word", ["int8", "int2", "threshold:0.1:3", "lowrank:2:1"])
+@pytest.mark.parametrize("word", ["int8", "int2", "threshold:0.1:3:2", "lowrank:2:1"])
 def test_a_sum_of_the_study_is_the_sum_of_the_engine(word: str) -> None:
     shapes = {"matrix": (24, 20), "small": (8, 4)}
     draw, oracle = torch.Generator().manual_seed(0), CodedOracle(word)

@@ -103,12 +103,13 @@ def test_what_gives_the_same_bits_everywhere_is_what_was_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["none", "int8", "int4", "int2", "threshold:0.01:50", "lowrank:4", "lowrank:4:0"]
+    "text",
+    ["none", "int8", "int4", "int2", "threshold:0.01:50", "threshold:0.01:50:10", "lowrank:4", "lowrank:4:0"],
 )
 def test_words_are_read_as_they_are_written(text: str) -> None:
     assert str(parse_sum_codec(text)) == text
     assert parse_sum_codec(text).has_feedback == (
-        text in ("int2", "threshold:0.01:50", "lowrank:4", "lowrank:4:0")
+        text in ("int2", "threshold:0.01:50", "threshold:0.01:50:10", "lowrank:4", "lowrank:4:0")
     )
 
 

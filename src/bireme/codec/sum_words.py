@@ -77,7 +77,8 @@ class SumCodec:
             case SumKind.BITS:
                 return f"int{self.bits}"
             case SumKind.THRESHOLD:
-                return f"threshold:{self.share:g}:{self.life}"
+                more = f":{self.whole_steps}" if self.whole_steps else ""
+                return f"threshold:{self.share:g}:{self.life}{more}"
             case SumKind.LOWRANK:
                 more = "" if self.whole_steps == WHOLE_STEPS else f":{self.whole_steps}"
                 return f"lowrank:{self.rank}{more}"
@@ -177,7 +178,7 @@ def parse_sum_codec(text: str) -> SumCodec:
         return SumCodec(SumKind.BITS, bits=int(found[1] or found[2]))
     if word == "none" and not numbers:
         return DENSE
-    if word == "threshold" and len(numbers) <= 2:
+    if word == "threshold" and len(numbers) <= 3:
         share = _number(
             text, numbers[0] if numbers else "0.01", "a share of the entries, above 0 and up to 1"
         )
@@ -186,7 +187,10 @@ def parse_sum_codec(text: str) -> SumCodec:
             raise _impossible(text, f"the share {share:g} must be above 0 and up to 1")
         if life < 1 or life != int(life) or life > 1e9:
             raise _impossible(text, f"{life:g} must be a whole number of steps from 1 on")
-        return SumCodec(SumKind.THRESHOLD, share=share, life=int(life))
+        steps = _number(text, numbers[2] if len(numbers) > 2 else "0", "a number of steps")
+        if steps != int(steps) or steps > 1e9:
+            raise _impossible(text, f"{steps:g} must be a whole number of steps from 0 on")
+        return SumCodec(SumKind.THRESHOLD, share=share, life=int(life), whole_steps=int(steps))
     if word == "lowrank" and len(numbers) <= 2:
         rank = _number(text, numbers[0] if numbers else "4", "a rank from 1 on")
         if rank < 1 or rank != int(rank) or rank > 65536:
