@@ -44,7 +44,7 @@ KEPT_COPIES = 2
 WHOLE_STEPS = 10
 """Steps before low rank begins, so that optimisers which divide by the size of gradients know it first."""
 
-SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS or lowrank:RANK:STEPS"
+SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS:FIRST or lowrank:RANK:FIRST"
 
 BITS = re.compile(r"int([1-8])|([1-8])bit")
 

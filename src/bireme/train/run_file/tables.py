@@ -221,7 +221,8 @@ class Sync(Table):
         default="none",
         description="With all, what sums of gradients over replicas go through: none, int8 (blocks with a "
         "scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found "
-        "every so many steps) or lowrank:RANK (RANK:STEPS begins after so many whole ones, else after 10)",
+        "every so many steps) or lowrank:RANK. threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST send whole "
+        "gradients in the first steps, as many as FIRST says; else threshold in none, lowrank in 10",
     )
 
 
