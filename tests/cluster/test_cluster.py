@@ -132,7 +132,7 @@ def test_a_cluster_can_go_to_another_process() -> None:
         (lambda: Mesh("m", (0, 1), Link(1.0, back_bytes_per_s=2.0)), "alike both ways"),
         (lambda: Mesh("m", (0,), Link(1.0)), "at least 2"),
         (lambda: Bridge("b", (0, 0), Link(1.0)), "a device twice"),
-        (lambda: Bridge("b/c", (0,), Link(1.0)), "no name for a bridge"),
+        (lambda: Bridge("b/c", (0,), Link(1.0)), "is not a name for a bridge"),
         (lambda: Switch(-1.0), "bytes_per_s is -1"),
         (lambda: Server("s", ()), "no devices"),
         (lambda: Server("s", (Device("x", "cpu"),)), "memory_bytes = 0"),
