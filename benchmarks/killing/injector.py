@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,12 @@ class Samples:
 
 
 def samples() -> Samples:
-    """For `data.source`. Raises a `BiremeError` once, where somebody has put a mistake beside the orders."""
+    """For `data.source`. Raises a `BiremeError` once, where somebody has put a mistake beside the orders.
+
+    Every rank reads samples, and only then gets an agent: so here it begins to follow orders.
+    """
+    if ORDERS in os.environ:
+        _follow_orders(Path(os.environ[ORDERS]))
     mistake = Path(os.environ.get(ORDERS, os.devnull)) / MISTAKE
     try:
         mistake.unlink()
@@ -155,8 +161,10 @@ class Injector:
             os.kill(os.getpid(), order["signal"])
 
 
-def inject(injector: Injector) -> None:
-    """Have the engine of this process tell the injector where it is."""
+@cache
+def _follow_orders(folder: Path) -> None:
+    """Have the engine of this process tell an injector where it is."""
+    injector = Injector(folder)
     begin, write = Agent.__init__, CheckpointWriter._write_own
 
     def begun(agent: Agent, own: RankId, *words: Any, **more: Any) -> None:
@@ -179,7 +187,3 @@ def inject(injector: Injector) -> None:
         (Watch, "doing", told),
     ):
         setattr(owner, name, value)
-
-
-if ORDERS in os.environ:
-    inject(Injector(Path(os.environ[ORDERS])))
