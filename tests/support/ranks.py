@@ -71,7 +71,7 @@ def _exists(pid: int) -> bool:
     try:
         # Of a process that has ended, and which nobody asked how, there is still the name.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ended after the file was opened
         return False
 
 
