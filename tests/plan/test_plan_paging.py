@@ -183,6 +183,7 @@ def test_a_plan_within_a_budget_pages_no_faster_than_with_room_and_keeps_within_
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_frozen_weights_page_and_are_never_copied_out(tmp_path: Path) -> None:
     part = {"parameter_bytes": MB, "gradient_bytes": MB, "optimizer_bytes": 2 * MB, "buffer_bytes": 12 * MB}
     units = tuple(replace(unit, **part) for unit in PROFILE.units)  # type: ignore[arg-type]
@@ -225,6 +226,7 @@ def test_an_explanation_says_what_each_way_to_save_memory_would_take_alone() -> 
     assert with_single_ways(PROFILE, cluster(), request(None), off, find_resident) is off
 
 
+@pytest.mark.slow
 def test_sweeps_are_found_where_weights_are_most_of_what_is_fetched() -> None:
     """Large weights on a slow wire and small activations: g micro-batches fetch each part once."""
     heavy = profile_of(
@@ -259,6 +261,7 @@ def stepping(where: str, machines: Cluster | None = None, **more: object) -> Ans
     return answer
 
 
+@pytest.mark.slow
 def test_the_optimizer_steps_on_the_host_where_a_batch_takes_less_time(tmp_path: Path) -> None:
     auto, device, host = (stepping(where).best for where in ("auto", "device", "host"))
     assert host.forecast.batch_s < device.forecast.batch_s
@@ -275,6 +278,7 @@ def test_the_optimizer_steps_on_the_host_where_a_batch_takes_less_time(tmp_path:
         assert load_plan(tmp_path / "plan.json").plan == best.plan
 
 
+@pytest.mark.slow
 def test_where_the_optimizer_cannot_step_on_the_host_it_steps_on_the_device_or_a_wish_is_refused() -> None:
     for machines, schedule, why in (
         (None, "2bw-fresh", "no stage of the plan can"),

@@ -58,6 +58,7 @@ def counted(world: RankWorld) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_all_replicas_come_to_the_end_whichever_rank_is_late_and_each_sample_counts_once() -> None:
     for seed in SEEDS:
         world = RankWorld(case_of(seed))
