@@ -1,4 +1,4 @@
-"""The model and the data of runs in which ranks die, and what kills them there. Each rank imports this file.
+"""The model and the data of runs in which ranks die, and what kills them there.
 
 Who watches a run writes an order: which rank, after which part of the instructions of one of its next
 batches, and which signal. The rank sends that to itself right before the instruction, and says before that
@@ -38,8 +38,6 @@ MISTAKE = "mistake"
 SAVING = "saving"
 """Where an order is for a checkpoint."""
 WIDTH, NUM_SAMPLES = 8, 5000
-KEPT = 4
-"""Batches whose instructions are counted at a time. One that is so old and had too few is over."""
 
 
 class Network(nn.Module):
@@ -107,7 +105,7 @@ class Injector:
         self._counts: Counter[int] = Counter()
         """Instructions of each batch so far."""
         self._usual = 0
-        """Instructions of the last whole batch."""
+        """Instructions of a whole batch."""
         self._batch: int | None = None
         """In which to die."""
 
@@ -121,10 +119,9 @@ class Injector:
         if self._rank is None or batch is None:
             return
         if batch not in self._counts:
-            self._usual = self._counts.pop(batch - KEPT, 0) or self._usual
+            self._usual = max(self._usual, self._counts.pop(batch - 4, 0))
             self._look()
-            is_over = self._batch is None or batch > self._batch + KEPT
-            if is_over and self._usual and self._order and self._order["at"] != SAVING:
+            if self._batch is None and self._usual and self._order and self._order["at"] != SAVING:
                 self._batch = batch
         self._counts[batch] += 1
         if batch == self._batch and self._counts[batch] > self._order_at() * self._usual:

@@ -24,7 +24,7 @@ from bireme.sync.quorum.line import LineBroken
 __all__ = ["Agent"]
 
 MOST_BEHIND = 8
-"""A replica that has fallen further behind the others starts again: to heal, it need not compute."""
+"""A replica that lags the others by more batches starts again: to heal, it need not compute."""
 
 
 class Agent(PeerAgent):
