@@ -270,7 +270,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["memory.device=1GB", "memory.host=0"], "there is nothing to page to."),
         (["memory.device=1GB", "memory.disk_bytes=5e9"], "but memory.disk names no folder."),
         (["plan.file=p.json", "memory.device=1GB"], "but memory.device asks for a new plan."),
-        (["memory.shard=optimizer", "memory.device=1GB"], "and a part of an optimizer is not paged."),
+        (["memory.shard=optimizer", "memory.device=1GB"], "and what replicas share is not paged."),
         (["memory.shard=optimizer", "sync.mode=quorum"], "sync.mode is 'quorum', and each replica needs"),
         (["memory.shard=optimizer", "sync.codec=int8"], "sync.codec is 'int8', and each replica gets"),
         (["memory.shard=optimizer", "training.gradient=principal:2"], "only whole gradients have parts."),

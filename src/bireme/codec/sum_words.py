@@ -187,18 +187,15 @@ def parse_sum_codec(text: str) -> SumCodec:
             raise _impossible(text, f"the share {share:g} must be above 0 and up to 1")
         if life < 1 or life != int(life) or life > 1e9:
             raise _impossible(text, f"{life:g} must be a whole number of steps from 1 on")
-        steps = _number(text, numbers[2] if len(numbers) > 2 else "0", "a number of steps")
-        if steps != int(steps) or steps > 1e9:
-            raise _impossible(text, f"{steps:g} must be a whole number of steps from 0 on")
-        return SumCodec(SumKind.THRESHOLD, share=share, life=int(life), whole_steps=int(steps))
+        steps = _whole_steps(text, numbers[2:], 0)
+        return SumCodec(SumKind.THRESHOLD, share=share, life=int(life), whole_steps=steps)
     if word == "lowrank" and len(numbers) <= 2:
         rank = _number(text, numbers[0] if numbers else "4", "a rank from 1 on")
         if rank < 1 or rank != int(rank) or rank > 65536:
             raise _impossible(text, f"the rank {rank:g} must be a whole number from 1 to 65536")
-        steps = _number(text, numbers[1] if len(numbers) > 1 else str(WHOLE_STEPS), "a number of steps")
-        if steps != int(steps) or steps > 1e9:
-            raise _impossible(text, f"{steps:g} must be a whole number of steps from 0 on")
-        return SumCodec(SumKind.LOWRANK, rank=int(rank), whole_steps=int(steps))
+        return SumCodec(
+            SumKind.LOWRANK, rank=int(rank), whole_steps=_whole_steps(text, numbers[1:], WHOLE_STEPS)
+        )
     advice = closest(word, ["none", "int8", "int4", "int2", "threshold", "lowrank"])
     raise BiremeError(f"There is no codec {text!r} for sums of gradients. {advice} Use {SUM_CODEC_WORDS}.")
 
@@ -206,6 +203,15 @@ def parse_sum_codec(text: str) -> SumCodec:
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """A gradient as a matrix: its first axis, and all others together."""
     return shape[0], math.prod(shape[1:])
+
+
+def _whole_steps(text: str, given: Sequence[str], usual: int) -> int:
+    """How many first steps send whole gradients; `usual` where that is not given."""
+    wanted = "a whole number of steps from 0 on"
+    steps = _number(text, given[0], wanted) if given else usual
+    if steps != int(steps) or steps > 1e9:
+        raise _impossible(text, f"{steps:g} must be {wanted}")
+    return int(steps)
 
 
 def _number(text: str, part: str, wanted: str) -> float:

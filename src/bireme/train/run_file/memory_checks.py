@@ -48,7 +48,7 @@ def _check_shard(tables: Tables) -> None:
     if tables.memory.shard == "none":
         return
     why = {
-        "memory.device": (tables.memory.device, None, "a part of an optimizer is not paged"),
+        "memory.device": (tables.memory.device, None, "what replicas share is not paged"),
         "sync.mode": (tables.sync.mode, "all", "each replica needs all others in every batch"),
         "sync.codec": (tables.sync.codec, "none", "each replica gets the plain sum of its part"),
         "training.gradient": (tables.training.gradient, "whole", "only whole gradients have parts"),
