@@ -1,5 +1,6 @@
 """Loops that numba compiles where it is installed, and that Python runs elsewhere, a hundred times slower."""
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -8,8 +9,8 @@ __all__ = ["IS_COMPILED", "compiled", "pays_off"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-IS_COMPILED = find_spec("numba") is not None
-"""Whether such loops are fast here."""
+IS_COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
+"""Whether such loops are fast here. Numba's own variable turns its compiler off."""
 
 FEWEST_VALUES = 1 << 15
 """Of fewer values numba is not even imported, which takes longer than many of them do without it."""

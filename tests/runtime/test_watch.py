@@ -52,6 +52,26 @@ def watching(
             watch.stop()
 
 
+@pytest.fixture(autouse=True)
+def _nobody_has_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests let ranks fail one after the other."""
+    monkeypatch.setattr(watch_module, "KNOWN_S", 0.0)
+
+
+def test_who_fails_goes_on_once_the_others_know_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "KNOWN_S", patience_s())
+    with watching(HashStore(), 3) as (first, second, third):
+        first.wait_for_everyone(TIMEOUT_S)
+        told = threading.Thread(target=first.failed, args=[ArithmeticError("the sum is wrong")])
+        told.start()
+        assert "the sum is wrong" in str(second.explain(LOST))
+        second.stop()
+        assert told.is_alive()
+        assert "the sum is wrong" in str(third.explain(LOST))
+        third.stop()
+        told.join()
+
+
 def test_the_first_failure_is_the_root_cause_and_stays() -> None:
     with watching(HashStore(), 3) as (first, second, third):
         first.doing = "1F0"
