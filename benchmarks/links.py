@@ -139,7 +139,7 @@ def row_of(way: Way) -> dict[str, Any]:
     is_delayed = rule is not Rule.SYNCHRONOUS
     unseen = unseen_share(STAGES, MICRO_BATCHES, lookahead)
     codecs = BorderCodecs(way.codec, way.codec)
-    steps = STEPS * codec_steps([codecs], has_ending=way.has_ending)
+    steps = STEPS * codec_steps([codecs], "adamw", has_ending=way.has_ending)
     steps *= steps_for_one(rule, "adamw", delay_warmup=DEFAULT_DELAY_WARMUP, unseen=unseen)
     start = DEFAULT_DELAY_WARMUP if is_delayed else 0.0
     end = ENDING if way.has_ending else 0.0

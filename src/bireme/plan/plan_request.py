@@ -140,9 +140,11 @@ class PlanRequest:
             return self.delay_warmup
         return DEFAULT_DELAY_WARMUP if self.schedule == "auto" else 0.0
 
-    def codec_penalty(self, codecs: Iterable[BorderCodecs]) -> float:
+    def codec_penalty(self, codecs: Iterable[BorderCodecs], optimizer: str) -> float:
         """Batches with these codecs on borders that equal one without; 1 if the goal is throughput."""
-        return 1.0 if self.goal is Goal.THROUGHPUT else codec_steps(codecs, has_ending=self.has_ending)
+        if self.goal is Goal.THROUGHPUT:
+            return 1.0
+        return codec_steps(codecs, optimizer, has_ending=self.has_ending)
 
     def penalty(
         self, rule: Rule, optimizer: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0
