@@ -69,8 +69,8 @@ def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool) -> Excess | N
 
 
 def keep_with_muon(rows: Sequence[Row]) -> float:
-    """What `keep` adds to the loss with Muon, as times what it adds with AdamW: the mean of what ran with both
-    on the small model.
+    """What `keep` adds to the loss with Muon, as times what it adds with AdamW: the mean of what ran
+    with both on the small model.
     """
     excesses = {row.cell: row.excess.median for row in rows if row.excess is not None}
     added = {
