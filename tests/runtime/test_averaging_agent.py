@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import join_averaging
 from bireme.runtime.averaging.lines import Offer
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.quorum.parcels import Parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, Switchboard
 from bireme.runtime.snapshot import Snapshot
@@ -188,12 +188,12 @@ def test_who_waits_in_vain_says_for_what_and_ends_when_all_do(
     agent: AveragingAgent, coordinator: Coordinator
 ) -> None:
     agent.begin(Window(0, 8))
-    errors: list[BiremeError] = []
+    errors: list[RunFailed] = []
 
     def wait() -> None:
         try:
             agent.wait_settled(agent.lines)
-        except BiremeError as error:
+        except RunFailed as error:
             errors.append(error)
 
     waits = threading.Thread(target=wait, daemon=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.quorum.job import Coordinator, DroppedError, heal_in, member_in
 from bireme.runtime.quorum.parcels import Parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
@@ -257,7 +257,7 @@ class PeerAgent(ABC):
         if self._is_closed:
             raise ConnectionAbortedError("This rank's agent is closed.")
         if word.standstill:
-            raise BiremeError(word.standstill)
+            raise RunFailed(word.standstill)
         if word.is_dropped:
             raise DroppedError(f"a rank of replica {self.own.replica} was silent for longer than its lease.")
 

@@ -12,7 +12,7 @@ __all__ = ["standstill", "still_until_s", "with_stillness"]
 
 
 def with_stillness(state: State, now_s: float, *, is_news: bool) -> State:
-    """With the time since when all wait; what `is_news` begins it anew."""
+    """With the time since when all wait; news starts it again."""
     if not state.settings.timeout_s or not _all_wait(state):
         return state if state.still_s is None else replace(state, still_s=None)
     return replace(state, still_s=now_s) if is_news or state.still_s is None else state
@@ -35,7 +35,7 @@ def standstill(state: State, now_s: float) -> str:
     what = "; ".join(f"{' and '.join(ranks)} for {what}" for what, ranks in waits.items())
     return (
         f"All replicas wait for each other, and nothing has happened for {state.settings.timeout_s:g} s: "
-        f"{what}. This is a mistake in Bireme. bireme resume goes on from the last checkpoint."
+        f"{what}. This is a bug in Bireme: please report it."
     )
 
 
