@@ -166,7 +166,9 @@ class Machines(Table):
         examples=[1],
     )
     timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = Field(
-        default=60.0, description="Seconds to wait for a silent process before the run fails"
+        default=60.0,
+        description="Seconds to wait for a silent process, or while all replicas wait for each other, before "
+        "the run fails",
     )
 
 
