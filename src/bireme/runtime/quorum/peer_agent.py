@@ -94,7 +94,9 @@ class PeerAgent(ABC):
         return self._coordinator.word
 
     def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
-        """Wait until that is so of the last word, which it gives. `what` says it in words."""
+        """Wait until that is so of the last word, which it gives. `what` says it in words, for agents that
+        tell the coordinator.
+        """
         del what
         with self._changed:
             while True:
