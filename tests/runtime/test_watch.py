@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 5.0
 ALONE_S = 0.5
-"""Of a watch whose rank has nobody beside it that could seem dead on a busy machine."""
+"""Of a watch whose rank is alone: no other one could seem dead on a busy machine."""
 LOST = PeerLost(1, "connection closed")
 
 
