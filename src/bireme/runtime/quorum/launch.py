@@ -85,8 +85,8 @@ def launch_replicas(
     """Run `function(world, order, *args)` in new processes for each replica, until one replica is done.
 
     `world` is of the replica's own ranks. `tell` is given a sentence for each death and each return. Raises
-    what `launch` does where no replica is left to go on. With a `site` there are other hosts, whose launchers
-    do the same with the other replicas. Its coordinator is closed.
+    what `launch` does where no replica is left to go on, and `RunFailed` where none could. With a `site`
+    there are other hosts, whose launchers do the same with the other replicas. Its coordinator is closed.
     """
     from bireme.runtime.stores import PrefixStore, open_store
 
