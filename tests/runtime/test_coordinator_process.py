@@ -186,8 +186,6 @@ def test_without_its_coordinator_or_in_a_standstill_a_run_ends_by_no_mistake_of_
     settings = Settings(SyncMode.GROUPS, 2, 1, 8, Limits((1, 1), (8, 8)))
     site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", (0, 1), 0.0)
     with pytest.raises(RunFailed, match=words):
-        launch_replicas(
-            rank_that_dies_first, settings, ledger=tmp_path / LEDGER, tell=told.append, site=site
-        )
+        launch_replicas(rank_that_dies_first, settings, ledger=tmp_path / LEDGER, tell=told.append, site=site)
     assert told == []
     assert coordinator.is_closed

@@ -1,8 +1,8 @@
 """Whether the replicas of a run wait for each other for ever, which must not be, and would not end by itself.
 
 They do if all ranks of all members wait for something that is up to the coordinator, nothing is being summed
-up, and so it stays for the timeout, and for the lease: a member that is silent is dropped first. Who computes,
-writes or reads does not wait.
+up, and so it stays for the timeout, and for the lease: a member that is silent is dropped first. Who
+computes, writes or reads does not wait.
 """
 
 from dataclasses import replace
