@@ -370,7 +370,7 @@ def test_a_model_whose_head_is_its_embedding_is_refused() -> None:
     odd = nn.Module()
     odd.layers, odd.tokens = model.layers, model.tokens
     odd.config = model.config  # type: ignore[assignment]  # a module's attributes are tensors and modules
-    with pytest.raises(BiremeError, match="comes behind one of stage"):
+    with pytest.raises(BiremeError, match="comes after one of stage"):
         Simulation(odd, rule_named("2bw"), Pipelining(2, 2), factory_of("sgd"), num_batches=1)  # type: ignore[arg-type]  # no GPT on purpose
 
 

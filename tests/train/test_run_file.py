@@ -146,7 +146,7 @@ def test_lines_of_the_file_to_begin_with_fit_a_screen() -> None:
 
 def test_the_reference_is_up_to_date() -> None:
     remedy = (
-        'Write it anew: python -c "from bireme.train.run_file import reference_markdown as text; '
+        'Write it again: python -c "from bireme.train.run_file import reference_markdown as text; '
         "print(text(), end='')\" > docs/run-file.md"
     )
     assert (ROOT / "docs" / "run-file.md").read_text(encoding="utf-8") == reference_markdown(), remedy
