@@ -199,7 +199,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
         at_least("T of dense 1f1b over T, both", gain(SCHEDULES, None), LEAST_GAIN),
     ]
     if errors:
-        found.append(at_most("error of the simulator, of the engine's time, worst row", max(errors), MOST_ERROR))
+        found.append(at_most("error of the simulator, worst row", max(errors), MOST_ERROR))
     return found
 
 

@@ -195,8 +195,8 @@ class AveragingReplica(MortalReplica):
         if mean != (own if self.number in members else int(mean)):
             raise BiremeError(
                 f"Replica {self.number} ended its window at place {own} of the run's samples, but the "
-                f"{len(members)} replicas that met ended theirs at place {mean:g} on average: they are not at "
-                "the same step. This is a bug in Bireme. `bireme resume` continues from the last checkpoint."
+                f"{len(members)} replicas that met ended theirs at place {mean:g} on average: they are not "
+                "at the same step. This is a bug in Bireme. `bireme resume` continues from the last checkpoint."
             )
         return int(mean)
 
