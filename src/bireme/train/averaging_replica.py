@@ -196,7 +196,7 @@ class AveragingReplica(MortalReplica):
             raise BiremeError(
                 f"Replica {self.number} ended its window at place {own} of the run's samples, but the "
                 f"{len(members)} replicas that met ended theirs at place {mean:g} on average: they are not "
-                "at the same step. This is a bug in Bireme. `bireme resume` continues from the last checkpoint."
+                "at the same step. This is a bug in Bireme. `bireme resume` goes on from the last checkpoint."
             )
         return int(mean)
 
