@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.talk import Talk
@@ -193,10 +193,10 @@ class AveragingReplica(MortalReplica):
         """
         own, mean = self._agent.deals.ended_at, ends / len(members)
         if mean != (own if self.number in members else int(mean)):
-            raise BiremeError(
+            raise RunFailed(
                 f"Replica {self.number} ended its window at place {own} of the run's samples, but the "
                 f"{len(members)} replicas that met ended theirs at place {mean:g} on average: they are not "
-                "at the same step. This is a bug in Bireme. `bireme resume` goes on from the last checkpoint."
+                "at the same step. This is a bug in Bireme: please report it."
             )
         return int(mean)
 
