@@ -37,7 +37,7 @@ from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution, Summed
-from bireme.train.averaging_replica import PREFETCH, AveragingReplica, Meeting
+from bireme.train.averaging_replica import AveragingReplica, Meeting
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 from tests.support.taking_turns import Killed, Turns
@@ -45,6 +45,7 @@ from tests.support.taking_turns import Killed, Turns
 __all__ = ["Case", "RankWorld", "simulated"]
 
 LEASE_S, SUM_S, LOOK_S, TIMEOUT_S = 10.0, 0.002, 0.5, 5.0
+PREFETCH = 1
 
 
 @dataclass(frozen=True)
@@ -456,7 +457,7 @@ class SimulatedRank:
         """Read ahead, as a loader's thread does."""
         number = first
         while True:
-            self.world.wait(lambda: len(self._ready) < PREFETCH)
+            self.world.wait(lambda: len(self._ready) < max(PREFETCH, 1))
             if self.replica._deal(number) is None:
                 break
             self._ready.append(number)

@@ -24,7 +24,7 @@ from bireme.train.replica import DealtBatches, MortalReplica
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 
-__all__ = ["PREFETCH", "AveragingReplica", "Meeting"]
+__all__ = ["AveragingReplica", "Meeting"]
 
 MOST_BATCHES = 1 << 40
 """Of a window; it ends where no more are dealt."""
