@@ -13,8 +13,7 @@ import pytest
 from bireme.balance.shares import Limits
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.failures import Failure, RunFailed
-from bireme.runtime.quorum import launch as launching
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.quorum.site import Site
 from bireme.runtime.world import World
@@ -134,58 +133,22 @@ def test_a_replica_that_dies_before_anything_counts_is_waited_for(tmp_path: Path
     assert (found.rounds, [one.members for one in found.members]) == (ROUNDS, [(0, 1)])
 
 
-class NoProcess:
-    """A coordinator without a process, and what is wrong with it, if anything is."""
+class Dead:
+    """A coordinator whose process is gone."""
 
     port, is_closed = 0, False
 
-    def __init__(self, wrong: str | None) -> None:
-        self._wrong = wrong
-
-    def trouble(self) -> str | None:
-        return self._wrong
-
-    def ended(self, life: Life) -> None:
-        """Nobody has to know."""
+    def trouble(self) -> str:
+        return "has ended"
 
     def close(self) -> None:
         self.is_closed = True
 
 
-class AllWait:
-    """In the place of a replica's processes: one of them has found that all replicas wait for each other."""
-
-    ranks, is_given_up = (), False
-    cause = Failure.of(RunFailed("All replicas wait."), 0, None)
-
-    def __init__(self, *_: object) -> None:
-        """It has no order."""
-
-    def __enter__(self) -> "AllWait":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """There is nothing to end."""
-
-    def start(self) -> None:
-        """There is nothing to start."""
-
-    supervise = start
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [("has ended", "The coordinator has ended, and what it knew"), (None, r"^All replicas wait\.$")],
-)
-def test_without_its_coordinator_or_in_a_standstill_a_run_ends_by_no_mistake_of_the_user(
-    wrong: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No replica starts again, for the next life could do nothing else."""
-    monkeypatch.setattr(launching, "Crew", AllWait)
-    coordinator, told = NoProcess(wrong), list[str]()
+def test_without_its_coordinator_a_run_of_averages_ends_by_no_mistake_of_the_user(tmp_path: Path) -> None:
+    coordinator = Dead()
     settings = Settings(SyncMode.GROUPS, 2, 1, 8, Limits((1, 1), (8, 8)))
-    site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", (0, 1), 0.0)
-    with pytest.raises(RunFailed, match=words):
-        launch_replicas(rank_that_dies_first, settings, ledger=tmp_path / LEDGER, tell=told.append, site=site)
-    assert told == []
+    site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", (), 0.0)
+    with pytest.raises(RunFailed, match="The coordinator has ended, and what it knew"):
+        launch_replicas(rank_that_dies_first, settings, ledger=tmp_path / LEDGER, tell=print, site=site)
     assert coordinator.is_closed
