@@ -16,8 +16,6 @@ from bireme.sync.coordinator.ledger_line import LEDGER
 from bireme.sync.coordinator.messages import Life
 from bireme.sync.coordinator.settings import Settings, SyncMode
 
-pytestmark = pytest.mark.slow
-
 
 class Well:
     """A coordinator that nothing is wrong with."""
