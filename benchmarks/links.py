@@ -198,10 +198,9 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
         at_least("T of dense 1f1b over T, the codec alone", gain(("1f1b",), None), 1.0),
         at_least("T of dense 1f1b over T, both", gain(SCHEDULES, None), LEAST_GAIN),
     ]
-    return [
-        *found,
-        *([at_most("the simulator beside the engine, worst row", max(errors), MOST_ERROR)] if errors else []),
-    ]
+    if errors:
+        found.append(at_most("error of the simulator, worst row", max(errors), MOST_ERROR))
+    return found
 
 
 def measure(asked: Namespace) -> Findings:

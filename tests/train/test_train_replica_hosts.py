@@ -29,8 +29,8 @@ PORT = "29400"
 PACE_S = 0.1
 NUM_HOSTS = 3
 LEASE_SHARE, TIMEOUT_SHARE = 0.02, 0.08
-"""Of the time that a test waits on a machine as busy as this one. Without a lease a host is dropped, and who
-is cut off begins anew after the timeout.
+"""Of the time that a test waits on a machine as busy as this one. A host whose lease ends is dropped, and one
+that is cut off starts again after the timeout.
 """
 
 
