@@ -13,7 +13,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate, NothingFits
-from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.paged import BRIEF_SEEDS, MOST_SEEDS, Search, with_room
 from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
@@ -34,11 +34,6 @@ def with_gathering(
     profile: Profile, cluster: Cluster, request: PlanRequest, search: Search, *, is_brief: bool
 ) -> Answer | NothingFits:
     """The best plan that fits, and shares weights where it has replicas."""
-
-    def cost(candidate: Candidate) -> float:
-        power = candidate.forecast.watts if request.goal is Goal.ENERGY else None
-        return candidate.forecast.cost_s_per_sample * (power or 1.0)
-
     most = BRIEF_SEEDS if is_brief else MOST_SEEDS
     walk = _GatheredWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)
     answers = (
@@ -62,7 +57,7 @@ def with_gathering(
         )
     how = f"{bases[-1].origin.how}; {walk.num_tried:,} plans that share weights simulated"
     return Answer(
-        tuple(sorted(found.values(), key=cost)),
+        tuple(sorted(found.values(), key=lambda one: one.forecast.cost(request.goal))),
         replace(bases[-1].origin, how=how, cluster=cluster_hash(cluster)),
         sum(base.num_tried for base in bases) + walk.num_tried,
     )
