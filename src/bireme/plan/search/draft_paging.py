@@ -75,8 +75,11 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
     """Whether drafts are to update on the host: never, always, or both ways are tried.
 
     The engine steps on the host where the device is a processor: then they are the same, and equally fast.
+    Where nothing pages, nothing updates there.
     """
-    asked = "auto" if problem.request.memory is None else problem.request.memory.optimizer
+    if problem.request.memory is None:
+        return (False,)
+    asked = problem.request.memory.optimizer
     devices = problem.cluster.devices()
     has_gpus = any(devices[one].device.kind == "cuda" for one in problem.devices)
     if asked == "host" and has_gpus:
