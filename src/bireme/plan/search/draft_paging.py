@@ -40,7 +40,6 @@ def paging_of(
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(
         sizes,
-        master=problem.request.has_masters,
         optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
         buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
     )
