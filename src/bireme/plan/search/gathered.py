@@ -1,9 +1,10 @@
-"""Plans whose replicas share weights: which are gathered where they are used, and so cost time.
+"""Plans whose replicas share weights, which are gathered where they are used, and so cost time.
 
 Ordinary searches say what is good if replicas share the optimizer only: within the memory there is, and as if
 there were room for everything. What they find is made to gather its weights, by the walk of plans that page:
-into how many parts the stage of a rank is cut, of which little is whole at a time, how long sweeps are, which
-ranks recompute, and how large micro-batches are. Plans of one replica share nothing and stay what they are.
+it varies into how many parts the stage of a rank is cut (few of them are whole at a time), how long sweeps
+are, which ranks recompute, and how large micro-batches are. Plans of one replica share nothing and stay what
+they are.
 """
 
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ __all__ = ["with_gathering"]
 
 USUAL = 2
 """Stages of a rank, or versions of one, whose weights are whole at a time: those of the pass that runs, and
-of the next on their way."""
+those of the next one, which are on their way."""
 
 TRIED = (1, 3, 4)
 """The others that are tried for the best."""
@@ -52,8 +53,8 @@ def with_gathering(
     if not found:
         raise BiremeError(
             "No plan fits whose replicas share weights: gathered weights and whole gradients of one stage "
-            "need room beside the parts. Share the optimizer only, use smaller micro-batches, or use more "
-            "devices."
+            "need room in addition to the parts. Share the optimizer only, use smaller micro-batches, or use "
+            "more devices."
         )
     how = f"{bases[-1].origin.how}; {walk.num_tried:,} plans that share weights simulated"
     return Answer(
@@ -64,10 +65,10 @@ def with_gathering(
 
 
 def _seeds(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-    """The best plans, among them one of several replicas if there is any."""
+    """So many of the best plans, among them one of several replicas if there is any."""
     known = list(candidates)
     several = [one for one in known if one.plan.width > 1]
-    return list(dict.fromkeys([*known[: most - 1], *several[:1], *known[most - 1 : most]]))
+    return list(dict.fromkeys([*known[: most - 1], *several[:1], *known[most - 1 :]]))[:most]
 
 
 class _GatheredWalk(PagedWalk):
