@@ -64,8 +64,8 @@ class Kind(StrEnum):
     RELEASE = "RESHARD"
     """Let gathered weights go; this replica's part of them stays."""
     SCATTER = "SCATTER"
-    """Sum what a batch's gradients of a stage have come to over the replicas, each part where its owner is.
-    It waits."""
+    """Sum a batch's gradients of a stage, as far as they are there, over the replicas; each gets its part of
+    the sum. It waits."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
@@ -145,9 +145,9 @@ class Instruction:
 
     `version` is the weight version that a compute instruction runs on, the one that UPDATE and TRIAL make,
     the one that AVERAGE_START reads and AVERAGE_END completes, and the one that GATHER and RELEASE are about;
-    communication has none. `half` is 0 or 1
-    where a micro-batch's forward is sliced. `seen` is, for TRIAL, how many micro-batches of the batch before
-    have their gradient in the accumulator. `page` is what FETCH and EVICT move.
+    communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for TRIAL,
+    how many micro-batches of the batch before have their gradient in the accumulator. `page` is what FETCH
+    and EVICT move.
     """
 
     kind: Kind

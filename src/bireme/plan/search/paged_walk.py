@@ -1,9 +1,9 @@
 """A walk over drafts that page, from a plan that would be best with room for everything.
 
 Each step changes one thing: how many parts the stage of each rank is cut into, how many micro-batches a sweep
-has, which ranks recompute, how large micro-batches are. A draft that does not fit its tiers is no place to
-stand, but what it would need is remembered. Whether updates are made on the host is decided by the first
-draft that fits; where they are, the last is tried without.
+has, which ranks recompute, how large micro-batches are. A draft that does not fit its tiers is passed over,
+but what it would need is remembered. Whether updates are made on the host is decided by the first draft that
+fits; where they are, the best is tried with updates on the device too.
 """
 
 import math
