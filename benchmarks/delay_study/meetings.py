@@ -1,7 +1,7 @@
 """When replicas average their weights, and which: the order of trainings and averages of a run.
 
 `groups:P` has the groups that the coordinator forms on the simulator's clock, where each forward and
-backward is delayed at random for as long as a batch takes; all are connected at least about every P batches
+backward is held up at chance for as long as a batch takes; all are connected at least about every P batches
 of each. `groups:P:k` has besides one replica that is k times slower. `outer:H` and `outer:H:RATE:MOMENTUM`
 have a round of all replicas every H batches, with a step of Nesterov's on their mean.
 """

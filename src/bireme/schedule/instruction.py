@@ -64,8 +64,8 @@ class Kind(StrEnum):
     RELEASE = "RESHARD"
     """Let gathered weights go; this replica's part of them stays."""
     SCATTER = "SCATTER"
-    """Sum a batch's gradients of a stage, as far as they are there, over the replicas; each gets its part of
-    the sum. It waits."""
+    """Sum what a batch's gradients of a stage have come to over the replicas, each part where its owner is.
+    It waits."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})

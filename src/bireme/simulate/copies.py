@@ -3,8 +3,8 @@
 Each rank has a wire from its device to the host and one back, and one wire to the disk for both ways. Copies
 of one wire go one after the other, in the order of the track. A copy sets out when the copies of its chunk
 before it are through and its slot is free; an instruction starts when its chunks are there and, for what it
-makes, slots are free. An update on the host waits for its chunks there. All of that follows from what the
-rank has done before, so a copy's time is known when it is posted.
+makes, slots are free. An update on the host waits for its chunks there. All of that follows from
+what the rank has done before, so a copy's time is known when it is posted.
 
 Where a rank's device is a processor, a copy to or from the host takes a core as work does. If the machine has
 none to spare, what a rank works at while it copies takes so much longer; copies that run while it waits cost
@@ -32,9 +32,8 @@ __all__ = ["RankMover", "TierLinks"]
 class TierLinks:
     """How fast a rank's chunks travel: between device and host each way, and to the disk or back.
 
-    A latency is added to every copy. `core_share` is the part of a copy between device and host by which work
-    that runs meanwhile takes longer: all of it where one core does both, nothing where copies have cores of
-    their own.
+    A latency is added to every copy. `core_share` is what of a copy between device and host work that runs
+    beside it loses: all of it where one core does both, nothing where copies have cores of their own.
     """
 
     host_bytes_per_s: float = math.inf
@@ -125,7 +124,7 @@ class RankMover:
         return self.ready_s
 
     def taken_s(self, now: float, seconds: float) -> float:
-        """How much longer work takes, because of copies, that begins now and takes so long without them."""
+        """How much longer work takes that begins now and takes so long alone, for the copies beside it."""
         more_s, share = 0.0, self.links.core_share
         while self.on_cores and self.on_cores[0][0] < now + seconds + more_s:
             begin, end = heappop(self.on_cores)
