@@ -13,7 +13,7 @@ IS_COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_J
 """Whether such loops are fast here. Numba's own variable turns its compiler off."""
 
 FEWEST_VALUES = 1 << 15
-"""Of fewer values numba is not even imported, which takes longer than many of them do without it."""
+"""For fewer values numba is not imported: that takes longer than it saves on many of them."""
 
 
 def compiled(function: Function) -> Function:
@@ -27,5 +27,5 @@ def compiled(function: Function) -> Function:
 
 
 def pays_off(num_values: int) -> bool:
-    """Whether a compiled loop over so many values is faster than operations of torch and numpy are."""
+    """Whether a compiled loop over so many values is faster than operations of torch and numpy."""
     return IS_COMPILED and num_values >= FEWEST_VALUES

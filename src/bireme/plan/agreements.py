@@ -17,12 +17,10 @@ from bireme.plan.forecast import Candidate
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.profile.profile import Profile
-from bireme.schedule.catalogue import generate
-from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.agreements import Everyone, Groups, OuterRounds
 from bireme.simulate.replicas import Exchange, Speed, Work
-from bireme.simulate.together import Agreement, Together
+from bireme.simulate.together import Agreement, Together, one_stage
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AgreementForecast", "agreements"]
@@ -116,18 +114,7 @@ def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
 
 
 def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exchange: Exchange) -> float:
-    lag = agreement.average_lag
-
-    def make(num_batches: int, first_batch: int) -> Program:
-        return generate(
-            "1f1b",
-            num_stages=1,
-            num_microbatches=1,
-            num_batches=num_batches,
-            first_batch=first_batch,
-            average_lag=lag,
-        )
-
+    make = one_stage(agreement.average_lag)
     work = Work((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
     speeds = [Speed(deviation=deviation)] * width
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)

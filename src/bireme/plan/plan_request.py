@@ -133,6 +133,13 @@ class PlanRequest:
         """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
         return self.value_bytes == SHORT_BYTES
 
+    def shares_newest(self, rule: Rule, width: int) -> bool:
+        """Whether the newest weights, which trial versions are made from, are part of a shared optimiser.
+
+        Master copies are in any case.
+        """
+        return rule is Rule.FRESH and self.num_sharers(width) > 1 and not self.has_masters
+
     @property
     def delay_warmup_share(self) -> float:
         """The delay warm-up, as a share of the run."""
