@@ -82,8 +82,9 @@ def device_called(name: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
+        numbers = [f"{ACCELERATOR}:{number}" for number in range(num_accelerators())]
         raise BiremeError(
-            f"There is no device {str(name)!r} here. Use cpu, {ACCELERATOR}, {ACCELERATOR}:1 or meta."
+            f"There is no device {str(name)!r} here. Use {', '.join(['cpu', *numbers])} or meta."
         ) from error
 
 

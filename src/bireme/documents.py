@@ -56,7 +56,7 @@ def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, sour
     """
     rest = dict(data)
     if "format" not in rest:
-        raise BiremeError(f"{source} lacks format.")
+        raise BiremeError(f"{source} lacks format, which must be {number}. Is it the right file?")
     found = rest.pop("format")
     if type(found) is not int or found != number:
         raise BiremeError(f"{source}: format is {shown(found)}; it must be {number}.")

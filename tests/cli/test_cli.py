@@ -331,6 +331,7 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("simulate -s 1f1b --trace /nowhere/x.json", "no folder /nowhere"),
         ("train --steps 0", "bireme: --steps 0: training.steps is 0; it must be greater than or equal to 1"),
         ("train --name a/b", "bireme: --name a/b: log.name is"),
+        ("bench engin", "No such command 'engin'. Did you mean 'engine'? See `"),
     ],
 )
 def test_wrong_words_get_one_sentence_and_status_2(

@@ -55,6 +55,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     ),
     "data.private": st.dictionaries(st.sampled_from(["a", "b.c", "host-0"]), WORDS, min_size=1),
     "training.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
+    "training.gradient": st.sampled_from(["whole", "principal:2", "principal:1:4"]),
     "sync.codec": st.sampled_from(["none", "int8", "threshold:0.5:7", "lowrank:3"]),
     "checkpoint.folder": PLAIN,
     "log.name": PLAIN,
@@ -87,8 +88,6 @@ def values_of(table: str, key: Key) -> st.SearchStrategy[Any]:
         return st.lists(WORDS, min_size=1, max_size=3).map(tuple)
     if key.allowed.startswith("whole number"):
         return st.integers(2, 256)
-    if key.allowed == "list of texts":
-        return st.lists(WORDS, min_size=1, max_size=3).map(tuple)
     if key.allowed.startswith("number"):
         return st.floats(1, 100) if table == "plan.penalties" else st.floats(1e-9, 0.999)
     return WORDS

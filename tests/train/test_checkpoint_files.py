@@ -284,7 +284,7 @@ def test_none_that_is_good_is_an_error_that_says_why_of_the_newest(folder: Path)
     (folder / "step-00000200" / "rank-0000.safetensors").unlink()
     told: list[str] = []
     with pytest.raises(
-        BiremeError, match=r"None of the 2 .* is intact. The newest: .*rank-0000.* is missing"
+        BiremeError, match=r"No checkpoint in .* is intact. The newest: .*rank-0000.* is missing"
     ):
         newest_good(folder, told.append)
     assert len(told) == 2

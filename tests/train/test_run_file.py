@@ -207,8 +207,10 @@ def test_a_wrong_key_gets_one_sentence(text: str, expected: str, tmp_path: Path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BiremeError, match=r"There is no file .*none\.toml"):
+    with pytest.raises(BiremeError, match=r"There is no file .*none\.toml\. `bireme init .*none\.toml`"):
         load_run_file(tmp_path / "none.toml")
+    with pytest.raises(BiremeError, match="is a folder, not a run file"):
+        load_run_file(tmp_path)
 
 
 # --- keys that contradict each other ---------------------------------------------------------------------
@@ -268,6 +270,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ),
         (["cluster.device=cpu", "cluster.backend=nccl"], "which joins only GPUs"),
         (["memory.host=1GB"], "memory.host is set, but memory.device is not, so nothing is paged."),
+        (["memory.device=0"], "memory.device is 0, so there is no room for any stage."),
         (["memory.device=1GB", "memory.host=0"], "there is nothing to page to."),
         (["memory.device=1GB", "memory.disk_bytes=5e9"], "but memory.disk names no folder."),
         (["plan.file=p.json", "memory.device=1GB"], "but memory.device asks for a new plan."),

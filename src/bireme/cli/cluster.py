@@ -152,7 +152,9 @@ def probe(
 
 def _check_output(output: Path | None) -> None:
     if output is not None and output.suffix != ".toml":
-        raise BiremeError(f"A cluster file must end in .toml, and {output} does not.")
+        raise BiremeError(
+            f"A cluster file must end in .toml, and {output} does not. Name it {output.stem}.toml."
+        )
     check_writable(output)
 
 

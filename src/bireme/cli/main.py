@@ -80,4 +80,5 @@ def _usage(error: Any) -> str:
         return message
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "bireme"
-    return f"bireme: {message.rstrip('.')}. See `{path} --help`."
+    end = "" if message.endswith("?") else "."
+    return f"bireme: {message.rstrip('.')}{end} See `{path} --help`."

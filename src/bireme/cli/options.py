@@ -1,6 +1,7 @@
 """Options that several verbs share, and helpers to read them."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,7 +165,7 @@ def settings_of(*options: tuple[str, str, object]) -> list[str]:
     for option, key, value in options:
         if value is not None:
             table, name = key.split(".")
-            validated({table: {name: value}}, Tables, source=f"{option} {value}")
+            validated({table: {name: value}}, Tables, source=f"{option} {shlex.quote(str(value))}")
             found.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
     return found
 

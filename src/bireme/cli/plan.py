@@ -239,7 +239,9 @@ def plan(
     """
     exports = exports_of(export or (), has_model=model is not None)
     if output is not None and output.suffix != ".json":
-        raise BiremeError(f"A plan file must end in .json, and {output} does not.")
+        raise BiremeError(
+            f"A plan file must end in .json, and {output} does not. Name it {output.stem}.json."
+        )
     check_writable(output, *(export.path for export in exports))
     asked = _measuring(
         context,

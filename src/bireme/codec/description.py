@@ -140,7 +140,7 @@ def _keep(word: str, numbers: list[str]) -> CodecChoice:
         raise BiremeError(f"{word!r} has values of {bits} bits; they may have {known}. {how}.")
     if len(numbers) > 2 and not 1 <= life <= MOST_LIFE:
         raise BiremeError(
-            f"The threshold of {word!r} lives {life} batches; it must live 1 to {MOST_LIFE}. {how}."
+            f"The threshold of {word!r} holds for {life} batches; it must hold for 1 to {MOST_LIFE}. {how}."
         )
     return CodecChoice("keep", bits if len(numbers) > 1 else None, share, life if len(numbers) > 2 else None)
 

@@ -216,7 +216,7 @@ def _config_content(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BiremeError(
-            f"The folder {folder} has no config.json, so it holds no transformers model."
+            f"The folder {folder} has no config.json, so it holds no transformers model. Name one that does."
         ) from None
     except (OSError, ValueError) as error:
         raise BiremeError(f"{path} cannot be read: {_reason(error)}.") from error

@@ -102,6 +102,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     With `is_alone` all servers are this machine, which reads their private samples too.
     """
     check_trackers(run.log.trackers)
+    given = None if run.plan.file is None else load_plan(Path(run.plan.file))
     progress(0.0, "loading the model")
     machines = with_tiers_here(run, _machines(run))
     check_devices(run, machines)
@@ -119,8 +120,8 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     model.check_weights(graph)
     owners = sorted(run.data.private or ())
     census = census_of(run, model, graph, data, owners if is_alone else ())
-    if run.plan.file is not None:
-        plan = with_own_codecs(_of_file(Path(run.plan.file), graph, machines), run)
+    if given is not None:
+        plan = with_own_codecs(_checked(given, f"{run.plan.file}", graph, machines), run)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
@@ -308,9 +309,9 @@ def prepared_document(prepared: Prepared) -> dict[str, Any]:
     return found | {"sync": sync, "notes": notes, "exports": {}} | kept
 
 
-def _of_file(path: Path, graph: Graph, machines: Machines) -> SavedPlan:
-    """A plan that somebody made, which must be one for this model and no more devices than there are."""
-    found, units = load_plan(path), units_of(graph)
+def _checked(found: SavedPlan, path: str, graph: Graph, machines: Machines) -> SavedPlan:
+    """A plan from a file, which must be one for this model and no more devices than there are."""
+    units = units_of(graph)
     if found.origin is not None:
         check_plan_fits(found.origin, graph, found.units)
     for stage in range(found.plan.num_stages):

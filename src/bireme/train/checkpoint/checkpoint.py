@@ -110,8 +110,8 @@ def newest_good(folder: Path, on_bad: Callable[[str], None] | None = None) -> Ch
                 on_bad(sentence)
     if found:
         raise BiremeError(
-            f"None of the {len(found)} checkpoints in {folder} is intact. The newest: {newest} Restore "
-            "a copy of one, or start a new run in another folder."
+            f"No checkpoint in {folder} is intact. The newest: {newest} Restore a copy of one, or start a "
+            "new run in another folder."
         )
     return None
 

@@ -6,8 +6,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bireme.codec.border import BorderCodecs
 from bireme.codec.description import parse_codec
-from bireme.errors import BiremeError
-from bireme.train.run_file.table import Share, Table
+from bireme.train.run_file.table import Share, Table, parsed
 
 __all__ = ["AUTO", "BorderLinks", "LinkSchedule", "Links"]
 
@@ -15,10 +14,7 @@ AUTO = "auto"
 
 
 def _codec(value: str) -> str:
-    try:
-        return str(parse_codec(value))
-    except BiremeError as error:
-        raise ValueError(f"a codec: {str(error).removesuffix('.')}") from None
+    return str(parsed(value, parse_codec, "a codec"))
 
 
 def _codec_or_auto(value: str) -> str:

@@ -33,6 +33,11 @@ def _check_paging(memory: Memory, plan: Planning) -> None:
             f"memory.{given[0]} is set, but memory.device is not, so nothing is paged. Set memory.device, to "
             '"auto" or to bytes such as "6GB".'
         )
+    if memory.device_bytes == 0:
+        raise BiremeError(
+            'memory.device is 0, so there is no room for any stage. Set it to "auto", or to bytes such as '
+            '"6GB".'
+        )
     if memory.disk is None and memory.disk_bytes != usual.disk_bytes:
         raise BiremeError(
             f"memory.disk_bytes is {memory.disk_bytes}, but memory.disk names no folder. Set memory.disk too."

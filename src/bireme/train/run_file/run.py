@@ -44,6 +44,13 @@ def load_run_file(path: Path | None = None, sets: Sequence[str] = ()) -> RunFile
                 f"{path} is not a run file: run files are TOML. `bireme init {path.stem}.toml` writes one "
                 "with every key explained."
             )
+        if path.is_dir():
+            raise BiremeError(
+                f"{path} is a folder, not a run file. Name a .toml file, or continue the run that has this "
+                f"folder with `bireme resume {path}`."
+            )
+        if not path.exists():
+            raise BiremeError(f"There is no file {path}. `bireme init {path}` writes a run file.")
         # Keys that the file leaves out must stay out: some defaults give way to other keys.
         given = read_toml(path, Tables, advice).model_dump(exclude_unset=True, exclude_none=True)
     merged = with_settings(given, sets, Tables, advice)

@@ -3,10 +3,12 @@
 A key whose values are words takes them in any letters, and by the names that other programs give them.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from bireme.errors import BiremeError
 
 __all__ = [
     "Devices",
@@ -20,6 +22,7 @@ __all__ = [
     "Text",
     "Texts",
     "giving_way",
+    "parsed",
 ]
 
 OTHER_WORDS: Mapping[str, str] = {
@@ -32,6 +35,17 @@ OTHER_WORDS: Mapping[str, str] = {
     "zb-v": "zbv",
 }
 """What other programs write for words of ours."""
+
+
+Found = TypeVar("Found")
+
+
+def parsed(value: str, parse: Callable[[str], Found], what: str) -> Found:
+    """What `parse` makes of a value; pydantic names the key of one that is not `what` it must be."""
+    try:
+        return parse(value)
+    except BiremeError as error:
+        raise ValueError(f"{what}: {str(error).removesuffix('.')}") from None
 
 
 def _filled(value: str) -> str:

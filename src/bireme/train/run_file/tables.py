@@ -16,7 +16,7 @@ from bireme.train.run_file.data import Data, Mixed
 from bireme.train.run_file.links import Links
 from bireme.train.run_file.memory import Memory
 from bireme.train.run_file.planning import Penalties, Planning
-from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts
+from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
 from bireme.train.run_file.training import Training
 
 __all__ = [
@@ -57,7 +57,7 @@ def _loss(value: str) -> str:
 
 
 def _sum_codec(value: str) -> str:
-    return str(parse_sum_codec(value))
+    return str(parsed(value, parse_sum_codec, "a codec of sums"))
 
 
 PlainName = Annotated[Text, AfterValidator(_plain_name)]

@@ -15,6 +15,7 @@ from bireme.train.run_file.table import (
     Table,
     Texts,
     giving_way,
+    parsed,
 )
 
 __all__ = ["Training"]
@@ -27,7 +28,7 @@ def _pair(value: Any) -> Any:
 
 
 def _gradient(value: str) -> str:
-    return str(parse_gradient(value) or "whole")
+    return str(parsed(value, parse_gradient, "whole or principal:RANK") or "whole")
 
 
 Rate = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
