@@ -48,13 +48,14 @@ class Unit:
 
 def units_of(graph: Graph) -> tuple[Unit, ...]:
     """The units of a graph, in order; at least one. They are found once for as long as the graph is there."""
-    known = _known.get(id(graph))
+    number = id(graph)
+    known = _known.get(number)
     if known is not None and known.graph() is graph:
         return known.units
     flow = _Flow(graph)
     bounds = [0, *flow.cuts(), len(graph.operators)]
     units = tuple(flow.unit(index, begin, end) for index, (begin, end) in enumerate(pairwise(bounds)))
-    _known[id(graph)] = _Known(ref(graph, lambda _gone, number=id(graph): _known.pop(number, None)), units)
+    _known[number] = _Known(ref(graph, lambda _gone: _known.pop(number, None)), units)
     return units
 
 

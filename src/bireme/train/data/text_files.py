@@ -182,7 +182,7 @@ def _listed(folder: Path, names: Iterable[str], skipped: list[str]) -> Iterator[
     for name in names:
         path = os.path.join(folder, name)  # noqa: PTH118 (quick)
         with suppress(OSError):
-            status = os.lstat(path)  # noqa: PTH116 (quick)
+            status = os.lstat(path)
             is_link = stat.S_ISLNK(status.st_mode)
             if is_link:
                 status = os.stat(path)  # noqa: PTH116
