@@ -3,8 +3,6 @@
 What is made small is not the largest load but a norm of all loads that comes close to it, so that each move
 is either good or bad; the true value is watched on the way and the best placement that fits is kept. Loads
 must be of the order of 1.
-
-Items and devices go from loop to loop as plain integers: of other kinds numba compiles a loop again.
 """
 
 from math import log, sqrt
@@ -74,7 +72,7 @@ def anneal(
             new = _energy_if(tables, state, scratch, heat, item, target)
             if not _accepted(state, energy, new, heat.temperature):
                 continue
-            source = int(state.where[item])
+            source = state.where[item]
             shift(tables, state, item, target)
             _refresh(state, scratch, heat, source)
             _refresh(state, scratch, heat, target)
@@ -83,7 +81,7 @@ def anneal(
             new = _energy(tables, state, scratch, heat)
             if not _accepted(state, energy, new, heat.temperature):
                 for i in range(num_moved - 1, -1, -1):
-                    shift(tables, state, int(scratch.moved[i]), int(scratch.moved_from[i]))
+                    shift(tables, state, scratch.moved[i], scratch.moved_from[i])
                 _energy(tables, state, scratch, heat)
                 continue
         energy = new
@@ -112,7 +110,7 @@ def _pick(tables: Tables, state: State) -> tuple[int, int]:
             first = tables.pin_starts[net]
             pin = tables.pins[first + draw(state.random, tables.pin_starts[net + 1] - first)]
             if state.where[pin] != state.where[item]:
-                return item, int(state.where[pin])
+                return item, state.where[pin]
     item = draw(state.random, num_items)
     target = draw(state.random, len(state.load) - 1)
     return item, (target + 1 if target >= state.where[item] else target)
@@ -156,7 +154,7 @@ def _move_block(
     is_whole = draw(state.random, 3) == 0
     num_moved = 0
     for i in range(blocks.starts[block], blocks.starts[block + 1]):
-        other = int(blocks.items[i])
+        other = blocks.items[i]
         if state.where[other] == source or (is_whole and state.where[other] != target):
             num_moved = _move(tables, state, scratch, other, target, num_moved)
     return num_moved
@@ -165,7 +163,7 @@ def _move_block(
 @compiled
 def _swap(tables: Tables, state: State, scratch: Scratch, item: int, target: int) -> int:
     """An item, for one on the target; nothing where none was drawn."""
-    source = int(state.where[item])
+    source = state.where[item]
     for _ in range(TRIES):
         other = draw(state.random, len(state.where))
         if state.where[other] == target:

@@ -1,7 +1,6 @@
 """The loops of the search for a short latency, compiled: evaluate a placement of steps, change it, anneal it.
 
 They are in one file, since numba keeps what it has compiled until the file of the outermost loop changes.
-Steps and slots go from loop to loop as plain integers: of other kinds numba compiles a loop again.
 Random numbers come from a state that is handed over, so that a seed means the same with and without numba.
 """
 
@@ -291,13 +290,13 @@ def _move(wiring: Wiring, slots: Integers, scratch: Scratch, step: int, target: 
     if own >= 0 and target >= 0 and own // pieces == target // pieces:
         return _set(slots, scratch, step, target, num_moved)
     for place in range(wiring.family_starts[family], wiring.family_starts[family + 1]):
-        num_moved = _set(slots, scratch, int(wiring.family_steps[place]), target, num_moved)
+        num_moved = _set(slots, scratch, wiring.family_steps[place], target, num_moved)
     return num_moved
 
 
 @compiled
 def _swap(wiring: Wiring, slots: Integers, scratch: Scratch, one: int, other: int) -> int:
-    first, second = int(slots[one]), int(slots[other])
+    first, second = slots[one], slots[other]
     if first == second or wiring.family[one] == wiring.family[other]:
         return 0
     accelerates_one = wiring.can_accelerate[wiring.family[one]] or second == CPU
@@ -319,9 +318,9 @@ def _move_side(wiring: Wiring, slots: Integers, scratch: Scratch, step: int, tar
     num_moved = _move(wiring, slots, scratch, step, target, 0)
     done = 0
     while done < num_moved:
-        current = int(scratch.moved[done])
+        current = scratch.moved[done]
         done += 1
         for place in range(starts[current], starts[current + 1]):
             if slots[near[place]] == own:
-                num_moved = _move(wiring, slots, scratch, int(near[place]), target, num_moved)
+                num_moved = _move(wiring, slots, scratch, near[place], target, num_moved)
     return num_moved
