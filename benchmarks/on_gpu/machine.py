@@ -22,6 +22,8 @@ __all__ = ["ROOT", "NotReady", "Python", "environment", "gpus", "python_for"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv-gpu"
 LEAST_TORCH = (2, 11)
+FOR_CPUS = "+cpu"
+"""How versions of torch end that know no GPU."""
 NEEDED = ("numpy", "pydantic", "rich", "safetensors", "typer", "hypothesis", "pytest", "pytest-timeout")
 """What Bireme and its tests cannot do without."""
 
@@ -73,8 +75,10 @@ def gpus() -> list[str]:
         if found:
             return found
     try:
-        importlib.metadata.version("torch")
+        own = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
+        return []
+    if own.endswith(FOR_CPUS):  # to import it takes seconds
         return []
     return [f"GPU {number}" for number in range(look(sys.executable).num_gpus)]
 

@@ -1,8 +1,7 @@
 """What is known of devices where there is no accelerator, and how processes share one."""
 
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from bireme.runtime.world import World
 from bireme.train import machines
 from bireme.train.machines import machines_of
 from bireme.train.run_file import RunFile, load_run_file
-from tests.support.patience import patience_s
+from tests.support.ranks import run_script
 
 T4 = KNOWN["t4"]
 
@@ -91,7 +90,10 @@ def test_a_device_that_torch_does_not_know_is_refused() -> None:
 
 
 OTHER = """
+import sys
 import torch
+for name in [name for name in sys.modules if name.partition(".")[0] == "bireme"]:
+    del sys.modules[name]
 torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
 torch.accelerator.device_count = lambda: 1
 import bireme.devices, bireme.runtime.pipeline, bireme.train.launched_rank, bireme.cli.main
@@ -102,6 +104,7 @@ assert bireme.devices.default_generator(torch.device("cpu")) is torch.default_ge
 
 
 @pytest.mark.slow
-def test_an_accelerator_of_another_kind_is_left_alone() -> None:
+def test_an_accelerator_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     """On a Mac torch's accelerator is mps: nothing may ask it for anything when Bireme is imported."""
-    subprocess.run([sys.executable, "-c", OTHER], check=True, timeout=patience_s())
+    done = run_script(OTHER, tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -156,13 +156,17 @@ if __name__ == "__main__":
 """
 
 UNDER_TORCHRUN = """
+import os
 import sys
 from pathlib import Path
 from bireme.runtime.stage import Place
 from bireme.runtime.world import World
 from tests.support.regression import regression
-from tests.runtime.test_engine_faults import train_and_fail
+from tests.runtime.test_engine_faults import FAILING, train_and_fail
+from tests.support.ranks import end_when_another_has_told
 
+if os.environ["RANK"] == str(FAILING):
+    end_when_another_has_told()
 with World.from_environment(timeout_s=20) as world:
     train_and_fail(world, regression(), "2bw", "raise", Path(sys.argv[1]))
 """
@@ -197,12 +201,8 @@ def test_an_interrupt_ends_a_training_cleanly(tmp_path: Path) -> None:
     assert errors.strip().endswith("KeyboardInterrupt")
 
 
-SEEN_S = 3.0
-"""By then the other ranks have seen a failure, before torchrun ends them."""
-
-
 def test_under_torchrun_the_others_name_the_rank_that_failed_and_its_instruction(tmp_path: Path) -> None:
-    run = run_script(UNDER_TORCHRUN, tmp_path, str(tmp_path), launcher=torchrun(2, looks_every_s=SEEN_S))
+    run = run_script(UNDER_TORCHRUN, tmp_path, str(tmp_path), launcher=torchrun(2))
 
     wait_until_gone(pids_in(tmp_path, 2))
     assert run.returncode == 1

@@ -44,11 +44,14 @@ if __name__ == "__main__":
 """
 
 UNDER_TORCHRUN = f"""
+import os
 import sys
 from pathlib import Path
 from bireme.runtime.world import World
-from tests.support.ranks import fail_as_told
+from tests.support.ranks import end_when_another_has_told, fail_as_told
 
+if sys.argv[1] == "raise" and os.environ["RANK"] == "1":
+    end_when_another_has_told()
 with World.from_environment(timeout_s={TIMEOUT_S}) as world:
     fail_as_told(world, sys.argv[1], Path(sys.argv[2]))
 """

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from bireme.codec.description import parse_codec
 from bireme.errors import BiremeError
-from bireme.runtime import peer_sockets
+from bireme.runtime import freight, peer_sockets, socket_line, socket_transport
 from bireme.runtime.coding import Coding
 from bireme.runtime.fabric import neighbours_of
 from bireme.runtime.header import header_of
@@ -108,12 +107,25 @@ def test_what_never_comes_is_named(size: int) -> None:
         Receive(transports[1], key(2), 0, size).wait()
 
 
-@pytest.mark.slow
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
 @pytest.mark.parametrize("size", [100_000, 4 * 2**20])
 @pytest.mark.parametrize("is_send", [False, True])
-def test_a_message_that_flows_may_take_longer_than_the_timeout(size: int, is_send: bool) -> None:
+def test_a_message_that_flows_may_take_longer_than_the_timeout(
+    size: int, is_send: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over a slow link, a large message failed although its bytes kept coming."""
-    timeout_s, num_parts = 0.6, 12
+    timeout_s, num_parts, clock = 20.0, 12, Clock()
+    for module in (freight, socket_line, socket_transport):
+        monkeypatch.setattr(module, "time", clock)
     (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
     small.setblocking(False)
     for one in (small, large, its_small, its_large):
@@ -125,23 +137,30 @@ def test_a_message_that_flows_may_take_longer_than_the_timeout(size: int, is_sen
     written.address(key(0))
     written.pack({"bytes": bytes_of(0, size)})
     data = written.message.numpy().tobytes()
+    line = transport._lines[1] if size < LARGE_BYTES else transport._freight[1]
+    is_over = threading.Event()
 
     def drip() -> None:
         """Let a part of the message through at a time."""
         part = -(-len(data) // num_parts)
         for begin in range(0, len(data), part):
-            time.sleep(2 * timeout_s / num_parts)
+            clock.now_s += 2 * timeout_s / num_parts
             if is_send:
                 read_exactly(link, min(part, len(data) - begin))
             else:
                 link.sendall(data[begin : begin + part])
+                while line.came_s < clock.now_s and not is_over.wait(0.001):
+                    pass
 
     thread = threading.Thread(target=drip, daemon=True)
     thread.start()
-    if is_send:
-        transport.send(key(0), 1, written.message).wait()
-    else:
-        assert torch.equal(Receive(transport, key(0), 1, size).wait(), bytes_of(0, size))
+    try:
+        if is_send:
+            transport.send(key(0), 1, written.message).wait()
+        else:
+            assert torch.equal(Receive(transport, key(0), 1, size).wait(), bytes_of(0, size))
+    finally:
+        is_over.set()
     thread.join()
     transport.close()
     its_small.close()

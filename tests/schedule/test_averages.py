@@ -17,6 +17,7 @@ from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from tests.support.averaging_replicas import in_a_loop, interpreted
+from tests.support.extent import several
 
 SCHEDULES = ("1f1b", "2bw", "2bw-fresh")
 
@@ -43,10 +44,15 @@ def program_of(
     )
 
 
+LONG = 16
+"""Batches of a window that comes as a loop."""
+
+
 def programs() -> Iterator[Program]:
-    for name, d, per_rank, lag in product(SCHEDULES, (1, 2, 4), (1, 2), (0, 1, 2)):
+    shapes = list(product(SCHEDULES, (1, 2, 4), (1, 2), (0, 1, 2)))
+    for name, d, per_rank, lag in several(shapes, len(shapes)):
         yield program_of(name, d * per_rank, d + 1, 3, lag, per_rank=per_rank)
-        yield program_of(name, d * per_rank, d, 30, lag, per_rank=per_rank, first_batch=2)
+        yield program_of(name, d * per_rank, d, LONG, lag, per_rank=per_rank, first_batch=2)
 
 
 @pytest.mark.slow
@@ -54,7 +60,7 @@ def test_what_the_generators_make_is_proved_right_and_repeats_itself() -> None:
     for program in programs():
         report = check(program)
         assert report.ok, (program.name, program.num_stages, program.average_lag, report)
-        assert program.num_batches < 30 or all(track.repeats for track in program.tracks)
+        assert program.num_batches < LONG or all(track.repeats for track in program.tracks)
         for track in program.tracks:
             kinds = [step.kind for step in track]
             assert (
@@ -118,8 +124,8 @@ def test_the_checker_finds_averages_that_are_missing_doubled_late_or_mislabelled
             wrong = [
                 without,
                 [*steps[:at], step, *steps[at:]],
-                [*steps[:at], replace(step, version=step.version + 1), *steps[at + 1 :]],
-                [*steps[:at], replace(step, batch=(step.batch + 1) % 3), *steps[at + 1 :]],
+                [*steps[:at], step._replace(version=step.version + 1), *steps[at + 1 :]],
+                [*steps[:at], step._replace(batch=(step.batch + 1) % 3), *steps[at + 1 :]],
             ]
             used = next(
                 (i for i, s in enumerate(without) if i >= at and _uses(program, s, step.version)), None

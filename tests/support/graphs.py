@@ -7,13 +7,13 @@ captures, and on nothing else. Tests of capturing itself keep nothing.
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
 from torch import nn
 
-from bireme.model.capture import Inputs, Loss, capture
+from bireme.model.capture import Inputs, Loss, batch_size, capture
 from bireme.model.captures import Captures
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
@@ -57,9 +57,13 @@ def _remembered(
         return make()
     learning = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
     scales = [(key, one.scaling) for key, one in model.named_modules() if hasattr(one, "scaling")]
-    given = [(key, one.shape, one.dtype) for key, one in inputs.items()]
+    given = [(key, one.shape[1:], one.dtype) for key, one in inputs.items()]
     own = repr((said, training, repr(model), learning, scales, given))
-    found = captured_once(own, make, is_kept=not name or not name.startswith(OF_TESTS))
+    is_kept = not name or not name.startswith(OF_TESTS)
+    make_once = cache(make)
+    found = captured_once(own, make_once, is_kept=is_kept)
+    if not found.any_batch:
+        found = captured_once(f"{own} {batch_size(inputs)}", make_once, is_kept=is_kept)
     return replace(found, name=name or found.name)
 
 

@@ -1,5 +1,6 @@
 """What processes do in the tests of launching and of faults, and how a test makes sure that none is left."""
 
+import atexit
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from tests.support.patience import patience_s
 
 __all__ = [
     "add_ranks",
+    "end_when_another_has_told",
     "fail_as_told",
     "pids_in",
     "report_threads",
@@ -104,10 +106,17 @@ def run_script(
         process.close()
 
 
-def torchrun(num_ranks: int, *, looks_every_s: float = 0.1) -> list[str]:
-    """The words that make torchrun run a script, and look so often whether all ranks are there."""
-    every = ["--monitor-interval", str(looks_every_s)]
-    return ["-m", TORCHRUN, "--standalone", *every, "--nproc-per-node", str(num_ranks)]
+def torchrun(num_ranks: int) -> list[str]:
+    """The words that make torchrun run a script, and look often whether all ranks are there."""
+    return ["-m", TORCHRUN, "--standalone", "--monitor-interval", "0.1", "--nproc-per-node", str(num_ranks)]
+
+
+def end_when_another_has_told() -> None:
+    """Have this process, one of torchrun's ranks, stay at its end until another has said why that one ends:
+    torchrun ends all others as soon as one has gone.
+    """
+    said = Path("/proc/self/fd/2").resolve()
+    atexit.register(lambda: until(lambda: "bireme: rank " in said.read_text()))
 
 
 def add_ranks(world: World, more: int) -> torch.Tensor:

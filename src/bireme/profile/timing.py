@@ -38,7 +38,7 @@ class Effort:
             raise BiremeError(f"A unit is measured for {self.seconds_per_unit} s; it must be more than 0.")
 
 
-BRIEF = Effort(num_warmup=1, num_least=5, num_most=15, seconds_per_unit=0.1)
+BRIEF = Effort(num_warmup=1, num_least=3, num_most=9, seconds_per_unit=0.05)
 """For what is over soon: medians of a few rounds, which may be several per cent off."""
 
 

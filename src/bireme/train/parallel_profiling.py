@@ -150,7 +150,9 @@ def _measure(
     if costs is not engine:
         alone = batch_end_of_next_to_nothing(job.optimizer)
     ends = {
-        index: batch_end_of(first.graph, first.units[index], job.optimizer).beyond(alone)
+        index: batch_end_of(first.graph, first.units[index], job.optimizer, job.effort.num_least).beyond(
+            alone
+        )
         for index in first.distinct
     }
     costs = replace(

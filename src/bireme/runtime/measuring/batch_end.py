@@ -32,10 +32,12 @@ OTHER_BYTES = 32 * 2**20
 RATE = 1e-6
 
 
-def batch_end_of(graph: Graph, unit: Unit, optimizer: str) -> BatchEnd:
-    """The medians for the parameters of a unit; nothing where none of them learns. On the CPU."""
+def batch_end_of(graph: Graph, unit: Unit, optimizer: str, num_counted: int = NUM_COUNTED) -> BatchEnd:
+    """The medians of so many batches for the parameters of a unit; nothing where none of them learns. On the
+    CPU.
+    """
     states = [state for state in graph.parameters if state.name in unit.parameters and state.trainable]
-    return _batch_end_of(states, optimizer) if states else BatchEnd(0.0, 0.0, 0.0)
+    return _batch_end_of(states, optimizer, num_counted) if states else BatchEnd(0.0, 0.0, 0.0)
 
 
 def batch_end_of_next_to_nothing(optimizer: str) -> BatchEnd:
@@ -43,7 +45,7 @@ def batch_end_of_next_to_nothing(optimizer: str) -> BatchEnd:
     return _batch_end_of([State("weight", (8,), "float32", is_parameter=True, trainable=True)], optimizer)
 
 
-def _batch_end_of(states: Sequence[State], optimizer: str) -> BatchEnd:
+def _batch_end_of(states: Sequence[State], optimizer: str, num_counted: int = NUM_COUNTED) -> BatchEnd:
     shortest = min((getattr(torch, state.dtype) for state in states), key=lambda one: one.itemsize)
     laps = _Laps()
     pipeline = Pipeline(
@@ -62,7 +64,7 @@ def _batch_end_of(states: Sequence[State], optimizer: str) -> BatchEnd:
     other = torch.zeros(OTHER_BYTES // 4)
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        for _ in range(NUM_SETTLING + NUM_COUNTED):
+        for _ in range(NUM_SETTLING + num_counted):
             laps.pause()
             other.add_(1.0)
             yield {"given": torch.ones(2, 1)}
@@ -71,7 +73,7 @@ def _batch_end_of(states: Sequence[State], optimizer: str) -> BatchEnd:
         laps.pause()
     pipeline.close()
     reduce_s, update_s, trial_s = (
-        median(laps.seconds[kind][-NUM_COUNTED:]) for kind in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
+        median(laps.seconds[kind][-num_counted:]) for kind in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
     )
     return BatchEnd(reduce_s, update_s, trial_s)
 
