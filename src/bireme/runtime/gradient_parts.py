@@ -14,11 +14,9 @@ from bireme.runtime.shelf_part import ShelfPart
 from bireme.sync.exchange import SentBytes
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.parts import sum_parts
+from bireme.sync.slices import PART_SLICE_BYTES
 
 __all__ = ["GradientParts"]
-
-SLICE_BYTES = 2**22
-"""Summed at a time: several slices and their copies are under way, and are to be few beside a stage."""
 
 
 class GradientParts:
@@ -65,7 +63,7 @@ class GradientParts:
             [arena.flat for arena, _ in self._arenas],
             parts=[part.parts for _, part in self._arenas],
         )
-        sum_parts(sharers.group, self.names, gradients, SLICE_BYTES, sent)
+        sum_parts(sharers.group, self.names, gradients, PART_SLICE_BYTES, sent)
         sharers.sent_bytes += sent.sent
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():

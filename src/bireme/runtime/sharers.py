@@ -10,9 +10,9 @@ from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
 from bireme.runtime.shelf import Shelf
 from bireme.runtime.shelf_part import ShelfPart, part_of
-from bireme.sync.exchange import SLICE_BYTES
 from bireme.sync.gradients import Parts
 from bireme.sync.group import Pending, SharingGroup
+from bireme.sync.slices import SLICE_BYTES
 
 __all__ = ["Sharers", "sharers_of"]
 

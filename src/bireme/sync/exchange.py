@@ -13,21 +13,9 @@ from torch import Tensor
 
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending
+from bireme.sync.slices import NUM_IN_FLIGHT
 
-__all__ = [
-    "NUM_IN_FLIGHT",
-    "SLICE_BYTES",
-    "SentBytes",
-    "held_flags",
-    "note_held",
-    "sum_flats",
-    "sum_in_slices",
-]
-
-SLICE_BYTES = 25 * 2**20
-
-NUM_IN_FLIGHT = 3
-"""How many slices may be on their way at once."""
+__all__ = ["SentBytes", "held_flags", "note_held", "sum_flats", "sum_in_slices"]
 
 
 @dataclass(slots=True)

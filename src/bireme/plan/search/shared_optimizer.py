@@ -3,6 +3,7 @@
 Where they share the weights too, what that keeps and moves follows from the instructions of the program.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 from bireme.plan.plan_request import PlanRequest
@@ -11,18 +12,21 @@ from bireme.schedule.gathering import times_a_batch
 from bireme.schedule.instruction import Kind
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
+from bireme.sync.slices import part_sum_bytes
 
 __all__ = ["reduce_share", "shared_costs", "shared_key", "sync_bytes"]
 
 
 def shared_key(request: PlanRequest, draft: Draft) -> object:
     """What the costs of stages depend on besides, where replicas share the optimiser."""
-    width = draft.outline.width
-    return (width, draft.rule) if request.num_sharers(width) > 1 else None
+    outline = draft.outline
+    if request.num_sharers(outline.width) == 1:
+        return None
+    return outline.width, draft.rule, outline.rank_of_stage, bool(draft.whole_weights)
 
 
 def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
-    """The costs of stages of which each replica steps its part only."""
+    """The costs of stages of which each replica steps its part only, and sums gradients part by part."""
     sharers = request.num_sharers(draft.outline.width)
     if sharers == 1:
         return costs
@@ -36,6 +40,26 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
         optimizer_bytes=tuple(one / sharers for one in kept),
         update_s=tuple(one / sharers for one in costs.update_s),
         master_weights=costs.master_weights or is_apart,
+        workspace_bytes=_with_sums(costs, draft, sharers),
+    )
+
+
+def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
+    """The workspace of each stage with what summing gradients in parts takes: a rank's thread for that sums
+    those of all its stages, but where weights are shared too, it sums stage by stage and nothing runs then.
+    """
+    if draft.whole_weights:
+        return tuple(
+            max(own, part_sum_bytes(gradients, sharers))
+            for own, gradients in zip(costs.workspace_bytes, costs.gradient_bytes, strict=True)
+        )
+    ranks = draft.outline.rank_of_stage
+    of_rank: defaultdict[int, float] = defaultdict(float)
+    for rank, gradients in zip(ranks, costs.gradient_bytes, strict=True):
+        of_rank[rank] += gradients
+    return tuple(
+        own + part_sum_bytes(of_rank[rank], sharers)
+        for own, rank in zip(costs.workspace_bytes, ranks, strict=True)
     )
 
 
