@@ -64,7 +64,7 @@ class GradientParts:
             parts=[part.parts for _, part in self._arenas],
         )
         sum_parts(sharers.group, self.names, gradients, PART_SLICE_BYTES, sent)
-        sharers.sent_bytes += sent.sent
+        sharers.summed_bytes += sent.sent
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():
                 if name in gradients.held and name in self.held:

@@ -28,8 +28,10 @@ class Sharers:
         self.gathers = gathers
         self.has_lent = False
         """Whether an evaluation has the weights of a stage gathered."""
-        self.sent_bytes = 0
-        """What this replica has sent the others of its parts so far."""
+        self.gathered_bytes = 0
+        """What this replica has sent the others in training so far of weights that it makes or keeps."""
+        self.summed_bytes = 0
+        """What it has sent them of gradients, besides what the sums at the end of a batch send."""
         self._group: SharingGroup | None = None
 
     @property
@@ -46,10 +48,10 @@ class Sharers:
         """This replica's part of a shelf."""
         return part_of(shelf, self.member, self.num_members)
 
-    def gather(self, flats: Iterable[tuple[Tensor, Parts]]) -> list[Pending]:
+    def gather(self, flats: Iterable[tuple[Tensor, Parts]], *, trains: bool = True) -> list[Pending]:
         """Begin to fill flat tensors with all members' parts; a member's own must be there.
 
-        All members must call it with the same ones in the same order.
+        All members must call it with the same ones in the same order. It is counted if training needs it.
         """
         under_way = []
         for flat, parts in flats:
@@ -58,7 +60,7 @@ class Sharers:
                 if not len(part):
                     continue
                 if owner == self.member:
-                    self.sent_bytes += (self.num_members - 1) * part.nbytes
+                    self.gathered_bytes += (self.num_members - 1) * part.nbytes if trains else 0
                 for piece in torch.split(part, max(SLICE_BYTES // part.itemsize, 1)):
                     under_way.append(self.group.copy_from(piece, owner))
         return under_way

@@ -4,7 +4,7 @@ Where they share the weights too, what that keeps and moves follows from the ins
 """
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft
@@ -14,7 +14,17 @@ from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.sync.slices import part_sum_bytes
 
-__all__ = ["reduce_share", "shared_costs", "shared_key", "sync_bytes"]
+__all__ = ["Exchanged", "exchanged_bytes", "reduce_share", "shared_costs", "shared_key", "sync_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The bytes that a replica sends the others in a batch: of weights that it makes or keeps, and of
+    gradients.
+    """
+
+    weights: float
+    gradients: float
 
 
 def shared_key(request: PlanRequest, draft: Draft) -> object:
@@ -81,32 +91,32 @@ def sync_bytes(
     carries in a batch; under the others it makes no difference to the next forward whether they go before or
     after.
     """
-    width, rule = draft.outline.width, draft.rule
+    width = draft.outline.width
     if request.num_sharers(width) == 1:
         return tuple(
             request.sums.hop_bytes(one, slice(*units), width)
             for one, units in zip(costs.gradient_bytes, draft.stages(num_units), strict=True)
         )
-    share = reduce_share(request, width)
+    if before_update and draft.whole_weights:
+        return (0.0,) * costs.num_stages
+    each = exchanged_bytes(costs, request, draft)
+    if before_update and draft.rule is Rule.DELAYED:
+        return tuple(one.gradients for one in each)
+    return tuple(one.weights + one.gradients for one in each)
+
+
+def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[Exchanged, ...]:
+    """What each replica sends the others that share with it, stage by stage."""
+    share = reduce_share(request, draft.outline.width)
     if draft.whole_weights:
-        return (0.0,) * costs.num_stages if before_update else _gathered_bytes(costs, draft, share)
-    sums = tuple(share * one for one in costs.gradient_bytes)
-    if before_update and rule is Rule.DELAYED:
-        return sums
-    made = zip(sums, costs.gradient_bytes, costs.weight_bytes, strict=True)
+        program = draft.program()
+        gathers, scatters = (times_a_batch(program, kind) for kind in (Kind.GATHER, Kind.SCATTER))
+    else:
+        gathers = (1.0,) * costs.num_stages
+        scatters = (2.0 if draft.rule is Rule.FRESH else 1.0,) * costs.num_stages
     return tuple(
-        own + share * (weights + (gradients if rule is Rule.FRESH else 0.0))
-        for own, gradients, weights in made
-    )
-
-
-def _gathered_bytes(costs: Costs, draft: Draft, share: float) -> tuple[float, ...]:
-    """What each replica sends on of every stage in a batch where weights are gathered."""
-    program = draft.program()
-    times = zip(times_a_batch(program, Kind.GATHER), times_a_batch(program, Kind.SCATTER), strict=True)
-    return tuple(
-        share * (gathers * weights + scatters * gradients)
-        for (gathers, scatters), weights, gradients in zip(
-            times, costs.weight_bytes, costs.gradient_bytes, strict=True
+        Exchanged(share * often * weights, share * times * gradients)
+        for often, weights, times, gradients in zip(
+            gathers, costs.weight_bytes, scatters, costs.gradient_bytes, strict=True
         )
     )
