@@ -77,6 +77,11 @@ def test_sums_and_weights_are_predicted_to_travel_once_each_and_steps_to_be_shor
         more_s = (WIDTH - 1) / WIDTH * (num_bytes - 2 * gradients) / SLOW
         saved_s = (1 - 1 / WIDTH) * update_s
         assert own.batch_s - plain.batch_s == pytest.approx(more_s - saved_s, abs=0.02 * plain.batch_s)
+        device, replicas = own.tiers
+        share = (WIDTH - 1) / WIDTH
+        assert device.predicted_bytes_moved == pytest.approx(share * parameters)
+        assert replicas.predicted_bytes_moved == pytest.approx(share * (num_bytes - parameters))
+        assert not plain.tiers
 
 
 def test_a_plan_that_fits_only_shared_is_found_and_says_so(tmp_path: Path) -> None:
