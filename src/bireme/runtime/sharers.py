@@ -1,6 +1,6 @@
 """The replicas of a stage that share its optimiser or weights: who owns what, and how all get the rest."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from bireme.errors import BiremeError, closest
 from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
+from bireme.runtime.paging.mover import Job, ThreadMover
 from bireme.runtime.shelf import Shelf
 from bireme.runtime.shelf_part import ShelfPart, part_of
 from bireme.sync.gradients import Parts
@@ -33,6 +34,8 @@ class Sharers:
         self.summed_bytes = 0
         """What it has sent them of gradients, besides what the sums at the end of a batch send."""
         self._group: SharingGroup | None = None
+        self._sums: SharingGroup | None = None
+        self._worker: ThreadMover | None = None
 
     @property
     def group(self) -> SharingGroup:
@@ -40,9 +43,32 @@ class Sharers:
         assert self._group is not None, "a pipeline is joined before it trains"
         return self._group
 
-    def join(self, group: SharingGroup) -> None:
+    @property
+    def sums(self) -> SharingGroup:
+        """What joins them for what is posted here, where they share the weights."""
+        assert self._sums is not None, "who sums stage by stage is joined for that"
+        return self._sums
+
+    def join(self, group: SharingGroup, sums: SharingGroup | None, device: torch.device) -> None:
         """From now on the members can reach each other."""
-        self._group = group
+        self._group, self._sums, self._worker = group, sums, ThreadMover(device)
+
+    def post(self, work: Callable[[], None]) -> Job:
+        """Have work done in a thread, one after the other; only that thread uses `sums`."""
+        assert self._worker is not None, "a pipeline is joined before it trains"
+        job = Job((0, False), 0, work)
+        self._worker.post(job)
+        return job
+
+    def wait(self, job: Job) -> None:
+        """Wait for work that was posted; raises what went wrong."""
+        assert self._worker is not None, "what was posted has a worker"
+        self._worker.wait(job)
+
+    def close(self) -> None:
+        """End the thread, once what was posted is done or has failed."""
+        if self._worker is not None:
+            self._worker.close()
 
     def cut(self, shelf: Shelf) -> ShelfPart:
         """This replica's part of a shelf."""

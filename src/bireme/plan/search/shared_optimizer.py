@@ -5,6 +5,7 @@ Where they share the weights too, what that keeps and moves follows from the ins
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from operator import add
 
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft
@@ -32,7 +33,7 @@ def shared_key(request: PlanRequest, draft: Draft) -> object:
     outline = draft.outline
     if request.num_sharers(outline.width) == 1:
         return None
-    return outline.width, draft.rule, outline.rank_of_stage, bool(draft.whole_weights)
+    return outline.width, draft.rule, outline.rank_of_stage, min(draft.whole_weights, 2)
 
 
 def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
@@ -56,11 +57,13 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
 
 def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
     """The workspace of each stage with what summing gradients in parts takes: a rank's thread for that sums
-    those of all its stages, but where weights are shared too, it sums stage by stage and nothing runs then.
+    those of all its stages, but where weights are shared too, stage by stage; and where those of one stage
+    are whole at a time, nothing else runs then.
     """
     if draft.whole_weights:
+        together = max if draft.whole_weights == 1 else add
         return tuple(
-            max(own, part_sum_bytes(gradients, sharers))
+            together(own, part_sum_bytes(gradients, sharers))
             for own, gradients in zip(costs.workspace_bytes, costs.gradient_bytes, strict=True)
         )
     ranks = draft.outline.rank_of_stage
