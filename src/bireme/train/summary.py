@@ -14,6 +14,7 @@ from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import Shared, read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
+from bireme.train.host_tier_bytes import host_tier_bytes
 from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome, first_of
@@ -327,7 +328,9 @@ def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, 
                 units=(bounds[stage], bounds[stage + 1] - 1),
                 rank=rank,
                 device=", ".join(plan.devices[rank]) if plan.devices else "",
-                predicted_peak_bytes=None if promised is None else promised.peak_bytes,
+                predicted_peak_bytes=None
+                if promised is None
+                else promised.peak_bytes + host_tier_bytes(prepared, rank),
                 measured_peak_bytes=max(peaks, default=None),
                 busy_share=max(shares, default=None),
                 predicted_busy_share=None
@@ -353,6 +356,7 @@ def _ranks(prepared: Prepared, outcomes: list[Outcome]) -> tuple[RankSummary, ..
         if forecast is not None:
             stage = forecast.stages[program.stages_of(rank)[0]]
             _, promised, _ = list(stage.bytes_of_devices())[replica]
+            promised += host_tier_bytes(prepared, rank)
         found.append(RankSummary(own.rank, promised, own.peak_bytes))
     return tuple(found)
 
