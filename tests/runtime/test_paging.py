@@ -306,7 +306,11 @@ def test_the_time_of_a_copy_is_told_once_it_is_complete_on_the_device() -> None:
 def test_a_quick_copy_is_made_by_who_posts_it_unless_it_must_wait() -> None:
     """A run of many small chunks took twice the time that its copies and its work take."""
     mover, gate, makers = ThreadMover(torch.device("cpu")), Event(), list[Thread]()
-    slow = Job((1, False), 1, lambda: gate.wait(20) and None)
+
+    def stand() -> None:
+        assert gate.wait(20)
+
+    slow = Job((1, False), 1, stand)
     mover.post(slow)
     jobs = [
         Job((0, True), 1, lambda: makers.append(current_thread()), needs, is_quick=True)
