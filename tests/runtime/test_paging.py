@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event, Thread, current_thread
 from time import sleep
 from typing import Any
 
@@ -22,7 +23,7 @@ from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
 from bireme.report.units import rate_text
-from bireme.runtime.paging.mover import Job
+from bireme.runtime.paging.mover import Job, ThreadMover
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.residency import resident
@@ -300,6 +301,29 @@ def test_the_time_of_a_copy_is_told_once_it_is_complete_on_the_device() -> None:
     failed.do()
     assert isinstance(failed.error, ValueError)
     assert len(events) == 3
+
+
+def test_a_quick_copy_is_made_by_who_posts_it_unless_it_must_wait() -> None:
+    """A run of many small chunks took twice the time that its copies and its work take."""
+    mover, gate, makers = ThreadMover(torch.device("cpu")), Event(), list[Thread]()
+
+    def stand() -> None:
+        assert gate.wait(20)
+
+    slow = Job((1, False), 1, stand)
+    mover.post(slow)
+    jobs = [
+        Job((0, True), 1, lambda: makers.append(current_thread()), needs, is_quick=True)
+        for needs in ((), (slow,))
+    ]
+    for job in jobs:
+        mover.post(job)
+    assert makers == [current_thread()]
+    gate.set()
+    mover.wait(jobs[1])
+    mover.close()
+    assert len(makers) == 2
+    assert makers[1] is not current_thread()
 
 
 def test_a_plan_that_pages_to_a_disk_needs_a_folder(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from bireme.memory.arena import Arena
 from bireme.memory.slots import Slots
-from bireme.sync.exchange import NUM_IN_FLIGHT
+from bireme.sync.exchange import SentBytes
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import CollectiveError, DistGroup, Group, Pending, SingleRankGroup
 from bireme.sync.norm import squared_norm
+from bireme.sync.parts import sum_parts
 from bireme.sync.reduced import Reduced
 from bireme.sync.reducer import Reducer, Reduction
+from bireme.sync.slices import NUM_IN_FLIGHT, beside_parts
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_processes, run_threads
 
@@ -317,6 +319,54 @@ def test_gradients_are_summed_where_they_lie_a_few_slices_at_a_time() -> None:
     assert [len(one) for one in slices] == [20] * 30
     assert {one.untyped_storage().data_ptr() for one in slices} == {gradients.flats[0].data_ptr()}
     assert group.most_under_way == NUM_IN_FLIGHT + 1, "the slices, and who has which gradient"
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_sums_in_parts_are_in_order_and_take_the_memory_that_plans_count(num_members: int) -> None:
+    """They took 200 MiB on each replica, more than sharing an optimiser saved, and nobody had counted it."""
+    length = 400
+    given = torch.randn(num_members, length, generator=torch.Generator().manual_seed(0))
+    parts = tuple(place * length // num_members for place in range(num_members + 1))
+    fabric = ThreadFabric(num_members)
+
+    def work(rank: int) -> tuple[Tensor, int]:
+        group = cast(Any, _group(fabric.of(rank).group, range(num_members)))
+        flat = given[rank].clone()
+        seen = _Beside(group.exchange, flat)
+        group.exchange = seen.exchange
+        gradients = BatchGradients({"w": flat}, {"w"}, [flat], parts=[parts])
+        sum_parts(group, ["w"], gradients, SMALL_SLICE_BYTES, SentBytes())
+        return flat[parts[rank] : parts[rank + 1]], seen.most
+
+    found = run_threads(num_members, work)
+    expected = given[0].clone()
+    for other in given[1:]:
+        expected += other
+    assert torch.equal(torch.cat([own for own, _ in found]), expected)
+    counted = beside_parts(num_members) * (NUM_IN_FLIGHT + 1) * SMALL_SLICE_BYTES
+    assert 0.9 * counted < max(most for _, most in found) <= counted
+
+
+class _Beside:
+    """Counts what exchanges that are under way have in memory of their own, at most."""
+
+    def __init__(self, exchange: Callable[..., Pending], flat: Tensor) -> None:
+        self._exchange, self._flat = exchange, flat
+        self._now = self.most = 0
+
+    def exchange(self, given: Tensor, lengths: Sequence[int], taken: Tensor, others: Sequence[int]) -> Any:
+        memory = self._flat.untyped_storage().data_ptr()
+        own = [one.nbytes for one in (given, taken) if one.untyped_storage().data_ptr() != memory]
+        self._now += sum(own)
+        self.most = max(self.most, self._now)
+        pending, ended = self._exchange(given, lengths, taken, others), self
+
+        class Noting:
+            def wait(self) -> None:
+                pending.wait()
+                ended._now -= sum(own)
+
+        return Noting()
 
 
 def test_a_finished_batch_is_forgotten() -> None:

@@ -16,6 +16,8 @@ from bireme.runtime.bank_memory import BankMemory
 from bireme.runtime.piece_sections import joined
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot
+from bireme.schedule.instruction import Kind
+from bireme.sync.exchange import SentBytes
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.small_models import Batch, Model, gpt, token_batches
 from tests.support.thread_transport import ThreadFabric
@@ -30,8 +32,8 @@ TAKEN_AFTER = 3
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a rank saw: of every batch the loss, the verdict and the weights after it; a snapshot on the way
-    and one at the end; all that it held then; the losses of evaluations, of one sample and of a batch, and
-    what its stages keep.
+    and one at the end; all that it held then; the losses of evaluations, of one sample and of a batch, what
+    its stages keep, and what it had sent at the end.
     """
 
     losses: list[float]
@@ -43,6 +45,7 @@ class Seen:
     held: Snapshot
     evaluated: list[float]
     memory: list[BankMemory]
+    sent: SentBytes
 
 
 def train(
@@ -77,6 +80,7 @@ def train(
             pipeline.snapshot(all_held=True),
             [pipeline.evaluate([one]).loss for one in (first_of(data[0]), data[0])],
             [stage.banks.memory() for stage in pipeline.stages.values()],
+            pipeline.sum_bytes,
         )
 
     torch.set_num_threads(1)
@@ -191,6 +195,25 @@ def test_it_computes_what_replicas_with_an_optimiser_each_do(shard: str, case: s
                 assert all(one.banks_bytes == whole.banks_bytes for one in own)
             else:
                 assert_parts([one.banks_bytes for one in own], whole.banks_bytes)
+    if shard == "weights":
+        assert_gathered(found, expected, replace(plan, whole_weights=plan.whole_weights or 2))
+
+
+def assert_gathered(found: Sequence[Seen], plain: Sequence[Seen], plan: Plan) -> None:
+    """Training has sent the weights that the program gathers, to the byte, and evaluations are not counted;
+    what else was sent are sums.
+    """
+    program = plan.source.program(5)
+    for place in range(program.num_ranks):
+        own = [found[place + replica * program.num_ranks].sent for replica in range(plan.width)]
+        whole = {
+            stage: plain[place].memory[number].banks_bytes // program.banks[stage]
+            for number, stage in enumerate(program.stages_of(place))
+        }
+        steps = [step for step in program.tracks[place] if step.kind is Kind.GATHER]
+        gathered = sum(whole[step.stage] for step in steps) * (plan.width - 1)
+        assert sum(one.gathered for one in own) == gathered > 0
+        assert all(one.gathered < one.sent for one in own)
 
 
 def assert_parts(sizes: Sequence[int], whole: int) -> None:

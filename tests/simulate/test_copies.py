@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -146,6 +147,34 @@ def test_copies_take_the_rank_s_own_time_while_it_works_where_no_core_is_left() 
     for timeline, more_s in ((half, 0.5 * copied_s), (one, copied_s)):
         busy_s = timeline.ranks[0].busy_s - apart.ranks[0].busy_s
         assert 0 < busy_s <= more_s * (1 + 1e-9)
+
+
+def test_small_chunks_are_copied_by_the_rank_itself_and_each_chunk_takes_some_of_its_time() -> None:
+    """The simulator knew of bytes alone, and a run of many small chunks took twice what it said."""
+    program, costs = program_of(8, microbatches=8), costs_of(8, stash=2, optimizer=0)
+    program = page(program, costs.sizes(), Budgets(12 * CHUNK), ahead=1, chunk_bytes=CHUNK)
+    links = TierLinks(CHUNK / 0.01, latency_s=0.02)
+    plain, own, handled, stashed = (
+        simulate(program, costs, tier_links=one)
+        for one in (
+            links,
+            replace(links, own_bytes=CHUNK),
+            replace(links, chunk_s=0.001),
+            replace(links, stash_bytes_per_s=CHUNK / 0.005),
+        )
+    )
+    (track,) = program.tracks
+    moves = [step for step in track if step.page is not None]
+    copies = [step for step in moves if step.page is not None and step.page.is_copied]
+    forwards = [step for step in track if step.kind is Kind.FORWARD]
+
+    def more_s(timeline: Timeline) -> float:
+        return timeline.ranks[0].busy_s - plain.ranks[0].busy_s
+
+    assert 0 < more_s(own) <= 0.03 * len(copies) * (1 + 1e-9)
+    assert more_s(own) > 0.8 * 0.03 * len(copies), "few must wait for a slot, and go to the thread"
+    assert more_s(handled) >= 0.001 * len(moves) * 0.99
+    assert more_s(stashed) == pytest.approx(2 * 0.005 * len(forwards))
 
 
 def test_work_hides_copies_where_there_is_room_to_fetch_ahead() -> None:

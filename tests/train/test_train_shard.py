@@ -28,6 +28,11 @@ def test_a_shared_run_is_the_plain_one_and_another_number_of_replicas_resumes_it
     shared = settings(**common, training__steps=2, memory__shard="optimizer", log__name="shared")
     first = bireme(capsys, "train", str(path), "--json", *shared)
     assert first.status == 0, first.err
+    sync = first.document["sync"]
+    assert 0 < sync["shared"]["gathered_bytes"] < sync["sent_bytes"]
+    assert sync["shared"]["gathered_bytes"] + sync["shared"]["summed_bytes"] == sync["sent_bytes"]
+    page = bireme(capsys, "report", str(tmp_path / "runs" / "shared"), "--json").document
+    assert page["runs"][0]["shared"] == sync["shared"]
     weights = settings(training__steps=4, training__schedule_steps=2, memory__shard="weights")
     then = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), "--json", *weights)
     assert then.status == 0, then.err

@@ -53,6 +53,18 @@ def test_paths_and_commands_are_not_broken_and_can_be_pasted(run: Path) -> None:
     assert f"Stopped (signal). To resume: bireme resume '{run}'" in shown(run, is_stopped=True).splitlines()
 
 
+def test_what_replicas_exchanged_is_beside_what_was_predicted(run: Path) -> None:
+    shared = {
+        "gathered_bytes": 2**21,
+        "predicted_gathered_bytes": 2.0**20,
+        "summed_bytes": 2**22,
+        "predicted_summed_bytes": None,
+    }
+    lines = [line.split() for line in shown(run, sync={"shared": shared}).splitlines()]
+    assert ["weights", "gathered", "1.00", "MiB", "2.00", "MiB", "-50.0%"] in lines
+    assert ["gradients", "summed", "–", "4.00", "MiB"] in lines
+
+
 def test_a_model_that_was_not_written_is_not_promised(run: Path) -> None:
     (run / "model").rmdir()
     text = shown(run)

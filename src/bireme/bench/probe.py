@@ -26,7 +26,7 @@ from bireme.runtime.measuring.tier_speeds import (
     check_disk_folder,
     free_disk_bytes,
     measured_disk_bytes_per_s,
-    measured_host_bytes_per_s,
+    measured_host_speed,
 )
 from bireme.runtime.world import World
 
@@ -213,6 +213,8 @@ class _Tiers:
     """What a server's devices can page to, and how fast."""
 
     host_bytes_per_s: float
+    copy_s: float
+    chunk_s: float
     host_memory_bytes: int
     disk_bytes: int
     disk_bytes_per_s: float
@@ -222,8 +224,11 @@ def _tiers(world: World, line: Line, hosts: tuple[str, ...], folder: Path) -> di
     """Of each server, measured by its first rank while the others of it wait."""
     place = hosts.index(hosts[world.rank])
     if place == world.rank:
+        host = measured_host_speed(world.device)
         found = _Tiers(
-            measured_host_bytes_per_s(world.device),
+            host.bytes_per_s,
+            host.copy_s,
+            host.chunk_s,
             memory_bytes() if world.device.type != "cpu" else 0,
             free_disk_bytes(folder),
             measured_disk_bytes_per_s(folder),
@@ -245,7 +250,13 @@ def _with_tiers(inferred: Inferred, tiers: Mapping[str, _Tiers]) -> Inferred:
         replace(
             server,
             devices=tuple(
-                replace(device, host_bytes_per_s=_rounded(own.host_bytes_per_s)) for device in server.devices
+                replace(
+                    device,
+                    host_bytes_per_s=_rounded(own.host_bytes_per_s),
+                    copy_s=_rounded(own.copy_s),
+                    chunk_s=_rounded(own.chunk_s),
+                )
+                for device in server.devices
             ),
             host_memory_bytes=own.host_memory_bytes,
             disk_bytes=own.disk_bytes,

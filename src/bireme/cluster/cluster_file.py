@@ -77,6 +77,12 @@ class DeviceTable(_Table):
     host_bytes_per_s: Rate | None = Field(
         None, description="how fast it exchanges chunks with the host, each way"
     )
+    copy_s: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
+        None, description="what each such copy takes besides its bytes"
+    )
+    chunk_s: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
+        None, description="what its process takes to give a chunk room, or to take it away"
+    )
 
 
 class _GroupTable(_Table):

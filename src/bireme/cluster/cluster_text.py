@@ -111,6 +111,8 @@ def _plain_device(device: Device, count: int) -> dict[str, Any]:
         bfloat16_flops_per_s=device.bfloat16_flops_per_s or None,
         watts=float(device.watts) if device.watts else None,
         host_bytes_per_s=float(device.host_bytes_per_s) or None,
+        copy_s=float(device.copy_s) or None,
+        chunk_s=float(device.chunk_s) or None,
     )
 
 
@@ -170,7 +172,7 @@ def _comment(what: str, key: str, value: Any) -> str:
     match key:
         case "memory_bytes" | "host_memory_bytes" | "disk_bytes":
             return f"  # {value / 2**30:.4g} GiB"
-        case "latency_s" if value:
+        case "latency_s" | "copy_s" | "chunk_s" if value:
             return f"  # {value * 1e6:.4g} µs"
         case "bytes_per_s" | "back_bytes_per_s" if what == "link":
             return f"  # {value * 8 / 1e9:.4g} Gbit/s"

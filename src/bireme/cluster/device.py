@@ -29,7 +29,8 @@ class Device:
     Where a figure is zero it is not known. `speed` is relative to where the model was profiled: on a device
     of 0.5 everything takes twice as long. An emulated device is a process that keeps that pace and stays
     within `memory_bytes`, wherever it runs. `watts` is what it draws at work. `host_bytes_per_s` is how fast
-    chunks go between its memory and the host's, each way.
+    chunks go between its memory and the host's, each way; `copy_s` is what each takes besides its bytes, and
+    `chunk_s` what giving a chunk room takes the device's process, or taking it.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Device:
     speed: float = 1.0
     watts: float = 0.0
     host_bytes_per_s: float = 0.0
+    copy_s: float = 0.0
+    chunk_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -26,24 +26,30 @@ DISK_BYTES_PER_S = 3.3e9 * ATTAINED
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """What one of the devices in use gets of its server; bytes are None where the cluster does not say."""
+    """What one of the devices in use gets of its server; bytes are None where the cluster does not say, and
+    what copies and chunks take of themselves is 0 then.
+    """
 
     host_bytes: int | None
     disk_bytes: int | None
     host_bytes_per_s: float
     disk_bytes_per_s: float
+    copy_s: float = 0.0
+    chunk_s: float = 0.0
 
 
 def tier_share(cluster: Cluster, device: int, used: Collection[int]) -> TierShare:
     """The share of a device where those devices are used, all of which page."""
     placed = cluster.devices()
-    server = cluster.servers[placed[device].server]
+    server, own = cluster.servers[placed[device].server], placed[device].device
     sharers = sum(placed[one].server == placed[device].server for one in used)
     return TierShare(
         host_bytes=server.host_memory_bytes // sharers if server.host_memory_bytes else None,
         disk_bytes=server.disk_bytes // sharers if server.disk_bytes else None,
         host_bytes_per_s=_host_bytes_per_s(cluster, device, used),
         disk_bytes_per_s=(server.disk_bytes_per_s or DISK_BYTES_PER_S) / sharers,
+        copy_s=own.copy_s,
+        chunk_s=own.chunk_s,
     )
 
 

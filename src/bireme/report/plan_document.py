@@ -101,8 +101,9 @@ def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = (
         found["sweep"] = plan.sweep
     if plan.whole_weights:
         found["whole_weights"] = plan.whole_weights
-    if plan.paging is not None or plan.whole_weights:
-        found["tiers"] = [] if forecast is None else [asdict(tier) for tier in forecast.tiers]
+    tiers = () if forecast is None else forecast.tiers
+    if plan.paging is not None or plan.whole_weights or tiers:
+        found["tiers"] = [asdict(tier) for tier in tiers]
     if plan.paging is not None:
         found["chunk_bytes"] = list(plan.paging.chunk_bytes)
         if plan.paging.host_updates:

@@ -169,6 +169,10 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
             _bytes(rank["measured_peak_bytes"]),
             _error(rank["predicted_peak_bytes"], rank["measured_peak_bytes"]),
         )
+    if shared := document.get("sync", {}).get("shared"):
+        for name, key in (("weights gathered", "gathered_bytes"), ("gradients summed", "summed_bytes")):
+            before, found = shared[f"predicted_{key}"], shared[key]
+            table.add_row(name, _bytes(before), _bytes(found), _error(before, found))
     shown = set()
     for stage in document["stages"]:
         if stage["rank"] not in shown:

@@ -24,12 +24,12 @@ class GatheredWeights(SharedWeights):
     def made(self, bank: int) -> None:
         """This replica has its part of a version; nobody needs the whole yet."""
 
-    def take(self, version: int) -> None:
+    def take(self, version: int, *, trains: bool = True) -> None:
         """Begin to gather a version. Take part with the others."""
         bank = version % len(self._arriving)
         for store in self._stores:
             store.take(bank)
-        self.gather(bank)
+        self.gather(bank, trains=trains)
 
     def let_go(self, version: int) -> None:
         """Give back the memory of a version, but for this replica's part."""
@@ -47,7 +47,7 @@ class GatheredWeights(SharedWeights):
             yield False
             return
         sharers.has_lent = True
-        self.take(version)
+        self.take(version, trains=False)
         self.arrive(version)
         try:
             yield True

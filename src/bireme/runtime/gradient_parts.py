@@ -3,22 +3,22 @@ replica's parts of what they come to over all replicas.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bireme.memory.arena import Arena
 from bireme.memory.lent_arena import LentArena
+from bireme.runtime.paging.mover import Job
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.shelf_part import ShelfPart
 from bireme.sync.exchange import SentBytes
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.parts import sum_parts
+from bireme.sync.slices import PART_SLICE_BYTES
 
 __all__ = ["GradientParts"]
-
-SLICE_BYTES = 2**22
-"""Summed at a time: several slices and their copies are under way, and are to be few beside a stage."""
 
 
 class GradientParts:
@@ -26,7 +26,7 @@ class GradientParts:
     gradient of, as far as they have been summed.
     """
 
-    __slots__ = ("_arenas", "_own", "held", "names", "views")
+    __slots__ = ("_arenas", "_own", "_under_way", "held", "names", "views")
 
     def __init__(self, arenas: Sequence[LentArena], parts: Sequence[ShelfPart], device: torch.device) -> None:
         self._arenas = [*zip(arenas, parts, strict=True)]
@@ -37,6 +37,7 @@ class GradientParts:
         }
         """This replica's pieces."""
         self.held: set[str] = set()
+        self._under_way: tuple[BatchGradients, Job] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -52,21 +53,32 @@ class GradientParts:
         """This replica's piece of a gradient, if there is one."""
         return self.views.get(name) if name in self.held else None
 
-    @torch.no_grad()
-    def sum_up(self, held: set[str], sharers: Sharers) -> None:
-        """Add up the whole gradients of all replicas, each its own part, and give their memory back; those of
-        this replica that were `held` no longer are. Take part with the others.
+    def begin_sums(self, held: set[str], sharers: Sharers) -> None:
+        """Begin to add up the whole gradients of all replicas, each its own part; those of this replica that
+        were `held` no longer are. Take part with the others, and add nothing before `end_sums`.
         """
         self.take()
-        sent = SentBytes()
         gradients = BatchGradients(
             {name: view for arena, _ in self._arenas for name, view in arena.views.items()},
             held.intersection(self.names),
             [arena.flat for arena, _ in self._arenas],
             parts=[part.parts for _, part in self._arenas],
         )
-        sum_parts(sharers.group, self.names, gradients, SLICE_BYTES, sent)
-        sharers.sent_bytes += sent.sent
+        held.difference_update(self.names)
+        self._under_way = gradients, sharers.post(partial(self._sum, gradients, sharers))
+
+    @torch.no_grad()
+    def _sum(self, gradients: BatchGradients, sharers: Sharers) -> None:
+        sent = SentBytes()
+        sum_parts(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sent)
+        sharers.summed_bytes += sent.sent
+
+    @torch.no_grad()
+    def end_sums(self, sharers: Sharers) -> None:
+        """Wait for that, add it to what there is of the batch, and give the memory of the rest back."""
+        assert self._under_way is not None, "sums that end have begun"
+        (gradients, job), self._under_way = self._under_way, None
+        sharers.wait(job)
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():
                 if name in gradients.held and name in self.held:
@@ -75,4 +87,3 @@ class GradientParts:
                     self.views[name].copy_(piece)
             arena.let_go()
         self.held |= gradients.held
-        held.difference_update(self.names)

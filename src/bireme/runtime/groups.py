@@ -37,7 +37,9 @@ def reducer_of(
             return Reducer(sums, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
     if sharers is not None:
-        sharers.join(_replicas(fabric, layout))  # in another group, for another thread
+        # In other groups, for other threads.
+        gathers = _replicas(fabric, layout)
+        sharers.join(gathers, _replicas(fabric, layout) if sharers.gathers else None, device)
     control = fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup()
     assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.

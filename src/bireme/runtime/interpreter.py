@@ -84,7 +84,8 @@ class Interpreter:
             self._actions |= {
                 Kind.GATHER: self._gather,
                 Kind.RELEASE: self._let_go,
-                Kind.SCATTER: lambda step: stages[step.stage].sum_gradients(step.batch),
+                Kind.SCATTER: lambda step: stages[step.stage].begin_sums(step.batch),
+                Kind.COLLECT: lambda step: stages[step.stage].end_sums(step.batch),
             }
         elif any(stage.banks.shared is not None for stage in stages.values()):
             self._actions[Kind.FORWARD] = self._forward_when_whole

@@ -366,13 +366,12 @@ class Pipeline(HeldState):
 
     @property
     def sum_bytes(self) -> SentBytes:
-        """What this rank has sent so far for sums of gradients, for weights that it makes for others, or for
-        averages of weights.
-        """
+        """What this rank has sent in training so far for sums, for shared weights, or for averages."""
         if self._averages is not None:
             return self._averages.sent
-        sent, shared = self._reducer.sent, 0 if self._sharers is None else self._sharers.sent_bytes
-        return SentBytes(sent.raw + shared, sent.sent + shared)
+        sent, own = self._reducer.sent, self._sharers
+        gathered, more = (0, 0) if own is None else (own.gathered_bytes, own.summed_bytes)
+        return SentBytes(sent.raw + more + gathered, sent.sent + more + gathered, gathered)
 
     @property
     def tiers(self) -> tuple[TierMoves, ...]:
@@ -393,6 +392,8 @@ class Pipeline(HeldState):
         if self._failure is not None:
             self._fabric.abort_groups()  # or a sum that another rank left would be waited for
         self._reducer.close()
+        if self._sharers is not None:
+            self._sharers.close()
         if self._paging is not None:
             self._paging.close()
         self._fabric.close()

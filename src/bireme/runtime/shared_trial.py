@@ -53,10 +53,12 @@ def make_shared_trial(
         for begin in rounds_of(part.parts, CHUNK_ELEMENTS):
             given = pieces_of(flat, part.parts, begin, CHUNK_ELEMENTS)
             gradients = _exchanged(sharers, given, [given[sharers.member].numel()] * sharers.num_members)
+            sharers.summed_bytes += _sent_bytes(sharers, given)
             made = [torch.empty_like(one, dtype=store.banks[bank].flat.dtype) for one in gradients]
             for member, (gradient, goal) in enumerate(zip(gradients, made, strict=True)):
                 chunk = list(_tried(part, homes, source.flat, begin, gradient, goal, helds[member]))
                 trials.try_chunk(chunk, lr_factor=lr_factor, factor=factors[member])
+            sharers.gathered_bytes += _sent_bytes(sharers, made)
             target = pieces_of(store.banks[bank].flat, part.parts, begin, CHUNK_ELEMENTS)
             for piece, came in zip(target, _exchanged(sharers, made, [*map(len, target)]), strict=True):
                 piece.copy_(came)
@@ -67,9 +69,12 @@ def _exchanged(sharers: Sharers, given: Sequence[Tensor], lengths: Sequence[int]
     whole = torch.cat([*given])
     taken = whole.new_empty(sum(lengths))
     sharers.group.exchange(whole, [*map(len, given)], taken, lengths).wait()
-    own = len(given[sharers.member])
-    sharers.sent_bytes += (len(whole) - own) * whole.itemsize
     return torch.split(taken, [*lengths])
+
+
+def _sent_bytes(sharers: Sharers, given: Sequence[Tensor]) -> int:
+    """The bytes that go to other members of what they are given here."""
+    return sum(one.nbytes for member, one in enumerate(given) if member != sharers.member)
 
 
 def _tried(

@@ -68,10 +68,10 @@ class SharedWeights:
         """This replica has made its part of a version: begin to give it to the others, and to get theirs."""
         self.gather(bank)
 
-    def gather(self, bank: int) -> None:
+    def gather(self, bank: int, *, trains: bool = True) -> None:
         """Begin to send this replica's parts of a bank, and to get the others'. Take part with the others."""
         self._arriving[bank] = self._sharers.gather(
-            (store.to_gather(bank), _parts(store)) for store in self._stores
+            ((store.to_gather(bank), _parts(store)) for store in self._stores), trains=trains
         )
 
     def arrive(self, version: int) -> None:
@@ -142,7 +142,7 @@ class SharedWeights:
             whole = Arena(store.banks[0].slots, own.dtype, own.device)
             assert store.part is not None, "the stores of shared weights have parts"
             store.part.of(whole.flat).copy_(own)
-            for pending in self._sharers.gather([(whole.flat, store.part.parts)]):
+            for pending in self._sharers.gather([(whole.flat, store.part.parts)], trains=False):
                 pending.wait()
             found |= whole.views
         return found

@@ -17,7 +17,9 @@ from bireme.model.stage import StageFunction
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.batch_end import Batches, StagePart
 from bireme.runtime.borders import Borders
+from bireme.runtime.gradient_parts import GradientParts
 from bireme.runtime.microbatches import MicroBatch
+from bireme.runtime.sharers import Sharers
 from bireme.runtime.stage_memory import UNPAGED, StageMemory, Stash
 
 __all__ = ["LOSS", "AnyStageFunction", "Place", "Stage"]
@@ -178,14 +180,24 @@ class Stage:
         self._has_seen(place, kept)
         self.banks.release(kept.version)
 
-    def sum_gradients(self, batch: int) -> None:
-        """Sum what a batch's gradients have come to over the replicas that share this stage's weights, each
-        part where its owner is. All of them must call it.
+    def begin_sums(self, batch: int) -> None:
+        """Begin to sum what a batch's gradients have come to over the replicas that share this stage's
+        weights, each part where its owner is. All of them must call it.
         """
-        gathered, sums = self.banks.gathered, self.part(batch).sums()
+        parts, sharers = self._summed(batch)
+        parts.begin_sums(self.part(batch).sums().held, sharers)
+
+    def end_sums(self, batch: int) -> None:
+        """Wait for that; this replica's part is added to what it has of the batch."""
+        parts, sharers = self._summed(batch)
+        parts.end_sums(sharers)
+
+    def _summed(self, batch: int) -> tuple[GradientParts, Sharers]:
+        """A batch's gradients in parts, and the replicas that have the others."""
+        gathered, parts = self.banks.gathered, self.part(batch).sums().parts
         assert gathered is not None, "who sums parts shares weights"
-        assert sums.parts is not None, "who shares weights has parts of sums"
-        sums.parts.sum_up(sums.held, gathered.sharers)
+        assert parts is not None, "who shares weights has parts of sums"
+        return parts, gathered.sharers
 
     def put_back_buffers(self, batch: int) -> None:
         """Let a batch have written to no buffer. What later batches have written meanwhile goes as well."""

@@ -10,7 +10,14 @@ from collections.abc import Mapping
 
 from bireme.errors import BiremeError
 
-__all__ = ["LARGE_PAGE_BYTES", "MOST_CHUNKS", "best_chunk_bytes", "is_paged", "num_chunks"]
+__all__ = [
+    "LARGE_PAGE_BYTES",
+    "MOST_CHUNKS",
+    "SMALL_CHUNK_BYTES",
+    "best_chunk_bytes",
+    "is_paged",
+    "num_chunks",
+]
 
 ALIGNED = 64
 """Chunks are a multiple of so many bytes, which suits every type of number."""
@@ -19,6 +26,9 @@ PAGE_BYTES = 4096
 Where pages are larger, the engine makes chunks larger (`Plan.on_pages`)."""
 LARGE_PAGE_BYTES = 2**21
 """Those of many such pages are a multiple of it: what accelerators map memory by."""
+SMALL_CHUNK_BYTES = 2**18
+"""A processor's rank copies chunks up to this size to and from the host itself: to hand them to a thread
+takes longer than the copy, and the two threads then wait for each other."""
 MANY = 16
 MOST_CHUNKS = 1024
 """That a rank's items are cut into; with more a program gets long."""

@@ -6,12 +6,17 @@ that those of the next pass travel while this one runs. A rank therefore has lit
 are parts of what one stage would be.
 
 ```
-rank 0:  GATHER 0  GATHER 1  F0  RELEASE 0 … F1  B1  RELEASE 1  SCATTER 1  B0 …
+rank 0:  GATHER 0  GATHER 1  F0  RELEASE 0 … F1  B1  RELEASE 1  SCATTER 1  B0  COLLECT 1  SCATTER 0 …
 ```
 
 Gradients of a stage are summed over the replicas (SCATTER) when the rank turns to another stage, and before
-their REDUCE. All replicas run the same program, and so gather and sum in the same order: where the program of
-one replica ends, so do those of all of them together.
+their REDUCE. What is summed travels while the rank computes on the other stage. It ends (COLLECT) before the
+rank sums anything else or adds to these gradients again, and before the last REDUCE of its stages, with which
+the batch ends here. So gradients of two stages are whole at a time. Where weights of one stage only may be
+whole at a time, so may its gradients, and COLLECT follows SCATTER at once.
+
+All replicas run the same program, and so gather and sum in the same order: where the program of one replica
+ends, so do those of all of them together.
 """
 
 from collections import defaultdict
@@ -82,8 +87,8 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
     """The track of a rank with what sharing takes between its instructions."""
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
-    for place, scatter in _scatters(steps):
-        before[place].append(scatter)
+    for place, step in _sums(steps, hides=most > 1):
+        before[place].append(step)
     made = {(step.stage, step.version): place for place, step in enumerate(steps) if step.kind is Kind.UPDATE}
     runs = _runs(steps)
     held: list[Weights] = []
@@ -133,20 +138,35 @@ def _next_ones(runs: Sequence[_Run], number: int, most: int) -> dict[Weights, _R
     return found
 
 
-def _scatters(steps: Sequence[Instruction]) -> Iterator[tuple[int, Instruction]]:
-    """The sums of parts, each with the place of the instruction that it comes before."""
+def _sums(steps: Sequence[Instruction], *, hides: bool) -> Iterator[tuple[int, Instruction]]:
+    """The sums of parts and their ends, each with the place of the instruction that it comes before. With
+    `hides` one is under way while the rank goes on.
+    """
     waiting: list[tuple[int, int]] = []
     """Stages and batches with gradients that are not summed yet."""
+    under_way: tuple[int, int] | None = None
+    ends = {step.batch: place for place, step in enumerate(steps) if step.kind is Kind.REDUCE}
     for place, step in enumerate(steps):
+        own = step.stage, step.batch
         if step.kind in COMPUTE:
             due = [one for one in waiting if one[0] != step.stage]
         else:
-            due = [one for one in waiting if one == (step.stage, step.batch) and step.kind is Kind.REDUCE]
-        for stage, batch in due:
-            yield place, Instruction(Kind.SCATTER, stage, batch)
-            waiting.remove((stage, batch))
-        if step.kind in GRADIENT_DONE and (step.stage, step.batch) not in waiting:
-            waiting.append((step.stage, step.batch))
+            due = [one for one in waiting if one == own and step.kind is Kind.REDUCE]
+        for gradients in due:
+            if under_way is not None:
+                yield place, Instruction(Kind.COLLECT, *under_way)
+            yield place, Instruction(Kind.SCATTER, *gradients)
+            waiting.remove(gradients)
+            under_way = gradients
+            if not hides:
+                yield place, Instruction(Kind.COLLECT, *gradients)
+                under_way = None
+        adds = step.kind in GRADIENT_DONE
+        if under_way is not None and ((adds and under_way == own) or ends.get(under_way[1]) == place):
+            yield place, Instruction(Kind.COLLECT, *under_way)
+            under_way = None
+        if adds and own not in waiting:
+            waiting.append(own)
 
 
 def _about(kind: Kind, weights: Weights, batch: int) -> Instruction:

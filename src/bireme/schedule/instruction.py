@@ -63,8 +63,10 @@ class Kind(StrEnum):
     RELEASE = "RESHARD"
     """Let gathered weights go; this replica's part of them stays."""
     SCATTER = "SCATTER"
-    """Sum what a batch's gradients of a stage have come to over the replicas, each part where its owner is.
-    It waits."""
+    """Post the sums over the replicas of what a batch's gradients of a stage have come to, each part where
+    its owner is. It does not wait: COLLECT does."""
+    COLLECT = "COLLECT"
+    """Wait for what SCATTER sums, add this replica's part to what it has of the batch, let the rest go."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
@@ -74,7 +76,7 @@ SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 AVERAGES = frozenset({Kind.AVERAGE_START, Kind.AVERAGE_END})
 PAGING = frozenset({Kind.FETCH, Kind.EVICT})
-SHARING = frozenset({Kind.GATHER, Kind.RELEASE, Kind.SCATTER})
+SHARING = frozenset({Kind.GATHER, Kind.RELEASE, Kind.SCATTER, Kind.COLLECT})
 
 HALF_LETTERS = "ab"
 

@@ -338,7 +338,7 @@ class _Ledger:
         self.buffers -= entry.uses
         if entry.kind is Kind.UPDATE:
             self._close_gradient(entry.stage, batch, microbatch)
-        elif entry.kind is Kind.SCATTER and (entry.stage, batch) in self.whole_gradients:
+        elif entry.kind is Kind.COLLECT and (entry.stage, batch) in self.whole_gradients:
             self.whole_gradients.discard((entry.stage, batch))
             self._add_gradient(-self.sizes.gradient[entry.stage])
 

@@ -8,7 +8,9 @@ what the rank has done before, so a copy's time is known when it is posted.
 
 Where a rank's device is a processor, a copy to or from the host takes a core as work does. If the machine has
 none to spare, what a rank works at while it copies takes so much longer; copies that run while it waits cost
-it nothing.
+it nothing. The rank's own thread posts copies, maps slots beneath what is made, and copies what a micro-batch
+keeps into its chunks; small chunks it copies itself as soon as they can be. That is added to what it works at
+next.
 """
 
 import math
@@ -19,7 +21,7 @@ from heapq import heappop, heappush
 
 from bireme.errors import BiremeError
 from bireme.schedule.holding import chunk_of
-from bireme.schedule.instruction import PAGING, Instruction, Kind
+from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
 from bireme.schedule.uses import ChunkUses, Mode, Use
@@ -34,19 +36,26 @@ class TierLinks:
 
     A latency is added to every copy. `core_share` is what of a copy between device and host work that runs
     beside it loses: all of it where one core does both, nothing where copies have cores of their own.
+    `chunk_s` is for how long a rank is busy with each chunk that it has copied, makes or ends; what it keeps
+    of a micro-batch it puts into chunks itself, `stash_bytes_per_s`. Chunks of `own_bytes` or less it copies
+    to and from the host itself.
     """
 
     host_bytes_per_s: float = math.inf
     disk_bytes_per_s: float = math.inf
     latency_s: float = 0.0
     core_share: float = 0.0
+    chunk_s: float = 0.0
+    stash_bytes_per_s: float = math.inf
+    own_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("host_bytes_per_s", "disk_bytes_per_s"):
+        for name in ("host_bytes_per_s", "disk_bytes_per_s", "stash_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise BiremeError(f"{name} is {getattr(self, name)}; it must be more than 0.")
-        if not 0 <= self.latency_s < math.inf:
-            raise BiremeError(f"The latency of copies is {self.latency_s}; it must be 0 or more seconds.")
+        for what, seconds in (("latency of copies", self.latency_s), ("time of a chunk", self.chunk_s)):
+            if not 0 <= seconds < math.inf:
+                raise BiremeError(f"The {what} is {seconds}; it must be 0 or more seconds.")
         if not 0 <= self.core_share <= 1:
             raise BiremeError(f"The core share of copies is {self.core_share}; it must be 0 to 1.")
 
@@ -108,6 +117,8 @@ class RankMover:
         self.wire_free_s: dict[tuple[int, bool], float] = {}
         self.copies: dict[tuple[int, bool], Copies] = {}
         self.waited_s = 0.0
+        self.own_s = 0.0
+        """What the rank's thread did about chunks since its last work."""
         self.on_cores: list[tuple[float, float]] = []
         """When copies begin and end that take a core and have not met work yet, as a heap."""
 
@@ -125,7 +136,8 @@ class RankMover:
 
     def taken_s(self, now: float, seconds: float) -> float:
         """How much longer work takes that begins now and takes so long alone, for the copies beside it."""
-        more_s, share = 0.0, self.links.core_share
+        more_s, share = self.own_s, self.links.core_share
+        self.own_s = 0.0
         while self.on_cores and self.on_cores[0][0] < now + seconds + more_s:
             begin, end = heappop(self.on_cores)
             more_s += share * max(end - max(begin, now), 0.0)
@@ -136,6 +148,7 @@ class RankMover:
         assert self.step is not None, "what ends has started"
         for use, chunks in self.uses.of(self.step):
             if use.ends:
+                self.own_s += self.links.chunk_s * len(chunks)
                 for chunk in chunks:
                     for tier in self.where.pop(chunk, ()):
                         self._give(tier, chunk, now)
@@ -150,6 +163,8 @@ class RankMover:
         where, fetched_s = self.where, self.fetched_s
         for use, chunks in self.uses.of(step):
             is_read = use.mode is Mode.READ
+            if use.item is Item.STASH and use.mode is Mode.MAKE:
+                self.own_s += len(chunks) * self.tiers.chunk_bytes / self.links.stash_bytes_per_s
             if use.tier:
                 ready = max(ready, *(self._ready_below_s(chunk, use) for chunk in chunks))
                 continue
@@ -168,6 +183,7 @@ class RankMover:
                 if 0 not in tiers:
                     tiers.add(0)
                     ready = max(ready, self.slots[0].take())
+                    self.own_s += self.links.chunk_s
         return ready
 
     def _ready_below_s(self, chunk: Chunk, use: Use) -> float:
@@ -188,6 +204,7 @@ class RankMover:
     def _move(self, step: Instruction, now: float) -> None:
         assert step.page is not None, "FETCH and EVICT have a page"
         chunk, tier = chunk_of(self.program, step), step.page.tier
+        self.own_s += self.links.chunk_s
         if step.kind is Kind.FETCH:
             end = self._copy(chunk, tier, is_fetch=True, now=now, room_s=self.slots[tier].take())
             self.where[chunk].add(tier)
@@ -204,10 +221,15 @@ class RankMover:
         lower = self.tiers.tiers[tier + 1].name
         wire = tier, is_fetch and lower != "disk"
         start = max(now, room_s, self.moved_s.get(chunk, 0.0), self.wire_free_s.get(wire, 0.0))
-        end = start + self.links.seconds(lower, self.tiers.chunk_bytes)
-        self.wire_free_s[wire] = self.moved_s[chunk] = end
-        if self.links.core_share and lower != "disk":
-            heappush(self.on_cores, (start, end))
+        seconds = self.links.seconds(lower, self.tiers.chunk_bytes)
+        end = ready = start + seconds
+        if lower != "disk" and start <= now and self.tiers.chunk_bytes <= self.links.own_bytes:
+            self.own_s += seconds
+            self.moved_s[chunk] = ready = now
+        else:
+            self.wire_free_s[wire] = self.moved_s[chunk] = end
+            if self.links.core_share and lower != "disk":
+                heappush(self.on_cores, (start, end))
         copies = self.copies.get((tier, is_fetch))
         if copies is None:
             upper = self.tiers.tiers[tier].name
@@ -219,4 +241,4 @@ class RankMover:
         copies.end_s.append(end)
         copies.num_bytes.append(self.tiers.chunk_bytes)
         copies.posted_by.append(self.index)
-        return end
+        return ready

@@ -2,7 +2,7 @@
 
 What a rank exchanges with its replicas goes over one wire, one thing after the other in the order of the
 track. A GATHER sets out when it is posted and the wire is free; the first pass that uses the weights waits
-for it. A SCATTER holds the track until it is through. Replicas count as in step.
+for it. So does a SCATTER, and its COLLECT waits for it. Replicas count as in step.
 
 Of w replicas each gets (w − 1)/w of what it gathers, and gives as much of what it sums: half of what a sum of
 whole gradients takes, in half of its hops.
@@ -40,6 +40,8 @@ class RankGatherer:
         """When the wire is."""
         self._there_s: dict[tuple[int, int], float] = {}
         """When the weights of a stage and version are whole, of those that no pass has used since."""
+        self._summed_s = 0.0
+        """When the last SCATTER is through."""
         self._waited_s = 0.0
         self._copies = {
             Kind.GATHER: Copies(REPLICAS, "device", array("d"), array("d"), array("d"), array("q")),
@@ -74,7 +76,9 @@ class RankGatherer:
         if step.kind is Kind.GATHER:
             self._there_s[weights] = self._exchanged(step, self._costs.weight_bytes[step.stage], now)
         elif step.kind is Kind.SCATTER:
-            return self._exchanged(step, self._costs.gradient_bytes[step.stage], now)
+            self._summed_s = self._exchanged(step, self._costs.gradient_bytes[step.stage], now)
+        elif step.kind is Kind.COLLECT:
+            return max(now, self._summed_s)
         elif step.kind in COMPUTE:
             return max(now, self._there_s.pop(weights, 0.0))
         return now

@@ -18,10 +18,11 @@ from bireme.codec.description import aligned
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_words import SumCodec, SumKind
 from bireme.codec.threshold import Threshold, new_memory
-from bireme.sync.exchange import NUM_IN_FLIGHT, SentBytes, held_flags, note_held, sum_flats
+from bireme.sync.exchange import SentBytes, held_flags, note_held, sum_flats
 from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending
+from bireme.sync.slices import NUM_IN_FLIGHT
 
 __all__ = ["CodedSums"]
 

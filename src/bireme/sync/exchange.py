@@ -13,29 +13,20 @@ from torch import Tensor
 
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending
+from bireme.sync.slices import NUM_IN_FLIGHT
 
-__all__ = [
-    "NUM_IN_FLIGHT",
-    "SLICE_BYTES",
-    "SentBytes",
-    "held_flags",
-    "note_held",
-    "sum_flats",
-    "sum_in_slices",
-]
-
-SLICE_BYTES = 25 * 2**20
-
-NUM_IN_FLIGHT = 3
-"""How many slices may be on their way at once."""
+__all__ = ["SentBytes", "held_flags", "note_held", "sum_flats", "sum_in_slices"]
 
 
 @dataclass(slots=True)
 class SentBytes:
-    """What one rank has sent for sums of gradients: `sent` in truth, `raw` if they had gone as they are."""
+    """What one rank has sent for sums of gradients: `sent` in truth, `raw` if they had gone as they are. In
+    both are the bytes of weights that it made or keeps for replicas that share them: `gathered`.
+    """
 
     raw: int = 0
     sent: int = 0
+    gathered: int = 0
 
     def note(self, size: int, *, raw: int = 0, sent: int = 0) -> None:
         """Count tensors of so many bytes that so many members sum in a ring."""

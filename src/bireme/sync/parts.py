@@ -11,9 +11,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bireme.sync.exchange import NUM_IN_FLIGHT, SentBytes, held_flags, note_held
+from bireme.sync.exchange import SentBytes, held_flags, note_held
 from bireme.sync.gradients import BatchGradients, Parts
 from bireme.sync.group import Pending, SharingGroup
+from bireme.sync.slices import NUM_IN_FLIGHT
 
 __all__ = ["pieces_of", "rounds_of", "sum_parts"]
 
@@ -37,9 +38,10 @@ def sum_parts(
 ) -> None:
     """Sum the flats of some gradients, in which those of `names` lie, each part where its owner is.
 
-    Mark the gradients that any member had. What a member holds of other parts is of no use afterwards.
+    Mark the gradients that any member had. What a member holds of other parts is of no use afterwards. The
+    memory that this takes is counted in `part_sum_bytes`.
     """
-    if not names:
+    if not names or group.size == 1:
         return
     flags = held_flags(names, gradients)
     pending = group.all_reduce(flags)
@@ -61,12 +63,15 @@ def sum_parts(
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A piece of every member's part on its way to its owner; `taken` are the members' own, one by one."""
+    """A piece of every member's part on its way to its owner, which is `member` of its `own`; `given` goes
+    to the others, and `taken` are the others' own, one by one.
+    """
 
     own: Tensor
     given: Tensor
     taken: Tensor
-    size: int
+    member: int
+    num_others: int
     pending: Pending
 
     def add_up(self) -> None:
@@ -74,15 +79,22 @@ class _Round:
         self.pending.wait()
         if not len(self.own):
             return
-        first, *others = self.taken.view(self.size, -1)
-        self.own.copy_(first)
+        in_order = [*self.taken.view(self.num_others, -1)]
+        in_order.insert(self.member, self.own)
+        total, *others = in_order
         for other in others:
-            self.own.add_(other)
+            total.add_(other)
+        if total is not self.own:
+            self.own.copy_(total)
 
 
 def _begin(group: SharingGroup, pieces: Sequence[Tensor], sent: SentBytes) -> _Round:
-    own, given = pieces[group.rank], torch.cat([*pieces])
-    taken = given.new_empty(group.size * len(own))
-    sent.sent += (len(given) - len(own)) * given.itemsize
-    pending = group.exchange(given, [*map(len, pieces)], taken, [len(own)] * group.size)
-    return _Round(own, given, taken, group.size, pending)
+    own = pieces[group.rank]
+    others = [piece for member, piece in enumerate(pieces) if member != group.rank]
+    given = others[0] if len(others) == 1 else torch.cat(others)
+    taken = own.new_empty(len(others) * len(own))
+    lengths, taken_lengths = [*map(len, pieces)], [len(own)] * group.size
+    lengths[group.rank] = taken_lengths[group.rank] = 0
+    sent.sent += given.nbytes
+    pending = group.exchange(given, lengths, taken, taken_lengths)
+    return _Round(own, given, taken, group.rank, len(others), pending)

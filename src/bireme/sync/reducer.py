@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bireme.sync.coded import CodedSums
-from bireme.sync.exchange import SLICE_BYTES, SentBytes, sum_in_slices
+from bireme.sync.exchange import SentBytes, sum_in_slices
 from bireme.sync.feedback import Feedback
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group, Pending, SharingGroup, SingleRankGroup, Sums
@@ -23,6 +23,7 @@ from bireme.sync.norm import PieceNorms, piece_norms, squared_norm, squared_norm
 from bireme.sync.parts import sum_parts
 from bireme.sync.principal_sums import merge_components
 from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
+from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
 __all__ = ["More", "Reducer", "Reduction", "SumsBatches", "nothing_more"]
 
@@ -270,7 +271,7 @@ class Reducer:
         own = [name for name in gradients.views if name not in self._tied]
         size, sent = self._slice_bytes, self.sent
         if self._sharers is not None:
-            sum_parts(self._sharers, own, gradients, size, sent)
+            sum_parts(self._sharers, own, gradients, min(size, PART_SLICE_BYTES), sent)
         elif self._coded is None:
             sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
         else:

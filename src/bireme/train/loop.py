@@ -107,6 +107,7 @@ class Loop:
         self._record_from = self._recorded_first()
         self._shared: tuple[list[int], list[int]] = ([], [])
         """Samples of each replica in the last window, and who met, where they meet."""
+        self._first_step = self.step
         self._tally = Tally(run, run.data.length if data.is_text else 0, tell, self.warn, self.step)
 
     @property
@@ -362,6 +363,8 @@ class Loop:
                 self._sum_bytes.raw + self.pipeline.sum_bytes.raw,
                 self._sum_bytes.sent + self.pipeline.sum_bytes.sent,
                 together(self._tiers, self.pipeline.tiers),
+                self._sum_bytes.gathered + self.pipeline.sum_bytes.gathered,
+                self.step - self._first_step,
             ),
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,

@@ -27,7 +27,9 @@ class LinkBytes:
 class RankOutcome:
     """What one rank measured. `busy_share` is None where no batches were recorded; `control_s` is what the
     control took in the mean, None where it never ran. `raw_sum_bytes` is what the sums of its gradients would
-    have sent without a codec, `sent_sum_bytes` what they did send. `tiers` are there if the rank pages.
+    have sent without a codec, `sent_sum_bytes` what they did send; of both, `gathered_bytes` are weights for
+    replicas that share them. `num_batches` are those that this process has trained. `tiers` are there if the
+    rank pages.
     """
 
     rank: int
@@ -38,6 +40,8 @@ class RankOutcome:
     raw_sum_bytes: int = 0
     sent_sum_bytes: int = 0
     tiers: tuple[TierMoves, ...] = ()
+    gathered_bytes: int = 0
+    num_batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,12 @@ from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import Shared, read_metrics
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
+from bireme.train.host_tier_bytes import host_tier_bytes
 from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import main_codecs
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared
+from bireme.train.shared_bytes import SharedSummary, shared_summary
 from bireme.train.slow_tiers import slow_tiers
 from bireme.train.sums import idle_keys
 
@@ -84,7 +86,8 @@ class ShareSummary:
 class SyncSummary:
     """What all ranks sent for sums of gradients, and what they would have sent without a codec. Where
     replicas may die: the epochs of their membership, rounds and samples that count, and samples that were
-    dealt again.
+    dealt again. `shared`, in the document where replicas share an optimizer or weights, says which bytes are
+    which.
     """
 
     raw_bytes: int
@@ -94,6 +97,7 @@ class SyncSummary:
     rounds: int | None = None
     samples_committed: int | None = None
     samples_redone: int | None = None
+    shared: SharedSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,8 @@ class Summary:
             del found["private_samples"], found["placement"]
         if self.tiers is None:
             del found["tiers"]
+        if self.sync.shared is None:
+            del found["sync"]["shared"]
         if self.joules_per_sample is None:
             del found["joules_per_sample"]
         return found
@@ -226,7 +232,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         ranks=_ranks(prepared, outcomes),
         links=_links(prepared, outcomes),
         control=_control(prepared, outcomes),
-        sync=_sync(outcomes),
+        sync=_sync(prepared, outcomes),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
         first_delayed_step=first_delayed_step(prepared.run, saved),
@@ -259,11 +265,12 @@ def _shared(folder: RunFolder) -> Sequence[Shared]:
         return ()
 
 
-def _sync(outcomes: list[Outcome]) -> SyncSummary:
+def _sync(prepared: Prepared, outcomes: list[Outcome]) -> SyncSummary:
     raw_bytes = sum(one.own.raw_sum_bytes for one in outcomes)
     sent_bytes = sum(one.own.sent_sum_bytes for one in outcomes)
     figures = first_of(outcomes).sync
-    return SyncSummary(raw_bytes, sent_bytes, **({} if figures is None else asdict(figures)))
+    shared = shared_summary(prepared.run, prepared.plan, outcomes)
+    return SyncSummary(raw_bytes, sent_bytes, **({} if figures is None else asdict(figures)), shared=shared)
 
 
 def _membership(shared: Sequence[Shared]) -> tuple[MembershipSummary, ...]:
@@ -321,7 +328,9 @@ def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, 
                 units=(bounds[stage], bounds[stage + 1] - 1),
                 rank=rank,
                 device=", ".join(plan.devices[rank]) if plan.devices else "",
-                predicted_peak_bytes=None if promised is None else promised.peak_bytes,
+                predicted_peak_bytes=None
+                if promised is None
+                else promised.peak_bytes + host_tier_bytes(prepared, rank),
                 measured_peak_bytes=max(peaks, default=None),
                 busy_share=max(shares, default=None),
                 predicted_busy_share=None
@@ -347,6 +356,7 @@ def _ranks(prepared: Prepared, outcomes: list[Outcome]) -> tuple[RankSummary, ..
         if forecast is not None:
             stage = forecast.stages[program.stages_of(rank)[0]]
             _, promised, _ = list(stage.bytes_of_devices())[replica]
+            promised += host_tier_bytes(prepared, rank)
         found.append(RankSummary(own.rank, promised, own.peak_bytes))
     return tuple(found)
 

@@ -11,7 +11,7 @@ from bireme.runtime.measuring.tier_speeds import (
     check_disk_folder,
     free_disk_bytes,
     measured_disk_bytes_per_s,
-    measured_host_bytes_per_s,
+    measured_host_speed,
 )
 from bireme.train.machines import Machines
 from bireme.train.run_file import RunFile
@@ -39,9 +39,16 @@ def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
             speed = _rounded(measured_disk_bytes_per_s(folder))
             servers = [replace(one, disk_bytes_per_s=speed) for one in servers]
     if run.cluster.source is None:
-        speed = _rounded(measured_host_bytes_per_s(torch_device(machines.device)))
+        found = measured_host_speed(torch_device(machines.device))
+        speed, copy_s, chunk_s = map(_rounded, (found.bytes_per_s, found.copy_s, found.chunk_s))
         servers = [
-            replace(one, devices=tuple(replace(own, host_bytes_per_s=speed) for own in one.devices))
+            replace(
+                one,
+                devices=tuple(
+                    replace(own, host_bytes_per_s=speed, copy_s=copy_s, chunk_s=chunk_s)
+                    for own in one.devices
+                ),
+            )
             for one in servers
         ]
     return replace(machines, cluster=Cluster(tuple(servers), machines.cluster.switch))
@@ -56,5 +63,5 @@ def check_paging_disk(run: RunFile, plan: Plan) -> None:
     check_disk_folder(Path(run.memory.disk), "memory.disk")
 
 
-def _rounded(bytes_per_s: float) -> float:
-    return float(f"{bytes_per_s:.{DIGITS}g}")
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.{DIGITS}g}")

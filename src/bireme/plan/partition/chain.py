@@ -15,6 +15,7 @@ import numpy.typing as npt
 from bireme.errors import BiremeError
 from bireme.plan.partition.range_bytes import Bytes, RangeBytes, range_bytes
 from bireme.profile.profile import Profile
+from bireme.sync.slices import PART_BYTES_IN_FLIGHT, beside_parts
 
 __all__ = ["Chain", "Seconds", "chain_of", "layer_bounds"]
 
@@ -103,9 +104,14 @@ class Chain:
         return replace(self, bytes=replace(self.bytes, optimizer=self.bytes.optimizer + kept))
 
     def with_sharers(self, sharers: int) -> "Chain":
-        """The chain of which so many replicas each keep and step a part of the optimiser's."""
-        kept = -(-self.bytes.optimizer // sharers)
-        return replace(self, bytes=replace(self.bytes, optimizer=kept), update_s=self.update_s / sharers)
+        """The chain of which so many replicas each keep and step a part of the optimiser's, with what summing
+        gradients in parts takes besides.
+        """
+        own = self.bytes
+        beside = beside_parts(sharers) * np.minimum(own.gradient, PART_BYTES_IN_FLIGHT)
+        workspace = own.workspace + np.ceil(beside).astype(np.int64)
+        kept = replace(own, optimizer=-(-own.optimizer // sharers), workspace=workspace)
+        return replace(self, bytes=kept, update_s=self.update_s / sharers)
 
 
 def chain_of(profile: Profile, micro_batch: int) -> Chain:

@@ -1,6 +1,6 @@
 """Paging of draft plans: what a draft would page, and what its tiers then hold and move."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bireme.errors import BiremeError
@@ -8,6 +8,7 @@ from bireme.plan.forecast import TierForecast
 from bireme.plan.paging import Paging
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.shared_optimizer import Exchanged
 from bireme.plan.search.tier_budgets import budgets_of
 from bireme.schedule.chunks import LARGE_PAGE_BYTES
 from bireme.schedule.instruction import PAGING, Kind
@@ -17,7 +18,7 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.gathering import REPLICAS
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["busiest_wire", "paging_of", "tier_forecasts", "update_places"]
+__all__ = ["busiest_wire", "paging_of", "shared_tiers", "tier_forecasts", "update_places"]
 
 
 def paging_of(
@@ -119,6 +120,15 @@ def _shared(timeline: Timeline, kept: Residency, waited_s: float) -> Iterator[Ti
     }
     yield TierForecast(kept.rank, "device", None, kept.peak_bytes, moved.get("device", 0.0), waited_s)
     yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0))
+
+
+def shared_tiers(timeline: Timeline, exchanged: Sequence[Exchanged]) -> Iterator[TierForecast]:
+    """The same of ranks that share an optimiser: the new weights they get, and the gradients they give."""
+    for kept in timeline.memory:
+        own = [exchanged[stage] for stage in timeline.program.stages_of(kept.rank)]
+        gathered, given = sum(one.weights for one in own), sum(one.gradients for one in own)
+        yield TierForecast(kept.rank, "device", None, kept.peak_bytes, gathered)
+        yield TierForecast(kept.rank, REPLICAS, None, 0.0, given)
 
 
 def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:

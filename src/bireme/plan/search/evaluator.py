@@ -17,17 +17,23 @@ from itertools import pairwise
 
 from bireme.plan.codec_costs import coded
 from bireme.plan.energy import total_watts
-from bireme.plan.forecast import Forecast, StageForecast
+from bireme.plan.forecast import Forecast, StageForecast, TierForecast
 from bireme.plan.paging import Paging
 from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.search.contention import Ring, Traffic, ring_over
 from bireme.plan.search.draft import Draft
-from bireme.plan.search.draft_paging import busiest_wire, paging_of, tier_forecasts
+from bireme.plan.search.draft_paging import busiest_wire, paging_of, shared_tiers, tier_forecasts
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.replica_work import ReplicaWork
 from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.shared_cores import cores_needed, processors_of
-from bireme.plan.search.shared_optimizer import reduce_share, shared_costs, shared_key, sync_bytes
+from bireme.plan.search.shared_optimizer import (
+    exchanged_bytes,
+    reduce_share,
+    shared_costs,
+    shared_key,
+    sync_bytes,
+)
 from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
@@ -160,8 +166,16 @@ class PlanEvaluator:
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
-            tiers=tuple(tier_forecasts(slowest)),
+            tiers=self._tiers(draft, slowest),
         )
+
+    def _tiers(self, draft: Draft, slowest: Timeline) -> tuple[TierForecast, ...]:
+        """What ranks move between tiers, or between replicas that share."""
+        request = self._problem.request
+        if draft.whole_weights or request.num_sharers(draft.outline.width) == 1:
+            return tuple(tier_forecasts(slowest))
+        costs = self._work(draft, draft.outline.sizes[0]).costs
+        return tuple(shared_tiers(slowest, exchanged_bytes(costs, request, draft)))
 
     def paging(
         self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool

@@ -3,7 +3,9 @@
 Where they share the weights too, what that keeps and moves follows from the instructions of the program.
 """
 
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from operator import add
 
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft
@@ -11,18 +13,31 @@ from bireme.schedule.gathering import times_a_batch
 from bireme.schedule.instruction import Kind
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
+from bireme.sync.slices import part_sum_bytes
 
-__all__ = ["reduce_share", "shared_costs", "shared_key", "sync_bytes"]
+__all__ = ["Exchanged", "exchanged_bytes", "reduce_share", "shared_costs", "shared_key", "sync_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The bytes that a replica sends the others in a batch: of weights that it makes or keeps, and of
+    gradients.
+    """
+
+    weights: float
+    gradients: float
 
 
 def shared_key(request: PlanRequest, draft: Draft) -> object:
     """What the costs of stages depend on besides, where replicas share the optimiser."""
-    width = draft.outline.width
-    return (width, draft.rule) if request.num_sharers(width) > 1 else None
+    outline = draft.outline
+    if request.num_sharers(outline.width) == 1:
+        return None
+    return outline.width, draft.rule, outline.rank_of_stage, min(draft.whole_weights, 2)
 
 
 def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
-    """The costs of stages of which each replica steps its part only."""
+    """The costs of stages of which each replica steps its part only, and sums gradients part by part."""
     sharers = request.num_sharers(draft.outline.width)
     if sharers == 1:
         return costs
@@ -35,6 +50,28 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
         optimizer_bytes=tuple(one / sharers for one in kept),
         update_s=tuple(one / sharers for one in costs.update_s),
         master_weights=costs.master_weights or is_apart,
+        workspace_bytes=_with_sums(costs, draft, sharers),
+    )
+
+
+def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
+    """The workspace of each stage with what summing gradients in parts takes: a rank's thread for that sums
+    those of all its stages, but where weights are shared too, stage by stage; and where those of one stage
+    are whole at a time, nothing else runs then.
+    """
+    if draft.whole_weights:
+        together = max if draft.whole_weights == 1 else add
+        return tuple(
+            together(own, part_sum_bytes(gradients, sharers))
+            for own, gradients in zip(costs.workspace_bytes, costs.gradient_bytes, strict=True)
+        )
+    ranks = draft.outline.rank_of_stage
+    of_rank: defaultdict[int, float] = defaultdict(float)
+    for rank, gradients in zip(ranks, costs.gradient_bytes, strict=True):
+        of_rank[rank] += gradients
+    return tuple(
+        own + part_sum_bytes(of_rank[rank], sharers)
+        for own, rank in zip(costs.workspace_bytes, ranks, strict=True)
     )
 
 
@@ -56,32 +93,32 @@ def sync_bytes(
     carries in a batch; under the others it makes no difference to the next forward whether they go before or
     after.
     """
-    width, rule = draft.outline.width, draft.rule
+    width = draft.outline.width
     if request.num_sharers(width) == 1:
         return tuple(
             request.sums.hop_bytes(one, slice(*units), width)
             for one, units in zip(costs.gradient_bytes, draft.stages(num_units), strict=True)
         )
-    share = reduce_share(request, width)
+    if before_update and draft.whole_weights:
+        return (0.0,) * costs.num_stages
+    each = exchanged_bytes(costs, request, draft)
+    if before_update and draft.rule is Rule.DELAYED:
+        return tuple(one.gradients for one in each)
+    return tuple(one.weights + one.gradients for one in each)
+
+
+def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[Exchanged, ...]:
+    """What each replica sends the others that share with it, stage by stage."""
+    share = reduce_share(request, draft.outline.width)
     if draft.whole_weights:
-        return (0.0,) * costs.num_stages if before_update else _gathered_bytes(costs, draft, share)
-    sums = tuple(share * one for one in costs.gradient_bytes)
-    if before_update and rule is Rule.DELAYED:
-        return sums
-    made = zip(sums, costs.gradient_bytes, costs.weight_bytes, strict=True)
+        program = draft.program()
+        gathers, scatters = (times_a_batch(program, kind) for kind in (Kind.GATHER, Kind.SCATTER))
+    else:
+        gathers = (1.0,) * costs.num_stages
+        scatters = (2.0 if draft.rule is Rule.FRESH else 1.0,) * costs.num_stages
     return tuple(
-        own + share * (weights + (gradients if rule is Rule.FRESH else 0.0))
-        for own, gradients, weights in made
-    )
-
-
-def _gathered_bytes(costs: Costs, draft: Draft, share: float) -> tuple[float, ...]:
-    """What each replica sends on of every stage in a batch where weights are gathered."""
-    program = draft.program()
-    times = zip(times_a_batch(program, Kind.GATHER), times_a_batch(program, Kind.SCATTER), strict=True)
-    return tuple(
-        share * (gathers * weights + scatters * gradients)
-        for (gathers, scatters), weights, gradients in zip(
-            times, costs.weight_bytes, costs.gradient_bytes, strict=True
+        Exchanged(share * often * weights, share * times * gradients)
+        for often, weights, times, gradients in zip(
+            gathers, costs.weight_bytes, scatters, costs.gradient_bytes, strict=True
         )
     )

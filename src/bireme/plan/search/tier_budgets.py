@@ -12,6 +12,7 @@ from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.tier_limits import TierLimits
 from bireme.schedule.budgets import Budgets
+from bireme.schedule.chunks import SMALL_CHUNK_BYTES
 from bireme.simulate.copies import TierLinks
 
 __all__ = ["budgets_of", "tier_links_of"]
@@ -30,8 +31,18 @@ def tier_links_of(problem: PlanningProblem, grid: Grid, replica: int) -> tuple[T
     found = []
     for row in grid:
         share = tier_share(problem.cluster, row[replica], used)
-        core_share = _core_share(problem, row[replica], used)
-        found.append(TierLinks(share.host_bytes_per_s, share.disk_bytes_per_s, core_share=core_share))
+        is_processor = problem.cluster.devices()[row[replica]].device.kind == "cpu"
+        found.append(
+            TierLinks(
+                share.host_bytes_per_s,
+                share.disk_bytes_per_s,
+                share.copy_s,
+                _core_share(problem, row[replica], used),
+                share.chunk_s,
+                share.host_bytes_per_s if is_processor else math.inf,
+                SMALL_CHUNK_BYTES if is_processor else 0,
+            )
+        )
     return tuple(found)
 
 

@@ -40,6 +40,7 @@ def _run(run: Run, now_s: float) -> dict[str, Any]:
         "num_resumed": max(len(metrics.starts) - 1, 0),
         "stages": [_stage(stage) for stage in stage_figures(run)],
         "links": [_link(flow) for flow in flows(run)],
+        **_shared(run),
         "predicted_timeline": _timeline(run.predicted),
         "measured_timeline": _timeline(run.measured),
         "evaluations": [_plain(asdict(one)) for one in metrics.evaluations],
@@ -79,6 +80,12 @@ def _link(flow: Flow) -> dict[str, Any]:
             }
         ),
     }
+
+
+def _shared(run: Run) -> dict[str, Any]:
+    """What replicas that share an optimiser or weights have sent each other, where they do."""
+    shared = None if run.summary is None else run.summary.sync.shared
+    return {} if shared is None else {"shared": shared.model_dump()}
 
 
 def _timeline(timeline: Timeline | None) -> dict[str, float] | None:

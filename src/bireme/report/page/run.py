@@ -51,6 +51,21 @@ class StageSummary(_Table):
         return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
+class SharedSummary(_Table):
+    """What replicas that share an optimiser or weights have sent each other."""
+
+    gathered_bytes: Amount
+    predicted_gathered_bytes: Amount | None = None
+    summed_bytes: Amount
+    predicted_summed_bytes: Amount | None = None
+
+
+class SyncSummary(_Table):
+    """What replicas have sent each other, as far as the page uses it."""
+
+    shared: SharedSummary | None = None
+
+
 class Summary(_Table):
     """What a run says of itself at its end, as far as the page uses it; a loss may have become nan."""
 
@@ -61,6 +76,7 @@ class Summary(_Table):
     predicted_batch_s: float | None = None
     measured_batch_s: float | None = None
     stages: tuple[StageSummary, ...] = ()
+    sync: SyncSummary = SyncSummary()
     schedule: str | None = None
     why: tuple[str, ...] = ()
     sample: str | None = None

@@ -145,6 +145,16 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
         "of the fullest device" if figures.peak_bytes is not None else "not measured",
         "" if figures.peak_bytes is None else f"{figures.peak_bytes:,.0f} bytes",
     )
+    shared = None if run.summary is None or run.metrics.stop is None else run.summary.sync.shared
+    if shared is not None:
+        yield _exchanged("Weights gathered", shared.gathered_bytes, shared.predicted_gathered_bytes)
+        yield _exchanged("Gradients summed", shared.summed_bytes, shared.predicted_summed_bytes)
+
+
+def _exchanged(name: str, num_bytes: float, predicted: float | None) -> _Tile:
+    """What replicas that share an optimiser or weights have sent each other."""
+    more = "between replicas" if predicted is None else f"predicted {bytes_text(predicted)}"
+    return _Tile(name, bytes_text(num_bytes), more, f"{num_bytes:,.0f} bytes")
 
 
 def _error(figures: Headline) -> str:

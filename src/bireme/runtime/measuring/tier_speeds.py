@@ -4,7 +4,9 @@ import mmap
 import os
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -13,11 +15,20 @@ from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
 from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.lower_tier import HostTier
+from bireme.runtime.paging.mover import Job, ThreadMover
 
-__all__ = ["check_disk_folder", "free_disk_bytes", "measured_disk_bytes_per_s", "measured_host_bytes_per_s"]
+__all__ = [
+    "HostSpeed",
+    "check_disk_folder",
+    "free_disk_bytes",
+    "measured_disk_bytes_per_s",
+    "measured_host_speed",
+]
 
 COPY_BYTES = 32 * 2**20
 NUM_COPIES = 5
+CHUNK_BYTES = 2**16
+NUM_SMALL = 99
 BLOCK_BYTES = 4 * 2**20
 FEWEST_BLOCKS, MOST_BLOCKS = 4, 64
 DISK_S = 0.5
@@ -26,28 +37,67 @@ USABLE = 0.9
 """The share of the free disk space that paging may fill."""
 
 
-def measured_host_bytes_per_s(device: torch.device) -> float:
-    """The slower way between a device and its host. An accelerator copies from and to pinned memory; in a
-    processor's memory a slot is mapped before the copy, or unmapped after it, as chunks are.
+@dataclass(frozen=True, slots=True)
+class HostSpeed:
+    """How fast chunks go between a device and its host, the slower way. On a processor, `copy_s` is what each
+    copy takes besides its bytes, and `chunk_s` what mapping a slot beneath a chunk takes, or unmapping it.
+    """
+
+    bytes_per_s: float
+    copy_s: float = 0.0
+    chunk_s: float = 0.0
+
+
+def measured_host_speed(device: torch.device) -> HostSpeed:
+    """An accelerator copies from and to pinned memory. In a processor's memory a slot is mapped before the
+    copy, or unmapped after it, as chunks are.
     """
     if is_accelerator(device):
         below = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         above = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
-        return min(_copied_bytes_per_s(above, below, device), _copied_bytes_per_s(below, above, device))
-    memory, host = chunk_memory(device, 1, COPY_BYTES), HostTier(COPY_BYTES, device)
-    host.grow(1)
-    place = memory.reserve(1, 0)[:COPY_BYTES]
-    up_s, down_s = [], []
-    for _ in range(NUM_COPIES):
-        begin_s = perf_counter()
-        memory.map(place, 0)
-        host.read(0, place)
-        there_s = perf_counter()
-        host.write(0, place)
-        memory.unmap(place)
-        up_s.append(there_s - begin_s)
-        down_s.append(perf_counter() - there_s)
-    return COPY_BYTES / max(min(up_s), min(down_s))  # what else the machine does only makes it slower
+        rates = (_copied_bytes_per_s(*both, device) for both in ((above, below), (below, above)))
+        return HostSpeed(min(rates))
+    large = _Laps(device, COPY_BYTES, NUM_COPIES)
+    bytes_per_s = COPY_BYTES / max(min(large.up_s), min(large.down_s))  # others only make it slower
+    small = _Laps(device, CHUNK_BYTES, NUM_SMALL)
+    copied_s = max(median(small.up_s), median(small.down_s))
+    return HostSpeed(bytes_per_s, max(copied_s - CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2)
+
+
+class _Laps:
+    """Seconds of copies of chunks of one size on a processor, each way, and of mapping with unmapping."""
+
+    def __init__(self, device: torch.device, num_bytes: int, num_copies: int) -> None:
+        memory, host, mover = (
+            chunk_memory(device, 1, num_bytes),
+            HostTier(num_bytes, device),
+            ThreadMover(device),
+        )
+        host.grow(1)
+        place = memory.reserve(1, 0)[:num_bytes]
+
+        def fetch() -> None:
+            memory.map(place, 0)
+            host.read(0, place)
+
+        def evict() -> None:
+            host.write(0, place)
+            memory.unmap(place)
+
+        self.up_s: list[float] = []
+        self.down_s: list[float] = []
+        self.mapped_s: list[float] = []
+        for _ in range(num_copies):
+            for copy, seconds in ((fetch, self.up_s), (evict, self.down_s)):
+                begin_s = perf_counter()
+                job = Job((0, copy is fetch), num_bytes, copy, is_quick=True)
+                mover.post(job)
+                mover.wait(job)
+                seconds.append(perf_counter() - begin_s)
+            begin_s = perf_counter()
+            memory.map(place, 0)
+            memory.unmap(place)
+            self.mapped_s.append(perf_counter() - begin_s)
 
 
 def _copied_bytes_per_s(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from bireme.devices import synchronize
+from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
 from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.disk_tier import DiskTier
@@ -22,6 +22,7 @@ from bireme.runtime.paging.mover import Job, Wire
 from bireme.runtime.paging.ranges import Ranges
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.paging.slot_pool import SlotPool
+from bireme.schedule.chunks import SMALL_CHUNK_BYTES
 from bireme.schedule.holding import Holding
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
@@ -50,6 +51,8 @@ class ChunkStore:
         self.device = device
         self.chunks: dict[Chunk, Held] = {}
         self.mover = settings.mover(device)
+        self.copies_itself = not is_accelerator(device) and tiers.chunk_bytes <= SMALL_CHUNK_BYTES
+        """Whether chunks are copied to and from the host by who posts it, where they can be."""
         self._under_way: deque[Job] = deque()
         self.moved_bytes: dict[Wire, int] = {}
         """The bytes that jobs have copied, by the tier that they came into and whether from below."""

@@ -24,7 +24,8 @@ Wire = tuple[int, bool]
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
     """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
-    device's stream was when it was posted; `note` is told how long the copy took, once it is complete.
+    device's stream was when it was posted; `note` is told how long the copy took, once it is complete. What
+    `is_quick` is made by who posts it, unless it must wait.
     """
 
     wire: Wire
@@ -35,6 +36,7 @@ class Job:
     is_done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     note: Callable[[float], None] | None = None
+    is_quick: bool = False
 
     def do(self, complete: Callable[[], None] = lambda: None) -> None:
         """Make the copy, unless one that it needs has failed; `complete` waits for what goes on then."""
@@ -76,6 +78,9 @@ class ThreadMover:
 
     def post(self, job: Job) -> None:
         """As `Mover` says."""
+        if job.is_quick and all(other.is_done.is_set() for other in job.needs):
+            job.do()
+            return
         own = self._queues.get(job.wire)
         if own is None:
             own = self._queues[job.wire] = queue.SimpleQueue()

@@ -152,5 +152,6 @@ class Pager:
         is_disk = store.tiers.tiers[tier + 1].name == "disk"
         needs = tuple(job for job in (after, held.last) if job is not None)
         job = Job((tier, is_fetch and not is_disk), num_bytes, copy, needs, note=note)
+        job.is_quick = not is_disk and store.copies_itself
         store.post(held, job)
         return job

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from bireme.sync.exchange import SLICE_BYTES, SentBytes, sum_in_slices
+from bireme.sync.exchange import SentBytes, sum_in_slices
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.group import Group
+from bireme.sync.slices import SLICE_BYTES
 
 __all__ = ["TiedSums"]
 

@@ -1,0 +1,39 @@
+"""Into which slices sums over replicas are cut, and what memory those take that are on their way."""
+
+__all__ = [
+    "NUM_IN_FLIGHT",
+    "PART_BYTES_IN_FLIGHT",
+    "PART_SLICE_BYTES",
+    "SLICE_BYTES",
+    "beside_parts",
+    "part_sum_bytes",
+]
+
+SLICE_BYTES = 25 * 2**20
+"""Of sums that all members get. They are made in place."""
+
+PART_SLICE_BYTES = 2**22
+"""Of sums of which each member gets its part: what members send each other lies beside the gradients."""
+
+NUM_IN_FLIGHT = 3
+"""How many slices may be on their way at once, before one more is begun."""
+
+
+PART_BYTES_IN_FLIGHT = (NUM_IN_FLIGHT + 1) * PART_SLICE_BYTES
+"""Of gradients, the most that are under way at once while they are summed in parts."""
+
+
+def beside_parts(num_members: int) -> float:
+    """The bytes that a member needs besides for each byte of its gradients that is under way to be summed in
+    parts.
+
+    It has room for what the others send. What it sends them it copies only where there are several of them,
+    for then it does not lie together.
+    """
+    copies = 1 if num_members == 2 else 2
+    return copies * (num_members - 1) / num_members
+
+
+def part_sum_bytes(gradient_bytes: float, num_members: int) -> float:
+    """The most memory that a member needs beside its gradients while so many of them are summed in parts."""
+    return beside_parts(num_members) * min(gradient_bytes, PART_BYTES_IN_FLIGHT)
