@@ -76,7 +76,9 @@ class AveragingReplica(MortalReplica):
             )
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if outer is None else sync.outer_overlap
-        self.averaging = Averaging(self._agent, self._batch_size, outer, lag, order.first)
+        self.averaging = Averaging(
+            self._agent, self._batch_size, outer, lag, order.first, sync.average_optimizer
+        )
         self.step = order.first
         """How many batches of the run were trained by the last meeting."""
         self._reason = Reason.NONE

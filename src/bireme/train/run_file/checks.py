@@ -28,6 +28,7 @@ OF_MODES = {
     "lease_s": ("quorum", "groups", "outer"),
     "grace_s": ("quorum", "outer"),
     "compare_every": ("quorum",),
+    "average_optimizer": ("groups", "outer"),
     "connect_every": ("groups",),
 }
 """The `sync.mode` in which keys have an effect, where it is not all of them; those of outer steps say it."""
