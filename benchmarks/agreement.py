@@ -5,19 +5,19 @@
 All but (e) and a part of (d) is on the simulator's clock, with the coordinator's own rules as event handlers.
 A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and on 8 of 1.
 
-(a) Equal replicas: each mode beside `all`.
-(b) One replica k times slower: each mode beside `all` and beside the ideal, the sum of all replicas' speeds.
-    AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on how far one may
-    be before the slowest, with a server on one link.
-(c) Each forward and each backward is held up for h seconds with a probability of a tenth: each mode beside
-    `all`, and `groups` beside the bounds of a simulation without any cost of messages.
+(a) Equal replicas: each mode compared with `all`.
+(b) One replica k times slower: each mode compared with `all` and with the ideal, the sum of all replicas'
+    speeds. AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on how far
+    one may be before the slowest, with a server on one link.
+(c) Each forward and each backward is held up for h seconds with a probability of a tenth: each mode compared
+    with `all`, and `groups` with the bounds of a simulation without any cost of messages.
 (d) A replica is killed every 30 seconds for ten minutes, in `quorum`, on 4 replicas of 2 stages with batches
     of a second: the samples that count, of those without kills; the time from a kill to the next batch of
     the others; the time until all replicas train again. How long a start and a snapshot take is assumed, and
     that the launcher of a replica sees its death at once, but for one row: there the lease has to end, as for
     a machine that is out of reach. Then the same in the engine, for four minutes, with real processes whose
     samples take as long as on devices so slow.
-(e) `groups` beside `all` in the engine: 4 processes with a stage each that sleeps for 60 ms where it would
+(e) `groups` and `all` in the engine: 4 processes with a stage each that sleeps for 240 ms where it would
     compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas.
 """
 
@@ -53,7 +53,7 @@ EXCHANGE = Exchange(num_bytes=1e6, bytes_per_s=1e9, latency_s=1e-4, control_s=5e
 """A megabyte of weights a stage over ten gigabits a second; half a millisecond to ask the coordinator."""
 GRACE_S, LEASE_S = 1.0, 3.0
 OUTER_GRACE_S = BATCH_S / 2
-"""So that the batch of overlap hides it."""
+"""So that the outer step is ready within the batch of overlap."""
 UNTIL_S, QUICK_S, BEGIN = 120.0, 20.0, 0.25
 """Seconds of a run, and the share of them that does not count."""
 SLOWER = (2.0, 5.0, 10.0, 20.0)

@@ -1,4 +1,4 @@
-"""What the end of a batch takes on one rank, beside torch's own optimiser on the same tensors.
+"""What the end of a batch takes on one rank, compared with torch's own optimiser on the same tensors.
 
     python benchmarks/batch_end.py [--quick] [--json]
 
@@ -8,7 +8,7 @@ norm of the gradients, and clipping where that is asked for. The peer is torch's
 under 2bw-fresh, which makes two) and `clip_grad_norm_`. Both go batch by batch in turns, on one thread.
 
 Bytes are counted in a run of their own: all storages that live in those instructions, but for inputs and what
-forwards keep for their backwards. Beside them is what the banks themselves say that they keep.
+forwards keep for their backwards. Next to them is what the banks themselves say that they keep.
 """
 
 import gc

@@ -6,7 +6,7 @@ A tensor of activations of a GPT's size, with the deviations from token to token
 encoded and decoded over and over by one thread, codec after codec in turns, in float32 and in bfloat16.
 Speeds are bytes of the tensor, as it is given, over seconds of the processor. Where numba is installed, each
 codec runs by the loops that numba compiles, and by operations of torch and numpy alone: the messages are the
-same, byte for byte. The limits are for the faster of both.
+same, byte for byte. The limits are for the way that runs take here, which is numba's where it is installed.
 """
 
 import sys

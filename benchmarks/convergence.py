@@ -7,9 +7,9 @@
     python benchmarks/convergence.py replicas [--until SECONDS] train replicas that average weights first
     python benchmarks/convergence.py draw                       also its curves, to docs/pictures
 
-One line of JSON for each finished run goes into docs/convergence.jsonl, so a study that was stopped goes on
+One line of JSON for each finished run goes into docs/convergence.jsonl, so a study that was stopped continues
 where it was. A run takes one thread, and a small one ten seconds of a processor; `--workers 2` has two of
-them at a time. The smoke run trains for a few steps besides, and keeps nothing of it.
+them at a time. The smoke run also trains for a few steps, and keeps nothing of it.
 """
 
 import sys

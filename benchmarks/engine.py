@@ -1,4 +1,4 @@
-"""The engine beside its limits, the simulator and torch.distributed.pipelining, with verdicts.
+"""The engine compared with its limits, the simulator and torch.distributed.pipelining, with verdicts.
 
     python benchmarks/engine.py [--quick] [--json] [--hosts]
 

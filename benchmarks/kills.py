@@ -1,4 +1,4 @@
-"""Processes of `bireme train` are killed at every place of a batch, one after the other, and the run goes on.
+"""Processes of `bireme train` are killed at every place of a batch, one after the other; the run continues.
 
     python benchmarks/kills.py [--quick] [--json]
 
@@ -38,7 +38,7 @@ from bireme.sync.coordinator.ledger_check import check_ledger
 
 LEASE_S = 2.0
 AWAKE_LEASES = 1.75
-"""A rank that was stopped goes on after so many leases."""
+"""A rank that was stopped continues after so many leases."""
 PACE_S = 0.002
 SPREAD = 0.618034
 """Of places in a batch: multiples of it, without their whole part, come close to every place."""
@@ -108,7 +108,7 @@ def ended(run: MortalRun) -> Ended:
 
 
 def row_of(walk: Walk, kills: list[dict[str, Any]], run: MortalRun, end: Ended) -> dict[str, Any]:
-    """What a run has come to, beside what one process makes of the samples of its ledger."""
+    """What a run has come to, and what one process makes of the samples of its ledger."""
     ledger = check_ledger(run.folder / "ledger.jsonl")
     told = [
         record

@@ -139,7 +139,7 @@ def row_of(way: Way) -> dict[str, Any]:
     is_delayed = rule is not Rule.SYNCHRONOUS
     unseen = unseen_share(STAGES, MICRO_BATCHES, lookahead)
     codecs = BorderCodecs(way.codec, way.codec)
-    steps = STEPS * codec_steps([codecs], has_ending=way.has_ending)
+    steps = STEPS * codec_steps([codecs], "adamw", has_ending=way.has_ending)
     steps *= steps_for_one(rule, "adamw", delay_warmup=DEFAULT_DELAY_WARMUP, unseen=unseen)
     start = DEFAULT_DELAY_WARMUP if is_delayed else 0.0
     end = ENDING if way.has_ending else 0.0
@@ -198,10 +198,9 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
         at_least("T of dense 1f1b over T, the codec alone", gain(("1f1b",), None), 1.0),
         at_least("T of dense 1f1b over T, both", gain(SCHEDULES, None), LEAST_GAIN),
     ]
-    return [
-        *found,
-        *([at_most("the simulator beside the engine, worst row", max(errors), MOST_ERROR)] if errors else []),
-    ]
+    if errors:
+        found.append(at_most("error of the simulator, worst row", max(errors), MOST_ERROR))
+    return found
 
 
 def measure(asked: Namespace) -> Findings:

@@ -1,4 +1,4 @@
-"""How well chains are cut and how long it takes, beside other planners and the published figures.
+"""How well chains are cut and how long it takes, compared with other planners and the published figures.
 
     python benchmarks/partition.py [--quick] [--json]
 
@@ -113,7 +113,7 @@ def granularity() -> Section:
 
 
 def planners(depths: Sequence[int]) -> Section:
-    """Planners that cut at layers, beside ours at half-layers."""
+    """Planners that cut at layers, compared with ours at half-layers."""
     rows = []
     for model in MODELS:
         halves = halves_of(model)
@@ -139,7 +139,7 @@ def planners(depths: Sequence[int]) -> Section:
                         "time_over_autopipe": batch_s(partition, 2 * p) / found.batch_s,
                     }
                 )
-    return Section("Planners that cut at layers, beside ours at half-layers: both objectives", rows)
+    return Section("Planners that cut at layers, compared with ours at half-layers: both objectives", rows)
 
 
 def least_ms(action: Callable[[], object], repeats: int) -> float:

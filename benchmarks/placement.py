@@ -3,7 +3,7 @@
     python benchmarks/placement.py [--quick] [--json]
 
 Each case runs in a process of its own, whose peak memory is what is told. Values are in the workloads' own
-unit of time; a limit stands beside what has one.
+unit of time; what has a limit is shown with it.
 """
 
 import sys
@@ -66,7 +66,7 @@ def num_pairs(num_branches: int, length: int) -> int:
 
 
 def ideals_case(shape: tuple[int, int, int]) -> Row:
-    """How long the exact search takes, all of it, and what it finds beside the cut of lines."""
+    """How long the exact search takes, all of it, and what it finds compared with the cut of lines."""
     num_branches, length, devices = shape
     workload = branches(num_branches, length, devices=devices)
     _warm_up()
@@ -113,7 +113,7 @@ def shapes(devices: int, *, is_training: bool) -> dict[str, Workload]:
 
 
 def anywhere_case(case: tuple[str, bool, float]) -> Row:
-    """Annealing beside the integer program that has ten times its time, from the same start."""
+    """Annealing, and the integer program with ten times its time, from the same start."""
     name, is_training, seconds = case
     workload = shapes(6, is_training=is_training)[name]
     _warm_up()

@@ -1,12 +1,12 @@
-"""Whether the planner keeps its word, and what its plans are worth beside others, rehearsed with the
-engine.
+"""Whether the planner keeps its word, and what its plans are worth compared with others, rehearsed with
+the engine.
 
     python benchmarks/planner.py [--quick] [--json] [--cluster NAME …]
 
 On emulated clusters of eight devices every stage is a process that sleeps for as long as it would compute,
 and messages come through emulated links; schedule, weights, messages and sums are the real engine's. The
-chosen plan is measured beside what was foretold, beside the best of a list of all other shapes, schedules
-and partitions, and beside the equal and Piper's cuts of the same shape. All take turns; figures are
+chosen plan is measured and compared with its prediction, with the best of a list of all other shapes,
+schedules and partitions, and with the equal and Piper's cuts of the same shape. All take turns; figures are
 medians.
 """
 
@@ -58,12 +58,12 @@ LEAST_GAIN = 1.2
 FAR_BEHIND = 1.25
 """Times the chosen plan's cost: a plan whose busiest device alone takes more is not simulated."""
 NUM_RANDOM = 2
-"""Random cuts of each shape, besides those of planners."""
+"""Random cuts of each shape, in addition to those of planners."""
 
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A plan of the list, what is foretold of it, and by whom it was cut."""
+    """A plan of the list, its predicted seconds, and by whom it was cut."""
 
     name: str
     plan: Plan
@@ -82,7 +82,7 @@ def penalised(plan: Plan, seconds: float) -> float:
 
 
 def orders_of(cluster: Cluster, count: int) -> list[tuple[int, ...]]:
-    """Ways to put devices into a row: as they stand, in turns, weak ones first, last, in the middle."""
+    """Ways to put devices into a row: as they are, in turns, weak ones first, last, in the middle."""
     everyone = tuple(range(cluster.num_devices))
     half = len(everyone) // 2
     turns = tuple(one for pair in zip(everyone[:half], everyone[half:], strict=True) for one in pair)
@@ -194,7 +194,7 @@ def plan_of(
 
 
 def alike(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan on the devices that stand for all equal ones."""
+    """The plan on the devices that represent all equal ones."""
     depth = len(plan.devices)
     row = [
         cluster.number_of(plan.devices[rank][replica])

@@ -1,4 +1,4 @@
-"""Training beside its prediction: the seconds of a step and the memory of each process.
+"""Training compared with its prediction: the seconds of a step and the memory of each process.
 
     python benchmarks/prediction.py [--quick] [--json]
 

@@ -1,4 +1,4 @@
-"""Streaming principal components of gradients: beside the best of their rank, and in training on real images.
+"""Streaming principal components of gradients: next to the best of their rank, and in training on images.
 
     python benchmarks/principal.py [--quick] [--json]
 

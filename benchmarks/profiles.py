@@ -1,9 +1,9 @@
-"""Profiles beside what they foretell: stages of several units in seconds and bytes, large models on meta.
+"""What profiles predict, compared with measurements: stages of several units, and large models on meta.
 
     python benchmarks/profiles.py [--quick] [--json]
 
 A profile measures units one by one; here stages of several of them run as one function. Units and stages are
-measured in turn, A B A B, and each foretold time is divided by the one that was measured right after it. The
+measured in turn, A B A B, and each predicted time is divided by the one that was measured right after it. The
 model is the built-in GPT; a Llama of 7 and one of 70 billion parameters are captured without weights.
 """
 
@@ -65,7 +65,7 @@ LLAMAS = {"7B": (4096, 11008, 32, 32, 32), "70B": (8192, 28672, 80, 64, 8)}
 """Their sizes, in this order."""
 
 HEAVY = "gpt:layers=2,width=1024,heads=16,vocab=4096,context=256"
-"""Large enough that the process itself is small beside it."""
+"""Large enough that the process itself is small compared with it."""
 
 
 def graph_of(text: str, batch: int) -> Graph:
@@ -79,11 +79,11 @@ def bench_of(graph: Graph, ends: tuple[int, int], batch: int) -> Workbench:
     return Workbench(graph, function, learned=learned_values(graph), batch=batch, device=device)
 
 
-def ratios(foretold: StageCost, measured: Seconds) -> dict[str, float]:
+def ratios(predicted: StageCost, measured: Seconds) -> dict[str, float]:
     return {
-        "forward": foretold.forward_s / measured.forward_s,
-        "backward": foretold.backward_s / measured.backward_s,
-        "recompute_and_backward": foretold.recompute_backward_s / measured.recompute_backward_s,
+        "forward": predicted.forward_s / measured.forward_s,
+        "backward": predicted.backward_s / measured.backward_s,
+        "recompute_and_backward": predicted.recompute_backward_s / measured.recompute_backward_s,
     }
 
 
@@ -103,19 +103,19 @@ def stage_seconds(graph: Graph, num_rounds: int, effort: Effort) -> Section:
             shown = {what: Spread.of(figures) for what, figures in columns.items()}
             rows.append({"threads": num_threads, "units": f"{begin} to {end - 1}", **shown})
     torch.set_num_threads(threads_before)
-    return Section(f"Seconds foretold / measured: {MODEL}, {BATCH} samples", rows)
+    return Section(f"Seconds predicted / measured: {MODEL}, {BATCH} samples", rows)
 
 
 def stage_bytes(graph: Graph, found: Profile, quick: bool) -> Section:
-    """Saved bytes foretold, and those that saved_tensors_hooks counts."""
+    """Saved bytes as predicted, and those that saved_tensors_hooks counts."""
     rows = []
     for begin, end in STAGES if quick else combinations(range(len(found.units) + 1), 2):
         bench = bench_of(graph, (begin, end), BATCH)
         with Saved({**bench.parameters, **bench.buffers}) as saved:
             results = bench.forward()
-        foretold = stage_cost(found, begin, end, BATCH).saved_bytes
+        predicted = stage_cost(found, begin, end, BATCH).saved_bytes
         rows.append(
-            {"units": f"{begin} to {end - 1}", "foretold_bytes": foretold, "saved_bytes": saved.num_bytes}
+            {"units": f"{begin} to {end - 1}", "foretold_bytes": predicted, "saved_bytes": saved.num_bytes}
         )
         del results
     return Section("Saved bytes of stages", rows)
@@ -127,14 +127,14 @@ def process_peaks(quick: bool) -> Section:
     found = profile(graph, torch.device("cpu"), [batch], effort=Effort(1, 3, 3, 1e-3), use_cache=False)
     rows = []
     for begin, end in ((1, 3), (1, 5)) if quick else ((0, 3), (1, 3), (1, 5), (3, 6), (0, 6)):
-        foretold = stage_cost(found, begin, end, batch).peak_bytes()
+        predicted = stage_cost(found, begin, end, batch).peak_bytes()
         grew = in_process(peak_of_training, batch, begin, end)
         rows.append(
             {
                 "units": f"{begin} to {end - 1}",
-                "foretold_mib": foretold / MIB,
+                "foretold_mib": predicted / MIB,
                 "process_grew_by_mib": grew / MIB,
-                "process_over_foretold": grew / foretold,
+                "process_over_foretold": grew / predicted,
             }
         )
     return Section(f"Peak of training a stage in a process of its own: {HEAVY}, {batch} samples", rows)
@@ -193,7 +193,7 @@ def verdicts(stages: Section, saved: Section, llamas: Section) -> Iterator[Verdi
     errors = [abs(row[what].median - 1) for row in stages.rows for what in PASSES]
     yield at_most("median absolute error of a pass", statistics.median(errors), LARGEST_ERROR)
     wrong = sum(row["foretold_bytes"] != row["saved_bytes"] for row in saved.rows)
-    yield exactly("stages whose saved bytes are not those foretold", wrong, 0)
+    yield exactly("stages whose saved bytes are not those predicted", wrong, 0)
     for row in llamas.rows:
         yield at_most(f"Llama of {row['model']}: seconds to capture", row["capture_s"], CAPTURE_LIMIT_S)
         yield at_most(f"Llama of {row['model']}: peak GiB", row["peak_resident_gib"], CAPTURE_LIMIT_GIB)

@@ -3,7 +3,7 @@
     python benchmarks/search.py [--quick] [--json]
 
 Processor time of one process. The profile is of GPTs from arithmetic; its state is scaled so that what forces
-a deep pipeline can be seen beside what does not.
+a deep pipeline can be compared with what does not.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""What replicas save by sharing: the memory of a process, measured beside predicted.
+"""What replicas save by sharing: the memory of a process, predicted and measured.
 
     python benchmarks/shared_weights.py [--quick] [--json]
 
 Two replicas of a model with much weight and few activations train on this machine: each with everything of
 its own, with a shared optimizer, and with shared weights and gradients, with the model in one stage and in
 parts. What is measured is the private memory of the processes at its peak, as runs say it at their end; the
-prediction is the plan's. Seconds of a step are beside, for what sharing costs where the wire is memory.
+prediction is the plan's. Seconds of a step say what sharing costs where the wire is memory.
 """
 
 import sys
@@ -32,7 +32,7 @@ QUICK_MODEL = "gpt:layers=4,width=256,heads=4,vocab=257,context=64"
 SECONDS, QUICK_SECONDS = 3.0, 1.0
 MOST_MEMORY_ERROR = 0.10
 MOST_OF_OPTIMIZER = 0.85
-"""Of what processes that share an optimizer hold, those may that share weights in parts."""
+"""What a process may hold with weights shared in parts, of what one holds with a shared optimizer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How fast programs are made, proved and simulated, beside torch's own dry run of the same schedule.
+"""How fast programs are made, proved and simulated, compared with torch's dry run of the same schedule.
 
     python benchmarks/simulator.py [--quick] [--json]
 
@@ -83,7 +83,7 @@ def simulated_s(program: Program, links: Links) -> float:
     return seconds(partial(simulate, program, costs, network))
 
 
-def beside_torch(repeats: int) -> Section:
+def compared_with_torch(repeats: int) -> Section:
     from bireme.bench.torch_pipelining import torch_dry_run  # here, so that the rest runs without torch
 
     rows = []
@@ -169,7 +169,7 @@ def measure(asked: Namespace) -> Findings:
         at_most("bireme --help: seconds", told.rows[0]["help_s"].median, MOST_HELP_S),
         exactly("bireme --help: times torch is loaded", float(told.rows[0]["loads_torch"]), 0.0),
     ]
-    return Findings([long, rates, proofs(batches), beside_torch(repeats), told], verdicts)
+    return Findings([long, rates, proofs(batches), compared_with_torch(repeats), told], verdicts)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sums of gradients over two replicas on a slow link: seconds, bytes and loss of each codec, beside torch's.
+"""Sums of gradients over two replicas on a slow link: seconds, bytes and loss of each codec, and of torch's.
 
     python benchmarks/sums.py [--quick] [--json] [--mbit 100] [--steps 300] [--seeds 1]
 

@@ -2,20 +2,21 @@
 
     python benchmarks/tiers.py [--quick] [--json] [--section NAME]
 
-Plans beside the best there is: on small traces every plan is tried, and the copies of ours are at most 5 %
-more than the fewest in all, and in none more than those of the least recently used. On the accesses of
-programs, where nobody can try all plans, ours is beside the least recently used, PatrickStar's rule with a
-trace of the same batches, and fixed places. Copies in both directions are counted, chunk by chunk.
+First plans, compared with the best there is: on small traces every plan is tried, and the copies of ours are
+at most 5 % more than the fewest in all, and in none more than those of the least recently used. On the
+accesses of programs, where nobody can try all plans, ours is compared with the least recently used,
+PatrickStar's rule with a trace of the same batches, and fixed places. Copies in both directions are counted,
+chunk by chunk.
 
 Then models on machines by their makers' numbers, as `benchmarks/paging/machines.py` says: whether they fit,
 seconds a step, and what limits it. Nothing of that is measured. PatrickStar's figures for 8 × V100 are the
 sizes that it names as running; we know of no samples per second that it has published for that machine.
 
 Then runs on this machine. A GPT whose training state is 3 GiB trains with the state on a disk, in a process
-whose private memory is limited and of which the kernel says what was resident. Its step is beside the
-resident run's and beside what the disk takes for the bytes alone. And a smaller one trains with an emulated
-wire to the host, beside the simulator. At last whole runs of `bireme train` page, beside what was predicted
-of them. The folder for the disk is made in the current one. `--section` measures a part alone.
+whose private memory is limited and of which the kernel says what was resident. Its step is compared with the
+resident run's and with what the disk takes for the bytes alone. A smaller one trains with an emulated wire to
+the host, compared with the simulator. At last whole runs of `bireme train` page, compared with their
+predictions. The folder for the disk is made in the current one. `--section` measures a part alone.
 """
 
 import sys
@@ -133,7 +134,7 @@ def on_a_disk(is_quick: bool) -> tuple[Section, list[Verdict]]:
     disk_s = (
         device["bytes_moved"] / paged.read_bytes_per_s + disk["bytes_moved"] / paged.write_bytes_per_s
     ) / BATCHES
-    # The smoke run has its libraries besides, which would be most of it.
+    # The smoke run holds its libraries too, which would be most of it.
     held = paged.resident_bytes - (paged.before_bytes if is_quick else 0)
     most = QUICK_RESIDENT if is_quick else MOST_RESIDENT
     row = {

@@ -1,4 +1,4 @@
-"""Gradients of a GPT in one backward, and besides what the first samples of a batch gave to each of them.
+"""Gradients of a GPT in one backward, and what the first samples of a batch gave to each of them.
 
 A stage that begins its next batch has the gradients of the first micro-batches alone. To run these apart from
 the others would be many small passes in place of a large one; only the gradients of weights must be apart,

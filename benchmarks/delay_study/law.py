@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from benchmarks.delay_study.table import Excess, Row
 from bireme.plan.penalties import Steps, unseen_share
 from bireme.schedule.rule import Rule
 
-__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "law"]
+__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "keep_with_muon", "law"]
 
 LAWS = {
     (Rule.DELAYED, False): "2bw",
@@ -65,6 +66,24 @@ def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool) -> Excess | N
     best = min(found, key=lambda one: (-one.num_seeds, one.median))
     none = excesses[alone].median
     return Excess(best.median - none, best.least - none, best.greatest - none, best.num_seeds)
+
+
+def keep_with_muon(rows: Sequence[Row]) -> float:
+    """What `keep` adds to the loss with Muon, as times what it adds with AdamW: the mean of what ran
+    with both on the small model.
+    """
+    excesses = {row.cell: row.excess.median for row in rows if row.excess is not None}
+    added = {
+        cell: excess - excesses.get(Cell(cell.rule, cell.optimizer), 0.0)
+        for cell, excess in excesses.items()
+        if cell.codec.startswith("keep") and cell.size == "small"
+    }
+    both = [
+        (more, added.get(replace(cell, optimizer="adamw")))
+        for cell, more in added.items()
+        if cell.optimizer == "muon"
+    ]
+    return fmean(more / less for more, less in both if less)
 
 
 def agreement_law(word: str, rows: Sequence[Row]) -> float | None:

@@ -2,7 +2,7 @@
 
 `groups:P` has the groups that the coordinator forms on the simulator's clock, where each forward and
 backward is held up at chance for as long as a batch takes; all are connected at least about every P batches
-of each. `groups:P:k` has besides one replica that is k times slower. `outer:H` and `outer:H:RATE:MOMENTUM`
+of each. `groups:P:k` also has one replica that is k times slower. `outer:H` and `outer:H:RATE:MOMENTUM`
 have a round of all replicas every H batches, with a step of Nesterov's on their mean.
 """
 
@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
-from bireme.schedule.catalogue import generate
-from bireme.schedule.program import Program
 from bireme.simulate.agreements import Groups
 from bireme.simulate.replicas import Exchange, Speed, Work
-from bireme.simulate.together import Together
+from bireme.simulate.together import Together, one_stage
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["Agreed", "agreed_named", "meetings"]
@@ -70,17 +68,6 @@ def meetings(agreed: Agreed, num_replicas: int, num_updates: int, seed: int = 0)
 
 def _simulated(agreed: Agreed, num_replicas: int, seed: int) -> Together:
     """Replicas of one stage; `until` may be asked once."""
-
-    def make(num_batches: int, first_batch: int) -> Program:
-        return generate(
-            "1f1b",
-            num_stages=1,
-            num_microbatches=1,
-            num_batches=num_batches,
-            first_batch=first_batch,
-            average_lag=0,
-        )
-
     forward, backward = (BATCH_S * part for part in PARTS)
     speeds = [
         Speed(((0.0, agreed.slowness if replica == 0 else 1.0),), agreed.held_s, HELD_CHANCE)
@@ -88,4 +75,4 @@ def _simulated(agreed: Agreed, num_replicas: int, seed: int) -> Together:
     ]
     work = Work((forward,), (backward,))
     groups = Groups(GroupSettings(agreed.every), 1)
-    return Together(make, work, speeds, groups, Exchange(), batch_size=num_replicas, seed=seed)
+    return Together(one_stage(0), work, speeds, groups, Exchange(), batch_size=num_replicas, seed=seed)

@@ -293,7 +293,7 @@ class _Layout:
             stage = stage_of_parameter(name, num_layers, num_stages)
             if stage < last:
                 raise BiremeError(
-                    f"The parameter {name} is of stage {stage}, but comes behind one of stage {last}. "
+                    f"The parameter {name} is of stage {stage}, but comes after one of stage {last}. "
                     "A GPT with a head of its own has them in order: set tied to False."
                 )
             place, last = place + shape.numel(), stage

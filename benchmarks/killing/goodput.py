@@ -1,6 +1,6 @@
 """How much a run trains while a replica is killed every 30 seconds, in the engine.
 
-Each sample takes its time, as on a device that is so slow, so replicas on few cores train beside each other
+Each sample takes its time, as on a device that is so slow, so replicas on few cores train at the same time
 as on machines of their own. The run trains in peace first; that is what the rest is compared with.
 """
 

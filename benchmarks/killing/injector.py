@@ -80,7 +80,7 @@ class Samples:
 
 
 def samples() -> Samples:
-    """For `data.source`. Raises a `BiremeError` once, where somebody has put a mistake beside the orders.
+    """For `data.source`. Raises a `BiremeError` once, where somebody has put a mistake next to the orders.
 
     Every rank reads samples, and only then gets an agent: so here it begins to follow orders.
     """

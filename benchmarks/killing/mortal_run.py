@@ -175,7 +175,7 @@ class Python:
 
 Found = TypeVar("Found")
 Start = Callable[[Sequence[str], Path, Mapping[str, str]], Started]
-"""Starts `python` with these words, in a folder, with variables besides the others."""
+"""Starts `python` with these words, in a folder, with more variables than this process has."""
 
 
 class MortalRun:

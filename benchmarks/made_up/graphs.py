@@ -1,7 +1,8 @@
 """Workloads that look like captured networks, drawn from a seed: to compare placement solvers on.
 
 Only the shape of the graphs and the proportions of times are like those of real networks: what runs in
-parallel, what is kept for much later, how long moving an output takes beside making it. Times are in no unit.
+parallel, what is kept for much later, how long moving an output takes compared with making it. Times have no
+unit.
 """
 
 from collections import defaultdict

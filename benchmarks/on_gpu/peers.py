@@ -1,4 +1,4 @@
-"""The engine beside torch on a GPU: one rank beside a plain loop, two ranks beside torch's pipeline runtime.
+"""The engine and torch on a GPU: one rank and a plain loop, two ranks and torch's pipeline runtime.
 
 Both train the same model in the same process on the same weights; they take turns, and a batch's end is when
 the device has done it.
@@ -47,15 +47,15 @@ class _Ours:
 
 
 def loop(kind: str, *, quick: bool) -> list[dict[str, Any]]:
-    """One rank of the engine beside torch without a pipeline: what it costs where it gains nothing."""
-    (rows,) = launch(_beside_loop, 1, quick, timeout_s=TIMEOUT_S, device=kind)
+    """One rank of the engine and torch without a pipeline: what the engine costs where it gains nothing."""
+    (rows,) = launch(_and_loop, 1, quick, timeout_s=TIMEOUT_S, device=kind)
     return rows
 
 
 def peer(kind: str, *, quick: bool) -> list[dict[str, Any]]:
-    """Two ranks beside `torch.distributed.pipelining`, each with a device of its own."""
+    """Two ranks, and those of `torch.distributed.pipelining`, each with a device of its own."""
     backend: Backend = "gloo" if kind == "cpu" else "nccl"
-    return launch(_beside_torch, 2, quick, timeout_s=TIMEOUT_S, backend=backend, device=kind)[0]
+    return launch(_and_torch, 2, quick, timeout_s=TIMEOUT_S, backend=backend, device=kind)[0]
 
 
 def _gpt(num_microbatches: int, *, quick: bool) -> Gpt:
@@ -64,7 +64,7 @@ def _gpt(num_microbatches: int, *, quick: bool) -> Gpt:
     return Gpt(8, 768, 12, vocab=4096, context=256, samples=4, num_microbatches=num_microbatches)
 
 
-def _beside_loop(world: World, quick: bool) -> list[dict[str, Any]]:
+def _and_loop(world: World, quick: bool) -> list[dict[str, Any]]:
     rows = []
     for m in (4,) if quick else (4, 8, 16):
         gpt = _gpt(m, quick=quick)
@@ -84,7 +84,7 @@ def _beside_loop(world: World, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _beside_torch(world: World, quick: bool) -> list[dict[str, Any]]:
+def _and_torch(world: World, quick: bool) -> list[dict[str, Any]]:
     rows = []
     for m in (4,) if quick else (4, 8, 16):
         gpt = _gpt(m, quick=quick)

@@ -50,12 +50,12 @@ def steps_for(num_gpus: int, *, quick: bool) -> list[Step]:
         Step("card", "A GPT that fills one GPU", 270.0, (*work, "card", *more), _rows),
         Step("units", "Instructions, predicted and measured", 120.0, (*work, "units", *more), _rows),
         Step("demonstration", "The demonstration", 200.0, _demonstration(num_gpus, quick=quick), _summary),
-        Step("loop", "One rank beside a plain loop", 90.0, (*work, "loop", *more), _rows),
+        Step("loop", "One rank compared with a plain loop", 90.0, (*work, "loop", *more), _rows),
     ]
     if num_gpus > 1:
         found += [
             Step("cards", "A GPT over several GPUs", 200.0, (*work, "cards", *more), _rows),
-            Step("peer", "Two GPUs beside torch's runtime", 120.0, (*work, "peer", *more), _rows),
+            Step("peer", "Two GPUs compared with torch's runtime", 120.0, (*work, "peer", *more), _rows),
         ]
     emulated = ("benchmarks/engine.py", "--quick", "--json")
     return [*found, Step("engine", "The engine's benchmark on emulated devices", 120.0, emulated, _document)]
@@ -97,7 +97,7 @@ def run_step(step: Step, python: Python, limit_s: float) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave no process of the step behind."""
+    """Leave no process of the step running."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -43,7 +43,7 @@ PARTS = {
 
 
 def card(kind: str, *, quick: bool) -> list[dict[str, Any]]:
-    """A GPT that fills one device, as several stages that share it: seconds and bytes beside the plan's."""
+    """A GPT that fills one device, as several stages that share it: seconds and bytes, and the plan's."""
     (device,) = server_here(kind, 1).devices
     cluster = Cluster((shared(server_here(kind, 1), STAGES),))
     rows = []
@@ -62,7 +62,7 @@ def cards(kind: str, *, quick: bool) -> list[dict[str, Any]]:
 
 
 def units(kind: str, *, quick: bool) -> list[dict[str, Any]]:
-    """What a stage's instructions take beside what the profiler says of its units; times of the device."""
+    """What a stage's instructions take, and what the profiler says of its units; times of the device."""
     gpt = SMALL if quick else Gpt(12, 1024, 16, samples=4)
     (measured,) = launch(profiled, 1, gpt, kind, timeout_s=TIMEOUT_S, device=kind)
     plan = Plan((), gpt.num_microbatches, "1f1b")

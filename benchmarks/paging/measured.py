@@ -134,8 +134,8 @@ def on_disk(case: Case, resident: Trained, most_bytes: int | None) -> Trained:
 
 
 def over_a_wire(case: Case, bytes_per_s: float) -> Trained:
-    """The run with a host behind an emulated wire, and what the simulator makes of it by the seconds that
-    its own instructions took.
+    """The run with a host at the end of an emulated wire, and what the simulator makes of it by the seconds
+    that its own instructions took.
     """
     torch.set_num_threads(1)
     graph = case.graph()

@@ -16,7 +16,7 @@ CHUNKS = {Item.WEIGHTS: 2, Item.GRADIENT: 2, Item.OPTIMIZER: 12, Item.STASH: 1}
 
 
 def small_trace(seed: int, num_chunks: int, num_steps: int) -> list[Access]:
-    """Each step reads or writes one or two chunks; some are made anew and some end."""
+    """Each step reads or writes one or two chunks; some are new and some end."""
     draw = Random(seed)
     there: set[int] = set(range(num_chunks)) - set(draw.sample(range(num_chunks), num_chunks // 3))
     accesses = []

@@ -1,4 +1,4 @@
-"""Whole runs of `bireme train` that page, beside what was predicted of them: seconds a step, and bytes.
+"""Whole runs of `bireme train` that page, compared with their predictions: seconds a step, and bytes.
 
 A run is planned within a device memory that it does not fit, from a profile that is measured here, and
 trained several times for a few seconds. As in `benchmarks/prediction.py`, a step is what a run says at its

@@ -1,6 +1,6 @@
 """Other planners' ways to cut a chain into as many stages as there are devices, under their names.
 
-Each sees what its own cost function sees: none knows that devices differ. What they do besides, such as
+Each sees what its own cost function sees: none knows that devices differ. What else they do, such as
 replicating stages, is the search's matter; their cost functions take what that needs. A chain of half-layers
 is cut at layers, as they would, when its `merged` layers are given.
 """
@@ -48,7 +48,7 @@ def parameters(loads: Loads) -> Cuts:
 def pipedream_2bw(loads: Loads) -> Cuts:
     """As many layers in each stage; the last have one more where that does not come out even.
 
-    What is before the first layer goes to the first stage, what is behind the last to the last.
+    What is before the first layer goes to the first stage, what is after the last to the last.
     """
     chain = loads.chain
     bounds = layer_bounds(chain.names)

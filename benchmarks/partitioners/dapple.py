@@ -1,6 +1,6 @@
 """DAPPLE's planner, as far as it cuts a chain into a given number of stages: the least latency of a batch.
 
-The latency is that of a pivot stage, before which the pipeline fills and behind which it drains. Messages
+The latency is that of a pivot stage, before which the pipeline fills and after which it drains. Messages
 are stages of their own. While a plan is built, all units that are left make a last stage, replicated over
 all devices that are left.
 """
@@ -21,8 +21,8 @@ __all__ = ["dapple", "dapple_latency_s"]
 def dapple(loads: Loads) -> tuple[int, ...]:
     """Cut by DAPPLE's dynamic programming over the units dealt out and the devices used.
 
-    Like all of DAPPLE's it takes the best beginning of a plan for granted when it goes on. It knows neither
-    memory nor unequal devices.
+    Like all of DAPPLE's it takes the best beginning of a plan for granted when it extends it. It knows
+    neither memory nor unequal devices.
     """
     planner = _Planner(loads)
     plans = planner.first()
@@ -38,7 +38,7 @@ def dapple_latency_s(
     """The latency of a batch for each row of stages, those of messages among them.
 
     With Q the pivot it is Σ_{s≤Q} F_s + (m − 1)(F_Q + B_Q) + max_s (sync_s ± what lies between s and Q of
-    the backwards): behind the pivot a stage is done that much sooner.
+    the backwards): after the pivot a stage is done that much sooner.
     """
     rows = np.arange(len(forward_s))
     num_stages = forward_s.shape[1]
@@ -55,14 +55,14 @@ def dapple_latency_s(
     back_s = np.hstack((np.zeros((len(rows), 1)), np.cumsum(backward_s, axis=1)))
     place = np.arange(num_stages)
     before_s = back_s[rows, pivot + 1][:, None] - back_s[:, :-1]
-    behind_s = back_s[:, 1:] - back_s[rows, pivot][:, None]
-    drain_s = sync_s + np.where(place <= pivot[:, None], before_s, -behind_s)
+    after_s = back_s[:, 1:] - back_s[rows, pivot][:, None]
+    drain_s = sync_s + np.where(place <= pivot[:, None], before_s, -after_s)
     return np.asarray(fill_s + steady_s + drain_s.max(axis=1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plans:
-    """The best plan of every number of units dealt out; a column per stage, and per message behind it."""
+    """The best plan of every number of units dealt out; a column per stage, and per message after it."""
 
     ends: npt.NDArray[np.intp]
     cuts: npt.NDArray[np.intp]

@@ -1,4 +1,4 @@
-"""Rank 1 as it was published first, pair by pair (Hoskins et al. 2019): beside `principal:1:1`."""
+"""Rank 1 as it was published first, pair by pair (Hoskins et al. 2019), to compare with `principal:1:1`."""
 
 import torch
 from torch import Tensor

@@ -3,7 +3,7 @@
 Messages between two ranks go one after the other. Those of different pairs that meet on a lane share it
 fairly, at every moment, as in the simulator. Nobody serves the lanes: what is under way lies in a file that
 all processes map, and whoever looks at it first brings it up to the present. So there is no message and no
-wake-up besides those of the engine.
+wake-up other than those of the engine.
 """
 
 import fcntl
@@ -77,7 +77,7 @@ class Lanes:
             self._share()
 
     def arrival_s(self, channel: int, key: Hashable) -> float | None:
-        """When a message is there, as things stand now; None if it has not set out. Nothing changes."""
+        """When a message is there, as things are now; None if it has not set out. Nothing changes."""
         place = channel, key
         future = self._copy()
         while place not in future.through_s and future.flows:
@@ -95,7 +95,7 @@ class Lanes:
             del self.through_s[place]
 
     def advance(self, now_s: float) -> None:
-        """Let everything go on until then."""
+        """Let everything continue until then."""
         while self.flows and (end_s := self._next_end_s()) <= now_s:
             self._flow_until(end_s)
             ended = [flow for flow in self.flows if flow.left_bytes <= 0]

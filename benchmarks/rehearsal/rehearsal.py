@@ -2,7 +2,7 @@
 
 Every device is a process that sleeps for as long as its stage would compute. Its weights, schedule,
 messages and sums over replicas are the engine's own, and come through the cluster's lanes when they would
-there. What is measured is what a planner foretells: order, overlap and waiting. Tied weights are not
+there. What is measured is what a planner predicts: order, overlap and waiting. Tied weights are not
 rehearsed: stages share none here.
 """
 
@@ -43,7 +43,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What became of a plan: measured seconds of a batch, round by round, beside what the simulator says."""
+    """What became of a plan: measured seconds of a batch, round by round, and what the simulator says."""
 
     plan: Plan
     batch_size: int
@@ -114,7 +114,7 @@ def _check(cluster: Cluster, plans: Sequence[Plan]) -> None:
     if real:
         raise BiremeError(
             f"{real[0].name} is a device of kind {real[0].device.kind}; only emulated ones are rehearsed. "
-            'Give every device of the cluster the kind "emulated", and the speed it has beside the one that '
+            'Give every device of the cluster the kind "emulated", and its speed relative to the one that '
             "was profiled."
         )
     for plan in plans:

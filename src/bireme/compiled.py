@@ -1,5 +1,6 @@
 """Loops that numba compiles where it is installed, and that Python runs elsewhere, a hundred times slower."""
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -8,11 +9,11 @@ __all__ = ["IS_COMPILED", "compiled", "pays_off"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-IS_COMPILED = find_spec("numba") is not None
-"""Whether such loops are fast here."""
+IS_COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
+"""Whether such loops are fast here. Numba's own variable turns its compiler off."""
 
 FEWEST_VALUES = 1 << 15
-"""Of fewer values numba is not even imported, which takes longer than many of them do without it."""
+"""For fewer values numba is not imported: that takes longer than it saves on many of them."""
 
 
 def compiled(function: Function) -> Function:
@@ -26,5 +27,5 @@ def compiled(function: Function) -> Function:
 
 
 def pays_off(num_values: int) -> bool:
-    """Whether a compiled loop over so many values is faster than operations of torch and numpy are."""
+    """Whether a compiled loop over so many values is faster than operations of torch and numpy."""
     return IS_COMPILED and num_values >= FEWEST_VALUES

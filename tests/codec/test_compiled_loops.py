@@ -1,4 +1,4 @@
-"""Loops that numba compiles, beside the operations of torch and numpy in whose place they are."""
+"""Loops that numba compiles give what the operations of torch and numpy give that they replace."""
 
 import importlib.util
 

@@ -272,7 +272,7 @@ def test_where_memory_is_short_weights_may_stand_apart_and_that_is_found() -> No
 
 
 def test_backward_nodes_alone_are_ordered_by_their_mirrored_edges() -> None:
-    # Forward 0 -> 1; backward 3 -> 2 of colours of their own: the orphan 3 stands ahead of nothing forward.
+    # Forward 0 -> 1; backward 3 -> 2 of colours of their own: the orphan 3 comes before nothing forward.
     nodes = (
         Node(0, 1.0, 10.0, colour=0),
         Node(1, 1.0, 10.0, colour=1),

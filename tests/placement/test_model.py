@@ -1,147 +1,39 @@
-"""From captured models to workloads for the placement of operators, and from placements back to plans."""
+"""From captured models to workloads for the placement of operators: what a node is, takes and sends."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
-from itertools import combinations, permutations
+from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
-from bireme.model.graph import Graph
 from bireme.model.units import units_of
-from bireme.placement.contiguous.chain import cut_chain
-from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import loads_of, value_of
 from bireme.placement.of_model.fleet import fleet_of
-from bireme.placement.of_model.from_model import ModelWorkload, workload_of
+from bireme.placement.of_model.from_model import workload_of
 from bireme.placement.of_model.operators import Operators
-from bireme.placement.of_model.to_plan import plan_of
-from bireme.placement.placement import Placement
 from bireme.placement.request import Granularity
 from bireme.placement.workload import Objective
-from bireme.plan.plan import Plan
-from bireme.profile.profile import Profile
-from bireme.profile.profiler import profile as profiled
 from bireme.profile.stages import stage_cost
-from tests.support.clusters import few
-from tests.support.engine_parity import Setting, assert_equal, oracle, train_on_threads
+from tests.support.placed_models import (
+    BOTH,
+    GRAPHS,
+    MICRO_BATCH,
+    WIDTH,
+    at_cuts,
+    by_unit,
+    equal_devices,
+    loads_at,
+    model_of,
+    profile_of,
+    skipping,
+    untied,
+)
 from tests.support.placement_oracles import best_by_force
-from tests.support.small_models import gpt as engine_gpt
-from tests.support.small_models import token_batches
-from tests.support.tiny_profiles import LAPTOP, gpt
-
-BOTH = (Granularity.UNITS, Granularity.OPERATORS)
-MICRO_BATCH, WIDTH = 2, 8
-
-
-def equal_devices(
-    count: int,
-    *,
-    kind: str = "emulated",
-    memory_bytes: int = 10**9,
-    speed: float = 1.0,
-    latency_s: float = 1e-6,
-) -> Cluster:
-    device = Device("any", kind, memory_bytes, speed=speed)
-    bridge = Bridge("bus", tuple(range(count)), Link(1e9, latency_s))
-    return Cluster((Server("here", (device,) * count, (bridge,)),))
-
-
-@cache
-def profile_of(graph: Graph) -> Profile:
-    return profiled(graph, LAPTOP, [MICRO_BATCH])
-
-
-def model_of(
-    graph: Graph,
-    cluster: Cluster,
-    granularity: Granularity = Granularity.OPERATORS,
-    *,
-    training: bool = True,
-    copy_tied: bool = False,
-) -> ModelWorkload:
-    return workload_of(
-        graph,
-        profile_of(graph),
-        cluster,
-        micro_batch=MICRO_BATCH,
-        training=training,
-        granularity=granularity,
-        copy_tied=copy_tied,
-    )
-
-
-def untied(layers: int = 2) -> Graph:
-    return gpt(layers, tied="false")
-
-
-class Skipping(nn.Module):
-    """A value that is used twice, a position mask that every layer uses, and a normalisation that counts."""
-
-    def __init__(self, *, frozen: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.last = nn.Linear(WIDTH, 1)
-        self.first.requires_grad_(not frozen)
-        self.norm.requires_grad_(not frozen)
-
-    def forward(self, x: Tensor, wanted: Tensor) -> dict[str, Tensor]:
-        mask = (torch.arange(WIDTH) % 2).to(x.dtype)
-        made = self.norm(self.first(x))
-        for layer in self.layers:
-            made = made + torch.tanh(layer(made)) * mask
-        return {"loss": functional.mse_loss(self.last(made), wanted)}
-
-
-@cache
-def skipping(*, frozen: bool = False) -> Graph:
-    torch.manual_seed(0)
-    return capture(Skipping(frozen=frozen), {"x": torch.randn(2, WIDTH), "wanted": torch.randn(2, 1)})
-
-
-GRAPHS: dict[str, Callable[[], Graph]] = {"untied": untied, "tied": partial(gpt, 2), "skipping": skipping}
-"""Captured when a test asks, and not whenever tests are collected."""
-
-
-def by_unit(model: ModelWorkload, *, is_backward: bool) -> list[float]:
-    found = [0.0] * len(model.unit_names)
-    for unit, node in zip(model.units, model.workload.nodes, strict=True):
-        found[unit] += node.accelerator_time if node.is_backward is is_backward else 0.0
-    return found
-
-
-def at_cuts(model: ModelWorkload, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """The device of each node, where the units from each cut on are on the next device."""
-    return tuple(sum(unit >= cut for cut in cuts) for unit in model.units)
-
-
-def loads_at(model: ModelWorkload, devices: tuple[int, ...]) -> list[list[float]]:
-    items = items_of(model.workload, contiguous=False, weightless=Weightless.STAY)
-    assert all(len({devices[place] for place in members}) == 1 for members in items.members)
-    found: list[list[float]] = loads_of(items, [devices[members[0]] for members in items.members]).tolist()
-    return found
-
-
-def placed(model: ModelWorkload, devices: tuple[int, ...]) -> Placement:
-    loads = [sum(pair) for pair in loads_at(model, devices)]
-    return Placement(Objective.TRAINING, "by hand", False, devices, max(loads), 0.0, tuple(loads))
-
-
-# --- what a workload says
+from tests.support.tiny_profiles import gpt
 
 
 @pytest.mark.slow
@@ -366,66 +258,6 @@ def test_a_backward_shares_the_colour_of_its_forward() -> None:
     assert all(len(found) == 1 for found in colours.values())
 
 
-# --- devices
-
-
-def two_servers(one: Device, other: Device, *, rate: float = 1e9) -> Cluster:
-    servers = [
-        Server(name, (device,), (), (), (Card("net", (0,), Link(rate, 0.0)),))
-        for name, device in (("a", one), ("b", other))
-    ]
-    return Cluster(tuple(servers))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [Device("any", "emulated", 100, speed=0.5), Device("any", "emulated", 200)],
-    ids=["speed", "memory"],
-)
-def test_unequal_accelerators_are_refused_by_name(other: Device) -> None:
-    with pytest.raises(
-        BiremeError, match=r"a/emulated0 \(speed 1, 100 bytes\) and b/emulated0 .*bireme plan"
-    ):
-        fleet_of(two_servers(Device("any", "emulated", 100), other))
-
-
-def test_equal_devices_may_be_picked_out_of_unequal_ones() -> None:
-    cluster = two_servers(Device("any", "emulated", 100), Device("any", "emulated", 200))
-    assert fleet_of(cluster, ["b/emulated0"]).accelerator_bytes == 200
-
-
-@pytest.mark.slow
-def test_processors_alone_are_the_accelerators() -> None:
-    workload = model_of(untied(), equal_devices(3, kind="cpu", memory_bytes=10**8)).workload
-    assert (workload.num_accelerators, workload.num_cpus, workload.accelerator_bytes) == (3, 0, 1e8)
-
-
-def test_processors_with_accelerators_are_cpus_and_leave_them_the_whole_message() -> None:
-    slow, fast = Device("any", "cpu", 500, speed=0.25), Device("any", "emulated", 10**9)
-    cluster = two_servers(slow, fast)
-    fleet = fleet_of(cluster)
-    assert (fleet.names, fleet.num_accelerators, fleet.num_cpus) == (("b/emulated0", "a/cpu0"), 1, 1)
-    assert fleet.cost_ms(10**6) == pytest.approx(1.0)
-    assert fleet_of(two_servers(fast, fast)).cost_ms(10**6) == pytest.approx(0.5)
-    for node in model_of(untied(), cluster).workload.nodes:
-        assert node.cpu_time == pytest.approx(4 * node.accelerator_time)
-
-
-def test_one_device_pays_for_no_message() -> None:
-    assert fleet_of(equal_devices(1)).cost_ms(10**9) == 0
-
-
-@pytest.mark.slow
-@given(few(), st.integers(0, 10**10))
-def test_the_price_is_that_of_the_slowest_way_there_is(cluster: Cluster, num_bytes: int) -> None:
-    ends = list(permutations(range(cluster.num_devices), 2))
-    seconds = [num_bytes / cluster.bandwidth(*pair) + cluster.latency(*pair) for pair in ends]
-    assert fleet_of(cluster).cost_ms(num_bytes) == pytest.approx(500 * max(seconds, default=0.0))
-
-
-# --- what does not go together
-
-
 def test_a_profile_of_another_model_is_refused() -> None:
     with pytest.raises(BiremeError, match="profile was made for another model"):
         workload_of(
@@ -436,135 +268,3 @@ def test_a_profile_of_another_model_is_refused() -> None:
 def test_a_size_that_the_profile_does_not_know_is_refused() -> None:
     with pytest.raises(BiremeError, match="micro-batches of 2 samples, not of 3"):
         workload_of(untied(), profile_of(untied()), equal_devices(2), micro_batch=3, training=True)
-
-
-# --- back to a plan
-
-
-def test_a_chain_of_stages_comes_back_as_a_plan() -> None:
-    for granularity in BOTH:
-        model = model_of(untied(), equal_devices(3), granularity)
-        devices = tuple((2, 0, 1)[device] for device in at_cuts(model, (1, 4)))
-        found = plan_of(model, placed(model, devices), num_microbatches=6)
-        names = (("here/emulated2",), ("here/emulated0",), ("here/emulated1",))
-        assert found.plan == Plan((1, 4), 6, micro_batch_sizes=(MICRO_BATCH,), devices=names)
-        assert (found.devices, found.note) == (devices, "")
-
-
-def test_a_cut_inside_a_unit_is_refused_by_the_first_operator() -> None:
-    model = model_of(untied(), equal_devices(2))
-    linear = next(
-        place
-        for place, node in enumerate(model.workload.nodes)
-        if node.name.endswith("query_key_value linear")
-    )
-    devices = inside(model, linear)
-    with pytest.raises(BiremeError, match=r"query_key_value linear\) of unit 1 \(layers\.0.*emulated1"):
-        plan_of(model, placed(model, devices), num_microbatches=2)
-
-
-def inside(model: ModelWorkload, place: int) -> tuple[int, ...]:
-    """Device 0 up to the operator of a node, device 1 for what runs from that on."""
-    first = model.operators[place][-1]
-    return tuple(int(own[-1] >= first) for own in model.operators)
-
-
-def test_a_device_with_two_stretches_is_refused() -> None:
-    model = model_of(untied(), equal_devices(2), Granularity.UNITS)
-    devices = tuple(unit % 2 for unit in model.units)
-    with pytest.raises(BiremeError, match=r"of unit 2 .*is on here/emulated0, as are earlier units"):
-        plan_of(model, placed(model, devices), num_microbatches=2)
-
-
-def test_cuts_are_moved_to_the_nearest_borders_and_the_value_follows() -> None:
-    model = model_of(untied(), equal_devices(2))
-    norm = next(
-        place for place, node in enumerate(model.workload.nodes) if "layers.1.attention_norm" in node.name
-    )
-    before = placed(model, inside(model, norm + 1))
-    found = plan_of(model, before, num_microbatches=2, snapped=True)
-    assert found.plan.cuts == (3,)
-    assert found.devices == at_cuts(model, (3,))
-    assert found.value == pytest.approx(max(map(sum, loads_at(model, found.devices))))
-    assert found.value != before.value
-    assert f"{found.value:.6g} ms instead of {before.value:.6g} ms" in found.note
-
-
-def test_moved_cuts_keep_tied_operators_together() -> None:
-    model = model_of(gpt(2), equal_devices(2))
-    devices = list(at_cuts(model, (1,)))
-    tied = {node.colour for node, unit in zip(model.workload.nodes, model.units, strict=True) if unit == 0}
-    for place, node in enumerate(model.workload.nodes):
-        devices[place] = 0 if node.colour in tied else devices[place]
-    found = plan_of(model, placed(model, tuple(devices)), num_microbatches=2, snapped=True)
-    assert found.plan.cuts == ()
-
-
-def test_moved_cuts_that_do_not_fit_are_refused() -> None:
-    graph = untied()
-    model = model_of(graph, equal_devices(2))
-    norm = next(
-        place for place, node in enumerate(model.workload.nodes) if "layers.1.attention_norm" in node.name
-    )
-    before = placed(model, inside(model, norm + 1))
-    sizes = [0.0, 0.0]
-    for node, device in zip(model.workload.nodes, at_cuts(model, (3,)), strict=True):
-        sizes[device] += node.size_bytes
-    tight = replace(model, workload=replace(model.workload, accelerator_bytes=max(sizes) - 1))
-    with pytest.raises(BiremeError, match="more than it can hold"):
-        plan_of(tight, before, num_microbatches=2, snapped=True)
-
-
-def test_a_placement_of_another_workload_is_refused() -> None:
-    model, other = (model_of(untied(), equal_devices(2), granularity) for granularity in BOTH)
-    before = placed(model, at_cuts(model, (2,)))
-    with pytest.raises(BiremeError, match="made for another workload"):
-        plan_of(other, before, num_microbatches=2)
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_schedules_of_several_stages_for_a_device_are_refused(schedule: str) -> None:
-    model = model_of(untied(), equal_devices(2), Granularity.UNITS)
-    with pytest.raises(BiremeError, match=f"{schedule} gives each device several stages"):
-        plan_of(model, placed(model, at_cuts(model, (2,))), num_microbatches=4, schedule=schedule)
-
-
-def test_the_best_cut_of_units_is_the_best_of_all_cuts() -> None:
-    model = model_of(untied(), equal_devices(3), Granularity.UNITS)
-    items = items_of(model.workload, contiguous=True)
-    best = min(
-        max(map(sum, loads_at(model, at_cuts(model, cuts))))
-        for cuts in combinations(range(1, len(model.unit_names)), 2)
-    )
-    assert cut_chain(items, Objective.TRAINING).value == pytest.approx(best)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-def test_the_plan_of_a_placement_trains(schedule: str) -> None:
-    model = engine_gpt("layers=3,tied=false")
-    profile = profiled(model.graph, LAPTOP, [MICRO_BATCH])
-    workload = workload_of(
-        model.graph,
-        profile,
-        equal_devices(3),
-        micro_batch=MICRO_BATCH,
-        training=True,
-        granularity=Granularity.UNITS,
-    )
-    items = items_of(workload.workload, contiguous=True)
-    split = cut_chain(items, Objective.TRAINING)
-    devices = [0] * len(workload.workload.nodes)
-    for members, device in zip(items.members, split.where, strict=True):
-        for place in members:
-            devices[place] = device
-    loads = loads_of(items, split.where)
-    assert value_of(loads, Objective.TRAINING) == split.value
-    placement = Placement(
-        Objective.TRAINING, "chain", True, tuple(devices), split.value, 0.0, tuple(loads.sum(axis=1))
-    )
-    plan = plan_of(workload, placement, num_microbatches=4, schedule=schedule).plan
-    assert plan.num_stages == 3
-    setting = Setting(plan)
-    data = token_batches(8, 3)
-    assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))

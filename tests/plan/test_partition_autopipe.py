@@ -82,7 +82,7 @@ def test_messages_that_overlap_never_take_longer_in_the_simulation_than_without(
 
 
 def master_of(timeline: Timeline) -> int | None:
-    """The last stage that never waits from its first backward to its last forward and the one beside it."""
+    """The last stage that never waits from its first backward to the one after its last forward."""
     for rank in reversed(timeline.ranks):
         ran = [one for one in rank.intervals() if one.instruction.kind in (Kind.FORWARD, Kind.BACKWARD)]
         kinds = [one.instruction.kind for one in ran]

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, law
+from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, keep_with_muon, law
 from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
 from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
-from bireme.plan.codec_penalties import EXCESSES
+from bireme.plan.codec_penalties import EXCESSES, KEEP_WITH_MUON
 from bireme.plan.penalties import (
     DEFAULT_DELAY_WARMUP,
     ENOUGH_STEPS,
@@ -66,6 +66,10 @@ def test_the_losses_of_codecs_are_what_the_study_says_and_no_less(word: str) -> 
     assert found is not None
     assert round(found.median, 3) <= counted.ended <= found.median + NOISE
     assert found.num_seeds == counted.num_seeds
+
+
+def test_what_keep_costs_with_muon_is_what_the_study_says() -> None:
+    assert round(keep_with_muon(studied()), 1) == KEEP_WITH_MUON
 
 
 @pytest.mark.parametrize("counted", STUDIED)

@@ -77,18 +77,22 @@ def test_single_borders_have_codecs_of_their_own_in_predictions() -> None:
     assert single.plan.codecs == (codecs,)
     assert not plain.plan.codecs
     assert single.forecast.batch_s < plain.forecast.batch_s / 1.5
-    assert single.forecast.codec_penalty == codec_steps([codecs], has_ending=False)
+    assert single.forecast.codec_penalty == codec_steps([codecs], "adamw", has_ending=False)
     assert found(cluster, replace(WISHES, borders=((0, codecs),))).best.plan.codecs == (codecs,)
 
 
 def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
     fine, few = BorderCodecs("int8", "int8"), BorderCodecs("keep:0.25:8", "keep:0.25:8")
-    assert codec_steps([], has_ending=False) == codec_steps([BorderCodecs()], has_ending=False) == 1.0
-    assert codec_steps([fine, few], has_ending=False) == codec_steps([few], has_ending=False)
-    assert 1 < codec_steps([fine], has_ending=False) < codec_steps([few], has_ending=True)
-    assert codec_steps([few], has_ending=True) < codec_steps([few], has_ending=False)
-    coarse = codec_steps([BorderCodecs("int4", "int4")], has_ending=False)
-    assert codec_steps([BorderCodecs("int8", "int4")], has_ending=False) < coarse
+
+    def steps(*borders: BorderCodecs, optimizer: str = "adamw", has_ending: bool = False) -> float:
+        return codec_steps(borders, optimizer, has_ending=has_ending)
+
+    assert steps() == steps(BorderCodecs()) == 1.0
+    assert steps(fine, few) == steps(few)
+    assert 1 < steps(fine) < steps(few, has_ending=True) < steps(few)
+    assert steps(BorderCodecs("int8", "int4")) < steps(BorderCodecs("int4", "int4"))
+    assert steps(few) < steps(few, optimizer="muon")
+    assert steps(fine) == steps(fine, optimizer="muon")
     assert all(one.ended <= one.bare for one in EXCESSES.values())
 
 

@@ -70,7 +70,7 @@ def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: f
 
 @pytest.mark.slow
 def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() -> None:
-    """Times four, and the modes in the order of `all`, groups, outer; with one replica there is no choice."""
+    """Times four, and the modes in the order of `all`, groups, outer."""
 
     def rates(bytes_per_s: float, spread: float) -> list[float]:
         profile = tiny_profile()
@@ -81,7 +81,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
         request = PlanRequest(8, depth=1, width=2, schedule="1f1b")
         answer = find_plan(profile, two(bytes_per_s), request)
         assert isinstance(answer, Answer)
-        found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s))
+        found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s), request)
         assert [(one.mode, one.every) for one in found] == [("all", 1), *((p.mode, p.every) for p in STUDIED)]
         assert found[0].samples_per_s == answer.best.forecast.samples_per_s
         assert found[0].gain == 1.0
@@ -93,9 +93,14 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
     slow = rates(1e3, 0.0)
     assert slow[3] > 1.5 * slow[0]
     assert slow[1] == pytest.approx(1.0, rel=0.05)
-    alone = find_plan(tiny_profile(), two(1e9), PlanRequest(8, depth=2, width=1, schedule="1f1b"))
-    assert isinstance(alone, Answer)
-    assert agreements(alone.best, tiny_profile(), two(1e9)) == ()
+
+
+@pytest.mark.parametrize(("width", "shard"), [(1, "none"), (2, "optimizer")])
+def test_replicas_that_cannot_average_weights_have_no_other_way_to_agree(width: int, shard: str) -> None:
+    request = PlanRequest(8, depth=2 // width, width=width, schedule="1f1b", shard=shard)
+    answer = find_plan(tiny_profile(), two(1e9), request)
+    assert isinstance(answer, Answer)
+    assert agreements(answer.best, tiny_profile(), two(1e9), request) == ()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What a rank's agent does with the words of a coordinator where replicas average weights."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import join_averaging
 from bireme.runtime.averaging.lines import Offer
-from bireme.runtime.quorum.parcels import Parcel
+from bireme.runtime.failures import RunFailed
+from bireme.runtime.quorum.parcels import Parcel, send_parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, Switchboard
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
@@ -72,6 +73,13 @@ class Coordinator:
         """Until that is so of what was told last of the first line."""
         end_s = time.monotonic() + patience_s()
         while not (self.told and self.told[-1]["rounds"] and is_so(self.told[-1]["rounds"][0])):
+            assert time.monotonic() < end_s
+            time.sleep(0.005)
+
+    def wait_until_told(self, **wanted: object) -> None:
+        """Until that is what was told last."""
+        end_s = time.monotonic() + patience_s()
+        while not self.told or not wanted.items() <= self.told[-1].items():
             assert time.monotonic() < end_s
             time.sleep(0.005)
 
@@ -188,21 +196,43 @@ def test_who_waits_in_vain_says_for_what_and_ends_when_all_do(
     agent: AveragingAgent, coordinator: Coordinator
 ) -> None:
     agent.begin(Window(0, 8))
-    errors: list[BiremeError] = []
+    errors: list[RunFailed] = []
 
     def wait() -> None:
         try:
             agent.wait_settled(agent.lines)
-        except BiremeError as error:
+        except RunFailed as error:
             errors.append(error)
 
     waits = threading.Thread(target=wait, daemon=True)
     waits.start()
-    end_s = time.monotonic() + patience_s()
-    while not coordinator.told[-1]["waits"]:
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
-    assert coordinator.told[-1]["waits"] == "a mean of the replicas"
+    coordinator.wait_until_told(waits="a mean of the replicas")
     coordinator.have_say(standstill="All replicas wait for each other.")
     waits.join(patience_s())
     assert [str(one) for one in errors] == ["All replicas wait for each other."]
+
+
+def test_who_gets_a_sum_from_another_rank_does_not_wait_in_vain_however_long_that_takes(
+    agent: AveragingAgent, coordinator: Coordinator
+) -> None:
+    may_come = threading.Event()
+
+    def answer(made: socket.socket, _what: int, _name: int) -> None:
+        may_come.wait(patience_s())
+        send_parcel(made, {"weight": 1.0, "numbers": ()}, [torch.ones(2)])
+
+    board = Switchboard(RankId(1, 0, 0), answer, timeout_s=patience_s())
+    try:
+        agent.begin(Window(0, 8), used=[0])
+        waits = threading.Thread(target=agent.wait_settled, args=(agent.lines,), daemon=True)
+        waits.start()
+        coordinator.wait_until_told(waits="a mean of the replicas")
+        commit = Commit(0, 0, 0, (Part(1, 1),), (Source(0, 1),))
+        members = (MEMBER, Member(1, 0, (board.address,)))
+        coordinator.have_say(committed=(1,), members=members, commits=(commit,))
+        coordinator.wait_until_told(waits="")
+        may_come.set()
+        waits.join(patience_s())
+        assert not waits.is_alive()
+    finally:
+        board.close()

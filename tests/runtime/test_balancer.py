@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from bireme.balance.policy import Policy
 from bireme.balance.shares import Shares, limits_of, split
 from bireme.errors import BiremeError
 from bireme.runtime.balancer import Sharing
+from bireme.runtime.measuring import replica_times as measuring
 from bireme.runtime.measuring.replica_times import replica_times
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.stage import Stage
 from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples
 from bireme.train.data.rank_batches import RankBatches
@@ -265,9 +268,21 @@ def test_without_shares_that_follow_a_batch_ends_with_the_numbers_that_it_always
     )
 
 
-def test_every_rank_measures_its_own_stages_and_a_replica_is_as_slow_as_its_slowest() -> None:
-    """What is measured trains nothing."""
-    setting = Setting(regression_plan("2bw", 2, width=NUM_REPLICAS))
+@pytest.mark.parametrize("shard", ["none", "weights"])
+def test_every_rank_measures_its_own_stages_and_a_replica_is_as_slow_as_its_slowest(
+    shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured trains nothing, and runs on the weights that are trained."""
+    setting = Setting(regression_plan("2bw", 2, width=NUM_REPLICAS), shard=shard)
+    are_whole: list[bool] = []
+
+    def run_on_the_weights(stage: Stage, *given: Any) -> None:
+        weights = stage.banks.newest_to_compute_with()
+        are_whole.append(all(torch.equal(one, model.weights[name]) for name, one in weights.items()))
+        plain_run(stage, *given)
+
+    plain_run = measuring._run
+    monkeypatch.setattr(measuring, "_run", run_on_the_weights)
     model, fabric = regression(), ThreadFabric(setting.plan.num_ranks)
     data = real_batches(16, 1, WIDTH)[0]
 
@@ -290,3 +305,5 @@ def test_every_rank_measures_its_own_stages_and_a_replica_is_as_slow_as_its_slow
     assert times[0].sizes == times[1].sizes == (1, 2, 4, 8)
     assert min(times[0].seconds) > 0
     assert times[1].seconds[-1] == float("inf")
+    assert are_whole
+    assert all(are_whole)

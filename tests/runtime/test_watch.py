@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bireme.errors import BiremeError
 from bireme.runtime import watch as watch_module
 from bireme.runtime.board import Board, Heartbeat
-from bireme.runtime.failures import Failure, FailureKind, RankFailed
+from bireme.runtime.failures import Failure, FailureKind, RankFailed, RunFailed
 from bireme.runtime.peers import PeerLost
 from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store
 from bireme.runtime.watch import Watch, is_of_a_peer
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 5.0
 ALONE_S = 0.5
-"""Of a watch whose rank has nobody beside it that could seem dead on a busy machine."""
+"""Of a watch whose rank is alone: no other one could seem dead on a busy machine."""
 LOST = PeerLost(1, "connection closed")
 
 
@@ -50,6 +50,26 @@ def watching(
     finally:
         for watch in watches:
             watch.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_has_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests let ranks fail one after the other."""
+    monkeypatch.setattr(watch_module, "KNOWN_S", 0.0)
+
+
+def test_who_fails_goes_on_once_the_others_know_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "KNOWN_S", patience_s())
+    with watching(HashStore(), 3) as (first, second, third):
+        first.wait_for_everyone(TIMEOUT_S)
+        told = threading.Thread(target=first.failed, args=[ArithmeticError("the sum is wrong")])
+        told.start()
+        assert "the sum is wrong" in str(second.explain(LOST))
+        second.stop()
+        assert told.is_alive()
+        assert "the sum is wrong" in str(third.explain(LOST))
+        third.stop()
+        told.join()
 
 
 def test_the_first_failure_is_the_root_cause_and_stays() -> None:
@@ -239,6 +259,7 @@ def test_failures_survive_the_way_between_processes() -> None:
     for error, blame in (
         (ArithmeticError("two\nlines"), FailureKind.PROGRAM),
         (BiremeError("a mistake"), FailureKind.USER),
+        (RunFailed("all wait"), FailureKind.RUN),
         (KeyboardInterrupt(), FailureKind.INTERRUPT),
         (ArithmeticError(), FailureKind.PROGRAM),
     ):
@@ -250,6 +271,8 @@ def test_failures_survive_the_way_between_processes() -> None:
     assert Failure.of(ArithmeticError(), 1, None).summary == "ArithmeticError"
     assert type(Failure.of(BiremeError("a mistake"), 1, None).to_starter()) is BiremeError
     assert isinstance(Failure.of(KeyboardInterrupt(), 1, None).to_starter(), KeyboardInterrupt)
+    of_the_run = Failure.of(RunFailed("all wait"), 1, None).to_starter()
+    assert (type(of_the_run), str(of_the_run)) == (RunFailed, "all wait")
     error_again = pickle.loads(pickle.dumps(RankFailed(1, "1F0", "a\nb")))
     assert (str(error_again), error_again.line) == ("Rank 1 failed at 1F0:\na\nb", "Rank 1 failed at 1F0: b")
 

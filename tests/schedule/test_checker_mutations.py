@@ -352,7 +352,7 @@ def place_of(program: Program, token: str) -> Place:
 
 
 @pytest.mark.parametrize(
-    ("request_", "moved", "behind"),
+    ("request_", "moved", "to"),
     [
         (Request("gpipe", 2, 2, 1), "1RECV_F0 of batch 0", "1RECV_F1 of batch 0"),
         (Request("1f1b", 2, 2, 1), "0B1 of batch 0 on version 0", "0REDUCE of batch 0"),
@@ -364,9 +364,9 @@ def place_of(program: Program, token: str) -> Place:
     ],
     ids=["values change places", "a gradient comes too late", "a forward on the version before"],
 )
-def test_the_symbolic_checker_sees_what_no_buffer_shows(request_: Request, moved: str, behind: str) -> None:
+def test_the_symbolic_checker_sees_what_no_buffer_shows(request_: Request, moved: str, to: str) -> None:
     """The machine runs these to their end; only what they compute is wrong."""
     program = request_.program()
-    result = outcome(move(program, place_of(program, moved), place_of(program, behind)))
+    result = outcome(move(program, place_of(program, moved), place_of(program, to)))
     assert result.broken is None
     assert result != expected(program)

@@ -244,7 +244,7 @@ def test_with_k_of_p_parts_on_the_device_a_micro_batch_fetches_the_others_twice(
         program = page(program, of, Budgets(k * CHUNK), ahead=0, chunk_bytes=CHUNK)
         assert check(program).ok
         fetched.append(sum(step.kind is Kind.FETCH for step in program.tracks[0]))
-    # An update makes the weights anew, from the master copy, so what it leaves need not be fetched first.
+    # An update makes new weights from the master copy, so what it leaves need not be fetched first.
     assert fetched[1] - fetched[0] <= 2 * (p - k) * m
     assert fetched[1] - fetched[0] >= 2 * (p - k) * (m - 1)
 

@@ -1,4 +1,4 @@
-"""The pictures beside the generators are those of the programs they make, and the grid shows the clock."""
+"""The pictures in the generators are those of the programs they make, and the grid shows the clock."""
 
 import pytest
 

@@ -148,7 +148,7 @@ def test_copies_take_the_rank_s_own_time_while_it_works_where_no_core_is_left() 
         assert 0 < busy_s <= more_s * (1 + 1e-9)
 
 
-def test_copies_hide_behind_work_where_there_is_room_to_fetch_ahead() -> None:
+def test_work_hides_copies_where_there_is_room_to_fetch_ahead() -> None:
     program, costs = program_of(8, microbatches=8), costs_of(8, stash=0, optimizer=0)
     links = TierLinks(2 * CHUNK / 0.4)
     budgets = Budgets(10 * CHUNK)

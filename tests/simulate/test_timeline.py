@@ -55,7 +55,7 @@ def test_the_critical_path_has_no_gap(
 
 
 def test_a_receiver_that_posts_late_is_what_its_message_waited_for() -> None:
-    """Stage 0 has sent long before; stage 1 is busy and posts the receive only behind its first backward."""
+    """Stage 0 has sent long before; stage 1 is busy and posts the receive only after its first backward."""
     text = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1\n"
     text += "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
     program = parse(text, source="late.csv")

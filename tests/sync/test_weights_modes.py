@@ -267,7 +267,7 @@ def test_a_replica_leaves_once_all_of_its_ranks_have() -> None:
 
 
 def test_replicas_that_all_wait_for_each_other_for_the_timeout_are_told_so_and_others_are_not() -> None:
-    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0, timeout_s=0.5)
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0, timeout_s=0.5, lease_s=0.4)
     first, second = talk.reports
 
     def wait() -> str:
@@ -283,6 +283,17 @@ def test_replicas_that_all_wait_for_each_other_for_the_timeout_are_told_so_and_o
     found = wait()
     assert "nothing has happened for 0.5 s: rank 0 of replica 0 for a mean of the replicas" in found
     assert "rank 0 of replica 1 for replica 0 to leave" in found
+
+
+def test_a_member_that_is_silent_is_dropped_before_the_others_seem_to_stand_still() -> None:
+    talk = Talk(SyncMode.GROUPS, 3, 1, num_lines=0, timeout_s=0.5)
+    *others, _ = talk.reports
+    for rank in talk.reports:
+        talk.say(rank, waits="a mean of the replicas")
+    while len(talk.word(others[0]).members) == 3:
+        for rank in others:
+            talk.say(rank)
+        assert not talk.state.standstill
 
 
 def test_members_are_told_that_all_of_them_have_the_last_mean_whoever_still_heals() -> None:

@@ -6,4 +6,4 @@ from bireme.train import capturing
 from tests.support.graphs import remember_captures
 
 remember_captures()
-capturing._earlier = count(1)  # no copy captures beside this process what it remembers
+capturing._earlier = count(1)  # no copy captures what this process remembers

@@ -110,7 +110,7 @@ def test_who_meets_is_a_member_with_samples_or_without_and_all_end_their_window_
     meeting = replica.meet(pipeline)
 
     assert (meeting.members, meeting.shares) == ((0, 1), (0, 24))
-    with pytest.raises(BiremeError, match=r"Replica 1 ended .* at place 0 .* at place 24 in the mean"):
+    with pytest.raises(BiremeError, match=r"Replica 1 ended .* at place 0 .* at place 24 on average"):
         other.meet(pipeline)
 
 
@@ -153,6 +153,21 @@ def test_when_who_leads_dies_one_of_the_others_writes_the_log_until_they_meet(
         one.meet(pipeline)
     has_members(monkeypatch, Life(0, 1), Life(1, 0))
     assert (second.speaks, second.leads, back.speaks) == (True, True, False)
+
+
+def test_a_replica_that_came_too_late_to_meet_the_others_writes_the_log_when_they_are_gone(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last meeting of a run may be over when it is back, and then who led may die before it has saved."""
+    late, met = make(1, 1), Met((0,), (0.0, 0.0, 16.0, 0.0, 0.0, 0.0))
+    late.meet(cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met)))
+    has_members(monkeypatch, Life(0, 0), Life(1, 1))
+    assert not late.speaks
+    monkeypatch.setattr(AveragingAgent, "wait_until_gone", lambda _agent, _one: None)
+    has_members(monkeypatch, Life(1, 1))
+    late.succeed()
+
+    assert (late.leads, late.speaks) == (True, True)
 
 
 @pytest.mark.parametrize("is_written", [True, False])

@@ -1,4 +1,4 @@
-"""Writing checkpoints beside training: it waits for its turn and for nothing else, and forgets nothing."""
+"""Writing checkpoints during training: it waits for its turn and for nothing else, and forgets nothing."""
 
 import threading
 from collections.abc import Callable

@@ -130,7 +130,7 @@ def test_a_stream_is_shuffled_within_its_buffer_and_always_alike(folder: Path) -
     seen = rows(data, count=800)
     assert sorted(seen[:400]) == sorted(seen[400:]) == TEXTS
     assert seen[:400] != TEXTS
-    assert seen[:400] != seen[400:], "every epoch is shuffled anew"
+    assert seen[:400] != seen[400:], "every epoch has an order of its own"
     assert all(TEXTS.index(row) <= place + 50 for place, row in enumerate(seen[:400]))
     assert rows(streamed(folder, evaluation_fraction=0.0), count=20) == seen[:20]
     assert rows(streamed(folder, evaluation_fraction=0.0, seed=1), count=20) != seen[:20]

@@ -21,6 +21,7 @@ from bireme.train.run_file import (
     load_run_file,
     reference_markdown,
     to_toml,
+    with_absolute_paths,
 )
 from bireme.train.run_file.text import toml_value
 from tests.support.extent import examples
@@ -145,7 +146,7 @@ def test_lines_of_the_file_to_begin_with_fit_a_screen() -> None:
 
 def test_the_reference_is_up_to_date() -> None:
     remedy = (
-        'Write it anew: python -c "from bireme.train.run_file import reference_markdown as text; '
+        'Write it again: python -c "from bireme.train.run_file import reference_markdown as text; '
         "print(text(), end='')\" > docs/run-file.md"
     )
     assert (ROOT / "docs" / "run-file.md").read_text(encoding="utf-8") == reference_markdown(), remedy
@@ -331,3 +332,15 @@ def test_a_default_gives_way_to_the_key_that_says_it_otherwise() -> None:
     assert (run.training.warmup_fraction, run.training.num_warmup_steps) == (None, 7)
     assert run.data.evaluation_fraction is None
     assert RunFile().data.evaluation_fraction is not None
+
+
+def test_paths_have_no_dots_in_them_unless_a_link_would_then_lead_elsewhere(tmp_path: Path) -> None:
+    """They are in messages, where nobody wants to read `a/../b`."""
+    here = tmp_path / "here"
+    for folder in (here, tmp_path / "texts", tmp_path / "away" / "inner", tmp_path / "away" / "texts"):
+        folder.mkdir(parents=True)
+    (here / "link").symlink_to(tmp_path / "away" / "inner")
+    run = with_absolute_paths(load_run_file(None, ["data.source=../texts", "log.folder=./a/../runs"]), here)
+    assert (run.data.source, run.log.folder) == (str(tmp_path / "texts"), str(here / "runs"))
+    linked = with_absolute_paths(load_run_file(None, ["data.source=link/../texts"]), here)
+    assert linked.data.source == str(here / "link" / ".." / "texts")

@@ -62,7 +62,7 @@ def test_a_moved_run_goes_on_from_another_folder_to_the_last_bit(
 ) -> None:
     """Where it is resumed lies another `texts` of the same size, which the run once took without a word.
 
-    Its own data have moved too, and the limit of time is another one, for which it once was planned anew.
+    Its own data have moved too, and the limit of time is another one, for which it once got a new plan.
     """
     run = stopped(whole, tmp_path / "moved")
     elsewhere = tmp_path / "elsewhere"

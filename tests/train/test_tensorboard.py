@@ -56,7 +56,7 @@ def test_steps_that_are_trained_again_are_there_once(folder: Path) -> None:
 
 
 def test_what_is_before_a_checkpoint_is_on_the_disk(folder: Path) -> None:
-    """A run that is killed goes on behind its checkpoint, and would never write those steps again."""
+    """A run that is killed continues after its checkpoint, and would never write those steps again."""
     log = started(folder)
     for step in range(1, 6):
         log.note("train", step, loss=1.0)

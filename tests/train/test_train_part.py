@@ -1,6 +1,6 @@
 """Runs that train a part: an adapter comes out that peft loads, and a folder to which it was added.
 
-Their checkpoints hold what was trained and no more. A run goes on from them beside the same base, and beside
+Their checkpoints hold what was trained and no more. A run resumes from them with the same base, and with
 no other.
 """
 
@@ -56,7 +56,7 @@ def _trained(path: Path, run: Path, words: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run() -> Path:
-    """The folder of a run of two ranks that has trained an adapter, beside `llama` with its base."""
+    """The folder of a run of two ranks that has trained an adapter, next to `llama` with its base."""
     pytest.importorskip("peft")
     return made_once("adapter", _train_an_adapter) / "runs" / "run"
 

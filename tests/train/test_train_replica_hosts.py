@@ -32,8 +32,8 @@ NUM_HOSTS = 3
 MORE_STEPS = 20
 """More than are dealt when a coordinator dies."""
 LEASE_SHARE, TIMEOUT_SHARE = 0.02, 0.08
-"""Of the time that a test waits on a machine as busy as this one. Without a lease a host is dropped, and who
-is cut off begins anew after the timeout.
+"""Of the time that a test waits on a machine as busy as this one. A host whose lease ends is dropped, and one
+that is cut off starts again after the timeout.
 """
 
 

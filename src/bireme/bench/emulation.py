@@ -7,7 +7,7 @@ the stages of a device. A batch takes at least
     m·(f+b)                      without a bubble: every device is busy all the time
     (m + d−1)·(f+b)              1f1b, gpipe: the pipeline fills and drains in every batch
     m·(f+b) + (d−1)·(f+b)/v      interleaved: it fills and drains in smaller steps
-    m·(f+b) + (d−1)·f            zb-h1: it drains beside the weights' gradients
+    m·(f+b) + (d−1)·f            zb-h1: it drains during the weights' gradients
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The probe: measure the devices and links of a run, and make a `Cluster` of them.
 
-It stands here and not in `cluster/`, the lowest floor, because it needs processes, the timing of a model's
+It is here and not in `cluster/`, the lowest floor, because it needs processes, the timing of a model's
 units and a progress bar. What the measurements mean is inferred in `cluster/inference.py`, which is pure.
 """
 

@@ -64,8 +64,12 @@ def evaluate(
     from bireme.train.evaluating import evaluate as evaluated
     from bireme.train.subject import subject_of
 
-    own = {"data.length": length, "data.tokenizer": tokenizer, "training.batch_size": batch_size}
-    sets = [*(set_ or ()), *settings_of(own)]
+    own = settings_of(
+        ("--length", "data.length", length),
+        ("--tokenizer", "data.tokenizer", tokenizer),
+        ("--batch-size", "training.batch_size", batch_size),
+    )
+    sets = [*(set_ or ()), *own]
     try:
         with progress_bar("loading the model") as progress:
             subject = subject_of(model, sets, lambda text: typer.echo(f"bireme: {text}", err=True))

@@ -1,5 +1,6 @@
 """`bireme export`: the most recent weights of a run as a model folder."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +47,10 @@ def export(
         folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
     )
     if checkpoint is None:
-        raise BiremeError(f"{run_dir} has no checkpoint yet, so there is nothing to export.")
+        raise BiremeError(
+            f"{run_dir} has no checkpoint yet, so there is nothing to export. Train until there is one: "
+            f"bireme resume {shlex.quote(str(run_dir))}"
+        )
     graph = load_graph(folder.graph)
     export_checkpoint(run, graph, checkpoint, to.resolve(), merged=merged or None)
     step = checkpoint.manifest.step

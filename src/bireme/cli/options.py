@@ -1,7 +1,6 @@
 """Options that several verbs share, and helpers to read them."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,11 +151,22 @@ def build_program(
     )
 
 
-def settings_of(values: Mapping[str, object]) -> list[str]:
-    """Settings of the run file's keys, as `--set` gives them; options that are left out set nothing."""
-    return [
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None
-    ]
+def settings_of(*options: tuple[str, str, object]) -> list[str]:
+    """Settings of the run file's keys, as `--set` gives them: from options, their keys and their values.
+
+    Options that are left out set nothing. A value that its key does not take is refused under the option's
+    name.
+    """
+    from bireme.documents import validated
+    from bireme.train.run_file.tables import Tables
+
+    found = []
+    for option, key, value in options:
+        if value is not None:
+            table, name = key.split(".")
+            validated({table: {name: value}}, Tables, source=f"{option} {value}")
+            found.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+    return found
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -130,7 +130,7 @@ class PlanRun:
     def _agreements(self, answer: "Answer") -> "tuple[AgreementForecast, ...]":
         from bireme.plan.agreements import agreements
 
-        return agreements(answer.best, self.profile, self.cluster)
+        return agreements(answer.best, self.profile, self.cluster, self.request)
 
     def _stages(self, answer: "Answer") -> "tuple[StageMemory, ...]":
         from bireme.plan.search.stage_memory import stage_memory

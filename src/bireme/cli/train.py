@@ -50,7 +50,7 @@ def train(
 
     [dim]bireme train run.toml --name first-run --steps 500[/dim]
     """
-    sets = [*(set_ or ()), *settings_of({"log.name": name, "training.steps": steps})]
+    sets = [*(set_ or ()), *settings_of(("--name", "log.name", name), ("--steps", "training.steps", steps))]
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if dry_run:
             raise BiremeError("--dry-run plans in one process: call it without torchrun.")

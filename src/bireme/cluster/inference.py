@@ -8,7 +8,7 @@ half duplex. What no experiment shows, such as a link that is never the slowest 
 
 import math
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -223,10 +223,10 @@ def _fitted(shape: Cluster, experiments: Sequence[Experiment]) -> Cluster:
     """The structure whose lanes carry the most that was seen to cross them."""
     most: dict[str, float] = {}
     for one in experiments:
-        crossed: Counter[str] = Counter()
+        crossed: defaultdict[str, float] = defaultdict(float)
         for (a, b), rate in zip(one.flows, one.bytes_per_s, strict=True):
             for lane in shape.path(a, b):
-                crossed[lane.name] += rate  # type: ignore[assignment]  # a counter of bytes
+                crossed[lane.name] += rate
         for lane_name, total in crossed.items():
             most[lane_name] = max(most.get(lane_name, 0.0), total)
     servers = tuple(_server_with(server, most) for server in shape.servers)

@@ -19,6 +19,7 @@ from bireme.memory.system_memory import (
     reserve,
     shared_file,
     tensor_at,
+    whole_pages,
 )
 
 __all__ = ["HostChunks"]
@@ -47,7 +48,7 @@ class HostChunks:
 
     def reserve(self, num_chunks: int, more_bytes: int) -> Tensor:
         """As `ChunkMemory` says."""
-        paged, more = num_chunks * self.slot_bytes, -(-more_bytes // PAGE_BYTES) * PAGE_BYTES
+        paged, more = num_chunks * self.slot_bytes, whole_pages(more_bytes)
         address = reserve(paged + more)
         found = tensor_at(address, paged + more)
         if more:

@@ -113,7 +113,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def more_of_file(file: int, begin: int, num_bytes: int) -> Tensor:
-    """Memory of a file that gets longer by it: from a page on, which is its end."""
+    """Memory that a file is made longer by, from its end `begin` on, where a page begins."""
     whole = whole_pages(num_bytes)
     os.ftruncate(file, begin + whole)
     address = reserve(whole)

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from bireme.cluster.cluster import Cluster
+from bireme.codec.sum_words import DENSE_SUMS
 from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
 from bireme.plan.forecast import Candidate
+from bireme.plan.plan import Plan
+from bireme.plan.plan_request import PlanRequest
 from bireme.profile.profile import Profile
-from bireme.schedule.catalogue import generate
-from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.simulate.agreements import Everyone, Groups, OuterRounds
 from bireme.simulate.replicas import Exchange, Speed, Work
-from bireme.simulate.together import Agreement, Together
+from bireme.simulate.together import Agreement, Together, one_stage
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AgreementForecast", "agreements"]
@@ -46,10 +47,14 @@ class AgreementForecast:
     gain: float
 
 
-def agreements(best: Candidate, profile: Profile, cluster: Cluster) -> tuple[AgreementForecast, ...]:
-    """Of a plan with replicas whose devices are known, `all` first; of any other nothing."""
+def agreements(
+    best: Candidate, profile: Profile, cluster: Cluster, request: PlanRequest
+) -> tuple[AgreementForecast, ...]:
+    """Of a plan whose replicas may average weights, on devices that are known, `all` first; of any other
+    nothing.
+    """
     plan = best.plan
-    if plan.width < 2 or not plan.devices:
+    if plan.width < 2 or not plan.devices or not _may_average(plan, request):
         return ()
     exchange = _exchange(best, profile, cluster)
     own_s = best.forecast.batch_s
@@ -57,6 +62,14 @@ def agreements(best: Candidate, profile: Profile, cluster: Cluster) -> tuple[Agr
         busy_s = max(stage.busy_s for stage in best.forecast.stages)
         own_s = max(own_s - exchange.seconds(plan.width), busy_s)
     return tuple(_forecasts(best, own_s, profile.spread / QUARTERS, exchange))
+
+
+def _may_average(plan: Plan, request: PlanRequest) -> bool:
+    """Whether a run of the plan may: its replicas share nothing, sums and weights are sent as they are from
+    where they are, and each rank has one stage.
+    """
+    is_plain = request.shard == "none" and request.sums == DENSE_SUMS and plan.paging is None
+    return is_plain and plan.source.num_ranks == plan.num_stages
 
 
 def _forecasts(
@@ -101,18 +114,7 @@ def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
 
 
 def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exchange: Exchange) -> float:
-    lag = agreement.average_lag
-
-    def make(num_batches: int, first_batch: int) -> Program:
-        return generate(
-            "1f1b",
-            num_stages=1,
-            num_microbatches=1,
-            num_batches=num_batches,
-            first_batch=first_batch,
-            average_lag=lag,
-        )
-
+    make = one_stage(agreement.average_lag)
     work = Work((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
     speeds = [Speed(deviation=deviation)] * width
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)

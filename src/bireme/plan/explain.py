@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate
-from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.what_if import Change, changes
 from bireme.profile.profile import Profile
 
@@ -46,17 +46,11 @@ def explain(
         other = _planned(search, profile, change)
         if other is not None:
             best = other.best
-            gain = _cost(answer.best, request) / _cost(best, request)
+            goal = request.goal
+            gain = answer.best.forecast.cost(goal) / best.forecast.cost(goal)
             found.append(Help(change.words, best, gain))
     tell(1.0, "done")
     return tuple(sorted(found, key=lambda one: -one.gain))
-
-
-def _cost(candidate: Candidate, request: PlanRequest) -> float:
-    """What a sample costs, by what is planned for."""
-    forecast = candidate.forecast
-    power = forecast.watts if request.goal is Goal.ENERGY else None
-    return forecast.cost_s_per_sample * (power or 1.0)
 
 
 def _planned(search: Search, profile: Profile, change: Change) -> Answer | None:

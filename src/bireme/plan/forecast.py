@@ -10,6 +10,7 @@ from annotated_types import MinLen
 from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share
 from bireme.plan.energy import joules_per_sample
 from bireme.plan.plan import Plan
+from bireme.plan.plan_request import Goal
 
 __all__ = [
     "Answer",
@@ -50,7 +51,7 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class TierForecast:
-    """One tier of a rank that pages, the same in each replica: what it may use of it, and what it does.
+    """One tier of a rank, the same in each replica: what the rank may use of it, and what it does.
 
     `predicted_bytes_moved` are the bytes copied into the tier in a batch. `waited_s`, of the device's tier,
     is for how long the rank waits for chunks in a batch.
@@ -73,7 +74,7 @@ class Forecast:
     delayed, it counts the bubble of these batches too. `codec_penalty` is the part of it that codecs on
     borders cost. `busy_share` is the mean over the devices in use. `bottleneck` names the device or link that
     sets the pace. `watts` is what the devices in use draw together, None where it is not known. `tiers` are
-    those of the ranks that page.
+    those of the ranks that page, or share weights with replicas.
     """
 
     batch_s: Positive
@@ -91,6 +92,11 @@ class Forecast:
     def cost_s_per_sample(self) -> float:
         """Seconds of training for what a sample of a synchronous run is worth."""
         return self.penalty / self.samples_per_s
+
+    def cost(self, goal: Goal) -> float:
+        """What plans are compared by: these seconds, or where energy is the goal their joules."""
+        power = self.watts if goal is Goal.ENERGY else None
+        return self.cost_s_per_sample * (power or 1.0)
 
     @property
     def joules_per_sample(self) -> float | None:

@@ -133,6 +133,13 @@ class PlanRequest:
         """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
         return self.value_bytes == SHORT_BYTES
 
+    def shares_newest(self, rule: Rule, width: int) -> bool:
+        """Whether the newest weights, which trial versions are made from, are part of a shared optimiser.
+
+        Master copies are in any case.
+        """
+        return rule is Rule.FRESH and self.num_sharers(width) > 1 and not self.has_masters
+
     @property
     def delay_warmup_share(self) -> float:
         """The delay warm-up, as a share of the run."""
@@ -140,9 +147,11 @@ class PlanRequest:
             return self.delay_warmup
         return DEFAULT_DELAY_WARMUP if self.schedule == "auto" else 0.0
 
-    def codec_penalty(self, codecs: Iterable[BorderCodecs]) -> float:
+    def codec_penalty(self, codecs: Iterable[BorderCodecs], optimizer: str) -> float:
         """Batches with these codecs on borders that equal one without; 1 if the goal is throughput."""
-        return 1.0 if self.goal is Goal.THROUGHPUT else codec_steps(codecs, has_ending=self.has_ending)
+        if self.goal is Goal.THROUGHPUT:
+            return 1.0
+        return codec_steps(codecs, optimizer, has_ending=self.has_ending)
 
     def penalty(
         self, rule: Rule, optimizer: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0

@@ -64,7 +64,8 @@ def print_prepared(
             highlight=False,
         )
     plan, forecast = saved.plan, saved.forecast
-    recompute = f", recomputing stage {', '.join(map(str, plan.recompute))}" if plan.recompute else ""
+    which = "stage" if len(plan.recompute) == 1 else "stages"
+    recompute = f", recomputing {which} {', '.join(map(str, plan.recompute))}" if plan.recompute else ""
     replicas = f", {plan.width} replicas" if plan.width > 1 else ""
     say(
         f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{replicas}, "

@@ -26,6 +26,8 @@ class Heartbeat:
     count: int
     finished: bool
     doing: str | None
+    knows: bool = False
+    """Whether the rank has learned of a root cause, and ends by it."""
 
 
 class Board:

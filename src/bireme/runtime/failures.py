@@ -20,6 +20,8 @@ class FailureKind(StrEnum):
     """An exception, a process that died or stopped."""
     USER = "user"
     """A `BiremeError`: its text says all, a traceback adds nothing."""
+    RUN = "run"
+    """A `RunFailed`: all replicas end, and its text says all."""
     INTERRUPT = "interrupt"
     """Somebody wanted the end."""
 
@@ -73,6 +75,8 @@ class Failure:
         what = str(error)
         if isinstance(error, BiremeError):
             return cls(rank, instruction, _first_line(what), what, FailureKind.USER)
+        if isinstance(error, RunFailed):
+            return cls(rank, instruction, _first_line(what), what, FailureKind.RUN)
         if isinstance(error, KeyboardInterrupt):
             return cls(rank, instruction, "it was interrupted", "it was interrupted", FailureKind.INTERRUPT)
         name = type(error).__qualname__
@@ -101,9 +105,13 @@ class Failure:
         return RankFailed(self.rank, self.instruction, self.text, self.summary)
 
     def to_starter(self) -> BaseException:
-        """The exception for who started the ranks: the user's mistake is one again, an interrupt too."""
+        """The exception for who started the ranks: the user's mistake is one again, the run's own failure and
+        an interrupt too.
+        """
         if self.blame is FailureKind.USER:
             return BiremeError(self.text)
+        if self.blame is FailureKind.RUN:
+            return RunFailed(self.text)
         if self.blame is FailureKind.INTERRUPT:
             return KeyboardInterrupt()
         return self.to_others()

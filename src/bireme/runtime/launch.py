@@ -55,10 +55,10 @@ def launch(
     """Run `function(world, *args)` in that many new processes, and return what each returned, by rank.
 
     The function must be importable, arguments and results go through pickle. If a process fails, all others
-    are ended: a `BiremeError` there is one here, an interrupt is one too, anything else is a `RankFailed`
-    with the traceback or what became of the process. `timeout_s` is how long a rank waits for another, and so
-    the most that a rank which dies or stops goes unnoticed. Without `threads_per_process` the processes
-    share the processor's cores. `device` is what each computes on, as for `World`.
+    are ended: a `BiremeError` there is one here, an interrupt and a `RunFailed` too, anything else is a
+    `RankFailed` with the traceback or what became of the process. `timeout_s` is how long a rank waits for
+    another, and so the most that a rank which dies or stops goes unnoticed. Without `threads_per_process` the
+    processes share the processor's cores. `device` is what each computes on, as for `World`.
     """
     if getattr(current_process(), "_inheriting", False):
         # This process is one that is just being started, and runs a script that launches when it is imported.

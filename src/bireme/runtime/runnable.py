@@ -98,7 +98,7 @@ def for_sharers(plan: AnyPlan, by_program: ProgramPlan, shard: str) -> ProgramPl
     if isinstance(named, Plan) and named.whole_weights and shard != "weights":
         raise BiremeError(
             f"In the plan replicas share weights (whole_weights = {named.whole_weights}), but shard is "
-            f'"{shard}". Set shard = "weights", or make the plan anew.'
+            f'"{shard}". Set shard = "weights", or make a new plan.'
         )
     if shard == "none" or by_program.width == 1:
         return by_program

@@ -63,7 +63,7 @@ class ShelfWeights:
             )
         self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
         with memory.opened(Item.WEIGHTS):
-            self.put(0, {name: given[name] for name in names})
+            self.put(0, given)
         if self.apart is not None:
             with memory.opened(Item.OPTIMIZER):
                 self.put_apart(given)

@@ -30,6 +30,10 @@ SILENCE = 0.5
 """After this part of the timeout a silent rank is a failure itself: the rest is for ending all."""
 STORE_S = 3.0
 """How long to wait for a store that does not answer."""
+KNOWN_S = 1.0
+"""How long a rank that failed waits for the others to learn of it. Who started the ranks may end them all as
+soon as one has ended, before they have said why.
+"""
 
 
 def is_of_a_peer(error: BaseException | None) -> bool:
@@ -136,8 +140,18 @@ class Watch:
                 return  # Who holds the store left, and that one leaves last.
 
     def failed(self, error: BaseException) -> Failure:
-        """Write down that this rank failed by its own error. What comes back is the one that counts."""
-        return self._record(Failure.of(error, self._rank, self._doing_now()))
+        """Write down that this rank failed by its own error. What comes back is the one that counts.
+
+        If that is this one, it returns once all others know of it, or after `KNOWN_S`.
+        """
+        cause = self._record(Failure.of(error, self._rank, self._doing_now()))
+        if cause.rank == self._rank:
+            with self._changed:
+                self._waiting = True
+                self._poke.set()
+                self._changed.wait_for(lambda: self._is_out_of_touch or self._all_know, KNOWN_S)
+                self._waiting = False
+        return cause
 
     def explain(self, error: BaseException) -> Exception:
         """The exception to end with, for a rank whose wait for another one failed with `error`.
@@ -199,6 +213,10 @@ class Watch:
         return Failure.told(sentence, rank, self._pulses[rank].doing)
 
     @property
+    def _all_know(self) -> bool:
+        return all(pulse.knows or pulse.finished for pulse in self._pulses.values())
+
+    @property
     def _is_out_of_touch(self) -> bool:
         """Whether the store failed to answer, and again when it was asked over a new connection."""
         return self._num_failed > 1
@@ -235,6 +253,13 @@ class Watch:
             if self._num_failed != 1:  # a request that failed once is made again at once
                 self._poke.wait(self._hurried_s if self._waiting else self._beat_s)
             self._poke.clear()
+        if self._knows:
+            with suppress(Exception):  # the store may be gone with whoever held it
+                self._beat()
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._board.beat(self._rank, Heartbeat(self._count, self._finished, self._doing_now(), self._knows))
 
     def _look_failed(self, error: Exception) -> None:
         """Note that a request to the store failed. The next one goes over a new connection.
@@ -263,8 +288,7 @@ class Watch:
         if failure is not None:
             board.record(failure)  # again where that fails: of two the first stays
             self._to_record = None
-        self._count += 1
-        board.beat(self._rank, Heartbeat(self._count, self._finished, self._doing_now()))
+        self._beat()
         cause = board.cause()
         pulses = board.pulses(self._others)
         with self._changed:

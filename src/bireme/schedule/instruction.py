@@ -145,9 +145,9 @@ class Instruction:
 
     `version` is the weight version that a compute instruction runs on, the one that UPDATE and TRIAL make,
     the one that AVERAGE_START reads and AVERAGE_END completes, and the one that GATHER and RELEASE are about;
-    communication has none. `half` is 0 or 1
-    where a micro-batch's forward is sliced. `seen` is, for TRIAL, how many micro-batches of the batch before
-    have their gradient in the accumulator. `page` is what FETCH and EVICT move.
+    communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for TRIAL,
+    how many micro-batches of the batch before have their gradient in the accumulator. `page` is what FETCH
+    and EVICT move.
     """
 
     kind: Kind

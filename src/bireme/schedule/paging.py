@@ -7,7 +7,7 @@ the accesses of the tier below, which is planned in the same way over a disk.
 An update may be made on the host, where what the optimiser remembers stays: then gradients come down for
 it, and the weights that it makes go up.
 
-An EVICT stands right after the last instruction that uses the chunk, a FETCH as far before the next one as
+An EVICT comes right after the last instruction that uses the chunk, a FETCH as far before the next one as
 there is room. Where everything fits, the program stays what it is. A loop stays a loop: what becomes of a
 chunk is decided once for all batches of the steady state.
 """

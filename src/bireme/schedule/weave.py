@@ -3,7 +3,7 @@
 A generator says in which order a rank runs its forwards and backwards. What follows from the update rule
 is the same for all generators and is added here: the version each instruction runs on, RECOMPUTE before a
 backward, REDUCE as soon as a batch's last gradient is there, and TRIAL and UPDATE as late as the first use
-of what they make allows. Late, because the time between is where a slow network's all-reduce hides.
+of what they make allows. Late, because the time between hides the all-reduce of a slow network.
 
 Where no gradients are summed over ranks, a sum is a few numbers, and `updates_early` gives back memory for
 nothing. The first stage has the last backward of every micro-batch, so when it comes to a batch's REDUCE all
@@ -18,7 +18,7 @@ sums hide before it, and the weights after it.
 
 Where replicas average weights (`average_lag`), the sum stays inside the pipeline too, so updates are as
 early. AVERAGE_START follows each, and AVERAGE_END comes as late as the first use of the version allows: the
-exchange hides behind the next batch. With a lag the mean becomes part of the version of a later update.
+next batch hides the exchange. With a lag the mean becomes part of the version of a later update.
 """
 
 import math

@@ -4,7 +4,8 @@ What a rank exchanges with its replicas goes over one wire, one thing after the 
 track. A GATHER sets out when it is posted and the wire is free; the first pass that uses the weights waits
 for it. A SCATTER holds the track until it is through. Replicas count as in step.
 
-Of w replicas each gets (w − 1)/w of what it gathers, and gives as much of what it sums.
+Of w replicas each gets (w − 1)/w of what it gathers, and gives as much of what it sums: half of what a sum of
+whole gradients takes, in half of its hops.
 """
 
 from array import array
@@ -30,6 +31,7 @@ class RankGatherer:
         self._costs = costs
         self._network = network
         self._path = network.sync_paths.get(rank, Path(()))
+        self._latency_s = self._path.latency_s / 2
         self._share = (program.num_sharers - 1) / program.num_sharers
         self._steps: Iterator[Instruction] = iter(program.tracks[rank])
         self._index = -1
@@ -81,7 +83,7 @@ class RankGatherer:
         """When so many bytes have been exchanged."""
         moved = self._share * num_bytes
         start = max(now, self._free_s)
-        end = self._free_s = start + self._path.latency_s + self._network.seconds(self._path, moved)
+        end = self._free_s = start + self._latency_s + self._network.seconds(self._path, moved)
         copies = self._copies[step.kind]
         copies.start_s.append(start)
         copies.end_s.append(end)

@@ -98,7 +98,7 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
 
 
 Mover = RankMover | RankGatherer
-"""What moves a rank's memory beside its track: between tiers, or from replicas that share weights."""
+"""What moves a rank's memory while its track goes on: between tiers, or from replicas that share weights."""
 
 
 def _mover(program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> Mover | None:

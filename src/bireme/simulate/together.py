@@ -2,7 +2,7 @@
 
 `simulate` follows one replica through every message. Here each rank of every replica goes through its own
 track, and where replicas meet is asked of an `Agreement`: who may go on, with whom, how many samples a
-replica trains of a batch. It hears of everything in the order of time, so a real coordinator fits behind it.
+replica trains of a batch. It hears of everything in the order of time, so a real coordinator can be one.
 
     replica 0:  F B F B REDUCE · UPDATE  AVERAGE_START … AVERAGE_END
                            │       ▲           │             ▲
@@ -22,12 +22,29 @@ from heapq import heappop, heappush
 from random import Random
 
 from bireme.errors import BiremeError
+from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.ticks import providers
 from bireme.simulate.replicas import Averaged, Exchange, Kill, Ran, Speed, Trained, Work
 
-__all__ = ["Agreement", "Together"]
+__all__ = ["Agreement", "Together", "one_stage"]
+
+
+def one_stage(average_lag: int | None) -> Callable[[int, int], Program]:
+    """What makes the programs of replicas that are followed whole: one stage, one micro-batch, under 1f1b."""
+
+    def make(num_batches: int, first_batch: int) -> Program:
+        return generate(
+            "1f1b",
+            num_stages=1,
+            num_microbatches=1,
+            num_batches=num_batches,
+            first_batch=first_batch,
+            average_lag=average_lag,
+        )
+
+    return make
 
 
 class Agreement:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.talk import Talk
@@ -189,6 +189,11 @@ class AveragingReplica(MortalReplica):
         num_samples, self._place = max(end - self._place, 0), end
         return Meeting(self.step, Reason.of(votes), met.parts, tuple(map(round, shares)), num_samples)
 
+    def succeed(self) -> None:
+        """Wait until all that lead before this replica are gone. It leads then, even if it never met them."""
+        super().succeed()
+        self._lives = {self.number: self._life.life}
+
     def leave(self, step: int) -> None:
         """This rank has done all steps up to that one. Who leads goes first."""
         del step
@@ -202,10 +207,10 @@ class AveragingReplica(MortalReplica):
         """
         own, mean = self._agent.deals.ended_at, ends / len(members)
         if mean != (own if self.number in members else int(mean)):
-            raise BiremeError(
-                f"Replica {self.number} ended its window at place {own} of the run's samples, and all "
-                f"{len(members)} replicas that met did so at place {mean:g} in the mean: they are not at the "
-                "same step. This is a mistake in Bireme. bireme resume goes on from the last checkpoint."
+            raise RunFailed(
+                f"Replica {self.number} ended its window at place {own} of the run's samples, but the "
+                f"{len(members)} replicas that met ended theirs at place {mean:g} on average: they are not "
+                "at the same step. This is a bug in Bireme: please report it."
             )
         return int(mean)
 

@@ -41,8 +41,7 @@ def with_positions(source: Source) -> Source:
     if POSITIONS not in accepted or ids is None:
         raise BiremeError(
             f'data.packing is "documents", and the model {source.text} takes no position_ids, by which it '
-            "would tell "
-            f"documents apart. {REMEDY}"
+            f"would tell documents apart. {REMEDY}"
         )
     positions = _two_documents(ids.shape[1]).expand(ids.shape).contiguous()
     return replace(source, example_inputs=source.example_inputs | {POSITIONS: positions})
@@ -59,8 +58,7 @@ def check_documents_apart(graph: Graph, name: str) -> None:
         if mask is None or _leaks(graph, mask):
             raise BiremeError(
                 f'data.packing is "documents", and in the model {name} one document of a sample looks at '
-                "another, for "
-                f"its attention does not go by position_ids. {REMEDY}"
+                f"another, for its attention does not go by position_ids. {REMEDY}"
             )
 
 

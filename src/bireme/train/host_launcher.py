@@ -30,7 +30,7 @@ from bireme.plan.plan_file import load_plan
 from bireme.report.progress import progress_bar
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.site import Observer, Site
 from bireme.sync.coordinator.settings import Settings
@@ -178,7 +178,7 @@ def train_on_host(orders: Orders, site: Site, prepared: Prepared | None) -> Fini
                 device=orders.device,
                 site=site,
             )
-    except RankFailed as failure:
+    except RunFailed as failure:
         _tell(str(failure))
         raise SystemExit(1) from None
     if not outcomes or not first_of(outcomes).leads:

@@ -316,5 +316,5 @@ def _ones(like: Floats, *signs: float) -> list[Floats]:
 
 
 def _beside(constants: list[float], numbers: Floats) -> Floats:
-    """Rows of the same constants, each with one of the numbers behind them."""
+    """Rows of the same constants, each with one of the numbers at its end."""
     return np.stack([*_ones(numbers, *constants), numbers], axis=-1)

@@ -104,7 +104,7 @@ def _layers_of(unit_names: tuple[str, ...]) -> _Layers:
 
 
 def _stem(name: str) -> str | None:
-    """What stands before a layer's number, None where there is no number."""
+    """What comes before a layer's number, None where there is no number."""
     parts = name.split(".")
     place = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
     return None if place is None else ".".join(parts[:place])

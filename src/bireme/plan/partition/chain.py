@@ -90,6 +90,11 @@ class Chain:
             bytes=self.bytes.between(bounds),
         )
 
+    def with_newest(self) -> "Chain":
+        """The chain whose newest weights are kept with the optimiser's state."""
+        kept = self.bytes.optimizer + self.bytes.parameter
+        return replace(self, bytes=replace(self.bytes, optimizer=kept))
+
     def with_residuals(self, share: float) -> "Chain":
         """The chain that keeps, in addition to the optimiser's state, so many bytes for each byte of
         gradients.

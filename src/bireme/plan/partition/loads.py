@@ -167,7 +167,7 @@ class _Work:
         )[stage]
         begins, ends = self._ends(stage)
         tables = self._chain.bytes
-        # Beside stages that run nothing again, which are sooner ready, a message more may wait on each side.
+        # Stages that run nothing again are ready sooner, so next to them one more message may wait.
         spare = 1 if recompute and setting.recompute is Recompute.WHERE_NEEDED else 0
         most: npt.NDArray[np.float64] | None = None
         for moment in moments:

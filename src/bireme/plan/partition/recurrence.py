@@ -4,10 +4,10 @@ Stage s of p runs w = min(p − 1 − s, m) forwards ahead. Then step k pairs th
 with the backward of micro-batch k:
 
     forward begins   max( its input is there, backward k − 1 of this stage ends )
-    backward begins  max( its gradient is there, the forward beside it ends )
+    backward begins  max( its gradient is there, the forward of its step ends )
 
 An input is there C after the forward ends on stage s − 1, a gradient C after the backward ends on s + 1.
-In AutoPipe C comes on top of both, as where a stage stands still while it receives; with `overlap` it only
+In AutoPipe C comes on top of both, as where a stage waits while it receives; with `overlap` it only
 delays what is under way.
 
 The published planner fixes m at 2p and lets step 0 begin its backwards as soon as a gradient could be there,
@@ -50,7 +50,8 @@ def iterate(
     """Go through one batch of each partition, whose stages' seconds are the rows.
 
     `hop_s` are the seconds between each stage and the next. Without them the result is exact; so it is for
-    stages that stand still. With `overlap` the messages of a link do not wait for each other here.
+    stages that wait while they receive. With `overlap` the messages of a link do not wait for each other
+    here.
     """
     forward_s, backward_s = np.atleast_2d(forward_s), np.atleast_2d(backward_s)
     num_stages = forward_s.shape[1]
@@ -77,7 +78,7 @@ class _Run:
         self._hop_s = np.broadcast_to(hop_s, (num_partitions, self._num_stages - 1)).T[::-1].copy()
         from_before_s = np.vstack((self._hop_s, nothing))
         from_behind_s = np.vstack((nothing, self._hop_s))
-        # Who stands still while it receives does so even when it is late itself.
+        # A stage that waits while it receives does so even when it is late itself.
         stands = not overlap and bool(self._hop_s.any())
         self._stand_before_s = from_before_s if stands else None
         way_s = np.vstack((self._forward_s[1:], nothing)) + from_before_s

@@ -118,6 +118,14 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     if schedule == "zb-h1" and outline.num_ranks > DEEP:
         # None of its stages keeps more than that many micro-batches, so it takes no more than this.
         schedule, num_microbatches = "gpipe", min(outline.num_ranks, num_microbatches)
+    request, rule = problem.request, schedule_named(outline.schedule).rule
+    setting = Setting(
+        schedule,
+        num_microbatches,
+        request.recompute,
+        outline.updates_early,
+        has_masters=request.has_masters or request.shares_newest(rule, outline.width),
+    )
     groups = _groups(problem, outline, grid)
     of_group = []
     for group in groups:
@@ -125,11 +133,8 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
             DeviceSlot(f"rank {rank}", speed, limit)
             for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
         )
-        request = problem.request
-        setting = Setting(
-            schedule, num_microbatches, request.recompute, outline.updates_early, request.has_masters
-        )
-        of_group.append(loads_of(problem.merged(group.size, outline.width), DeviceRow(seats, links), setting))
+        chain = problem.merged(group.size, outline.width, rule)
+        of_group.append(loads_of(chain, DeviceRow(seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(
         replace(seat, name=problem.names[min(row, key=lambda device: problem.limits[device])])

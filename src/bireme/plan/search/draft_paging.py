@@ -40,7 +40,6 @@ def paging_of(
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(
         sizes,
-        master=problem.request.has_masters,
         optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
         buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
     )
@@ -75,8 +74,11 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
     """Whether drafts are to update on the host: never, always, or both ways are tried.
 
     The engine steps on the host where the device is a processor: then they are the same, and equally fast.
+    Where nothing pages, nothing updates there.
     """
-    asked = "auto" if problem.request.memory is None else problem.request.memory.optimizer
+    if problem.request.memory is None:
+        return (False,)
+    asked = problem.request.memory.optimizer
     devices = problem.cluster.devices()
     has_gpus = any(devices[one].device.kind == "cuda" for one in problem.devices)
     if asked == "host" and has_gpus:

@@ -109,12 +109,12 @@ class Estimator:
         """Whether equal stages would have to run their forwards again to fit; None if they would not fit."""
         p, m = outline.num_ranks, outline.num_microbatches
         limit = float(self._limits[min(outline.num_devices, len(self._limits)) - 1])
+        sharers = self._problem.request.num_sharers(outline.width)
         has_newest_apart = rule is Rule.FRESH and not self._problem.request.has_masters
-        versions = banks_needed(rule, 0, p) + has_newest_apart
+        versions = banks_needed(rule, 0, p) + has_newest_apart / sharers
         under_way = {"gpipe": m, "sequential": 1}.get(outline.schedule, min(p, m))
         state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
         state += totals.workspace_bytes
-        sharers = self._problem.request.num_sharers(outline.width)
         state -= (1 - 1 / sharers) * totals.optimizer_bytes / p
         if outline.width > 1:
             state += self._problem.request.sums.kept_share * totals.gradient_bytes / p

@@ -148,7 +148,8 @@ class PlanEvaluator:
         penalty = problem.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
         )
-        codec_penalty = problem.request.codec_penalty(problem.codecs(outline.rank_of_stage, draft.codecs))
+        codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
+        codec_penalty = problem.request.codec_penalty(codecs, problem.profile.optimizer)
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,

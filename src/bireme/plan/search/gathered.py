@@ -1,9 +1,10 @@
-"""Plans whose replicas share weights: which are gathered where they are used, and so cost time.
+"""Plans whose replicas share weights, which are gathered where they are used, and so cost time.
 
 Ordinary searches say what is good if replicas share the optimizer only: within the memory there is, and as if
 there were room for everything. What they find is made to gather its weights, by the walk of plans that page:
-into how many parts the stage of a rank is cut, of which little is whole at a time, how long sweeps are, which
-ranks recompute, and how large micro-batches are. Plans of one replica share nothing and stay what they are.
+it varies into how many parts the stage of a rank is cut (few of them are whole at a time), how long sweeps
+are, which ranks recompute, and how large micro-batches are. Plans of one replica share nothing and stay what
+they are.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate, NothingFits
-from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.paged import BRIEF_SEEDS, MOST_SEEDS, Search, with_room
 from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
@@ -24,7 +25,7 @@ __all__ = ["with_gathering"]
 
 USUAL = 2
 """Stages of a rank, or versions of one, whose weights are whole at a time: those of the pass that runs, and
-of the next on their way."""
+those of the next one, which are on their way."""
 
 TRIED = (1, 3, 4)
 """The others that are tried for the best."""
@@ -34,11 +35,6 @@ def with_gathering(
     profile: Profile, cluster: Cluster, request: PlanRequest, search: Search, *, is_brief: bool
 ) -> Answer | NothingFits:
     """The best plan that fits, and shares weights where it has replicas."""
-
-    def cost(candidate: Candidate) -> float:
-        power = candidate.forecast.watts if request.goal is Goal.ENERGY else None
-        return candidate.forecast.cost_s_per_sample * (power or 1.0)
-
     most = BRIEF_SEEDS if is_brief else MOST_SEEDS
     walk = _GatheredWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)
     answers = (
@@ -57,22 +53,22 @@ def with_gathering(
     if not found:
         raise BiremeError(
             "No plan fits whose replicas share weights: gathered weights and whole gradients of one stage "
-            "need room beside the parts. Share the optimizer only, use smaller micro-batches, or use more "
-            "devices."
+            "need room in addition to the parts. Share the optimizer only, use smaller micro-batches, or use "
+            "more devices."
         )
     how = f"{bases[-1].origin.how}; {walk.num_tried:,} plans that share weights simulated"
     return Answer(
-        tuple(sorted(found.values(), key=cost)),
+        tuple(sorted(found.values(), key=lambda one: one.forecast.cost(request.goal))),
         replace(bases[-1].origin, how=how, cluster=cluster_hash(cluster)),
         sum(base.num_tried for base in bases) + walk.num_tried,
     )
 
 
 def _seeds(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-    """The best plans, among them one of several replicas if there is any."""
+    """So many of the best plans, among them one of several replicas if there is any."""
     known = list(candidates)
     several = [one for one in known if one.plan.width > 1]
-    return list(dict.fromkeys([*known[: most - 1], *several[:1], *known[most - 1 : most]]))
+    return list(dict.fromkeys([*known[: most - 1], *several[:1], *known[most - 1 :]]))[:most]
 
 
 class _GatheredWalk(PagedWalk):

@@ -188,18 +188,22 @@ def _devices_more(problem: PlanningProblem, near: _Near) -> int | None:
         DeviceSlot(problem.names[own], problem.speeds[own], problem.limits[own])
         for own in (min(one, key=lambda d: problem.limits[d]) for one in near.grid)
     ]
-    chain = problem.merged(max(outline.sizes), outline.width)
+    request = problem.request
+    name = outline.schedule if schedule_named(outline.schedule).stages_per_rank == 1 else "1f1b"
+    rule = schedule_named(name).rule
+    has_masters = request.has_masters or request.shares_newest(rule, outline.width)
+    chain = problem.merged(max(outline.sizes), outline.width, rule)
     for more in range(1, MOST_MORE + 1):
         depth = outline.num_ranks + more
         if depth > chain.num_units:
             return None
         m = max(outline.num_microbatches, depth)
-        name = outline.schedule if schedule_named(outline.schedule).stages_per_rank == 1 else "1f1b"
         line = DeviceRow(
             (*seats, *[DeviceSlot("more", problem.speeds[device], problem.limits[device])] * more),
             (Link(),) * (depth - 1),  # bytes do not depend on the links
         )
-        found = exact(loads_of(chain, line, Setting(name, m, problem.request.recompute)))
+        setting = Setting(name, m, request.recompute, has_masters=has_masters)
+        found = exact(loads_of(chain, line, setting))
         if isinstance(found, Partition):
             return more
     return None

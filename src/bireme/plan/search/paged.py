@@ -15,7 +15,7 @@ from typing import Protocol
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.plan.forecast import Answer, Candidate, MemoryWay, NothingFits
-from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import draft_of
 from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
 from bireme.plan.search.problem import PlanningProblem
@@ -46,9 +46,7 @@ def with_paging(
     """The best plan that fits, whether it pages or not, and what the other ways would take."""
 
     def cost(candidate: Candidate) -> float:
-        forecast = candidate.forecast
-        power = forecast.watts if request.goal is Goal.ENERGY else None
-        return forecast.cost_s_per_sample * (power or 1.0)
+        return candidate.forecast.cost(request.goal)
 
     roomy = search(with_room(cluster), replace(request, memory=None, memory_fraction=1.0))
     walk = PagedWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)

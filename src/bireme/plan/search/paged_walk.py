@@ -1,9 +1,9 @@
 """A walk over drafts that page, from a plan that would be best with room for everything.
 
 Each step changes one thing: how many parts the stage of each rank is cut into, how many micro-batches a sweep
-has, which ranks recompute, how large micro-batches are. A draft that does not fit its tiers is no place to
-stand, but what it would need is remembered. Whether updates are made on the host is decided by the first
-draft that fits; where they are, the last is tried without.
+has, which ranks recompute, how large micro-batches are. A draft that does not fit its tiers is passed over,
+but what it would need is remembered. Whether updates are made on the host is decided by the first draft that
+fits; where they are, the best is tried with updates on the device too.
 """
 
 import math
@@ -15,7 +15,6 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Candidate, Forecast
 from bireme.plan.paging import Paging
 from bireme.plan.partition.loads import Recompute
-from bireme.plan.plan_request import Goal
 from bireme.plan.program_plan import even_cuts
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import update_places
@@ -283,10 +282,7 @@ class PagedWalk:
 
     def _cost(self, draft: Draft) -> float:
         found = self._seen[draft]
-        if found is None:
-            return math.inf
-        power = found.watts if self._problem.request.goal is Goal.ENERGY else None
-        return found.cost_s_per_sample * (power or 1.0)
+        return math.inf if found is None else found.cost(self._problem.request.goal)
 
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""

@@ -78,7 +78,7 @@ class PlanningProblem:
         self.sizes = self._sizes()
         self._check_numbers()
         self._chains: dict[int, Chain] = {}
-        self._merged: dict[tuple[int, float, int], Chain] = {}
+        self._merged: dict[tuple[int, float, int, bool], Chain] = {}
         self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
 
     @property
@@ -142,19 +142,21 @@ class PlanningProblem:
             self._chains[micro_batch] = chain_of(self.profile, micro_batch)
         return self._chains[micro_batch]
 
-    def merged(self, micro_batch: int, width: int = 1) -> Chain:
+    def merged(self, micro_batch: int, width: int = 1, rule: Rule = Rule.SYNCHRONOUS) -> Chain:
         """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
-        of the sums over so many replicas, and the part of the optimiser that each of these has.
+        of the sums over so many replicas, and the part of the optimiser that each of these has under a rule.
         """
         kept_share = self.request.sums.kept_share if width > 1 else 0.0
         sharers = self.request.num_sharers(width)
-        key = micro_batch, kept_share, sharers
+        shares_newest = self.request.shares_newest(rule, width)
+        key = micro_batch, kept_share, sharers, shares_newest
         if key not in self._merged:
             chain = self.whole(micro_batch)
             is_plain = len(self.bounds) == chain.num_units + 1
             merged = chain if is_plain else chain.merged(self.bounds)
             coded = with_fewer_bytes(merged, self.codec, self.request.value_bytes)
-            shared = coded.with_sharers(sharers) if sharers > 1 else coded
+            whole = coded.with_newest() if shares_newest else coded
+            shared = whole.with_sharers(sharers) if sharers > 1 else whole
             self._merged[key] = shared.with_residuals(kept_share) if kept_share else shared
         return self._merged[key]
 

@@ -34,7 +34,7 @@ def processors_of(problem: PlanningProblem, grid: Sequence[Sequence[int]], repli
     for device in (device for row in grid for device in row):
         wanted[problem.servers[device]] += problem.threads[device]
     own = [row[replica] for row in grid]
-    # An accelerator computes on nobody's cores: it stands as a machine of its own.
+    # An accelerator computes on nobody's cores: it counts as a machine of its own.
     machines = [problem.servers[device] if problem.threads[device] else -1 - device for device in own]
     threads = [max(1, problem.threads[device]) for device in own]
     numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}

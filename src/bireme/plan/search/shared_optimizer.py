@@ -27,9 +27,8 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
     if sharers == 1:
         return costs
     kept = costs.optimizer_bytes
-    is_apart = draft.rule is Rule.FRESH
-    if is_apart and not request.has_masters:
-        # The newest weights, which trial versions are made from, are a part of what is shared.
+    is_apart = request.shares_newest(draft.rule, draft.outline.width)
+    if is_apart:
         kept = tuple(own + weights for own, weights in zip(kept, costs.weight_bytes, strict=True))
     return replace(
         costs,

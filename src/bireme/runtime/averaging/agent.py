@@ -44,7 +44,7 @@ class AveragingAgent(PeerAgent):
         self.lines: Sequence[Line] = ()
         """The last one has the means over all replicas."""
         self._device = device
-        self._waits = ""
+        self._waits, self._is_pulling = "", False
         self.deals = Deals(own, self.wait_for, self._say)
         self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
         self._groups = Groups(own, self.add_up, device, self._changed, self._say)
@@ -79,7 +79,9 @@ class AveragingAgent(PeerAgent):
         self._say()
 
     def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
-        """Wait until that is so of the last word, which it gives. `what` it is, all may wait for in vain."""
+        """Wait until that is so of the last word, which it gives. If nothing happens meanwhile, the
+        coordinator is told `what` this rank waits for.
+        """
         found: list[Word] = []
 
         def is_known() -> bool:
@@ -182,7 +184,7 @@ class AveragingAgent(PeerAgent):
             "group": self._groups.at,
             "window": self.deals.window,
             "means": self.deals.asked_to_end,
-            "waits": self._waits,
+            "waits": "" if self._is_pulling else self._waits,
         }
 
     def _wanted(self) -> object:
@@ -269,6 +271,7 @@ class AveragingAgent(PeerAgent):
         if source is None or source in line.at.lost:
             return None
         result = line.room()
+        self._tell_pulling(is_so=True)  # which may take longer than any timeout
         try:
             words = self._pull(commit, line.number << PLACES | commit.round, word, result.flats)
         except (SupersededError, LineBroken, OSError) as error:
@@ -276,10 +279,16 @@ class AveragingAgent(PeerAgent):
             if not isinstance(error, SupersededError):
                 self._change(line, lost=(source,))
             return None
+        finally:
+            self._tell_pulling(is_so=False)
         result.attempt = commit.attempt
         result.summed = Summed(b"", words["weight"], (), tuple(words["numbers"]))
         result.parts = tuple(words["parts"])
         return result
+
+    def _tell_pulling(self, *, is_so: bool) -> None:
+        self._is_pulling = is_so
+        self._say()
 
     def _let_go(self, line: Line) -> None:
         if line.made is not None:

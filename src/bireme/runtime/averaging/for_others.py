@@ -8,17 +8,13 @@ from typing import Any, TypeVar
 
 from bireme.runtime.averaging.lines import Line
 from bireme.runtime.averaging.places import PLACES
-from bireme.runtime.quorum.offers import has_hung_up
+from bireme.runtime.quorum.offers import HEAL_SHARE, LOOK_S, has_hung_up
 from bireme.runtime.quorum.parcels import send_named, send_parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import Window, Word
 
 __all__ = ["ForOthers"]
-
-HEAL_SHARE = 0.25
-"""The share of a link's time that a snapshot for another replica may take."""
-LOOK_S = 0.5
 
 Found = TypeVar("Found")
 

@@ -6,6 +6,7 @@ replica is as fast as its slowest rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from time import perf_counter
 
@@ -36,15 +37,22 @@ def replica_times(pipeline: Pipeline, rows: Rows, sizes: Sequence[int], most: Se
     per_replica = pipeline.layout.num_pipeline_ranks
     found: list[list[float]] = [[] for _ in most]
     for size in sizes:
-        fits = size <= most[pipeline.layout.replica]
-        own_s = (
-            sum(_seconds(pipeline, stage, rows, size) for stage in pipeline.stages.values()) if fits else 0.0
-        )
+        own_s = 0.0
+        for stage in pipeline.stages.values():
+            with _gathered(stage):
+                if size <= most[pipeline.layout.replica]:
+                    own_s += _seconds(pipeline, stage, rows, size)
         of_ranks = pipeline.gather([own_s])
         for replica, seconds in enumerate(found):
             ranks = of_ranks[replica * per_replica : (replica + 1) * per_replica]
             seconds.append(max(row[0] for row in ranks) if size <= most[replica] else NEVER)
     return [Times(tuple(sizes), tuple(seconds)) for seconds in found]
+
+
+def _gathered(stage: Stage) -> AbstractContextManager[object]:
+    """Within this context a stage's weights are whole here, where each replica keeps a part of them."""
+    gathered = stage.banks.gathered
+    return nullcontext() if gathered is None else gathered.lent(stage.banks.newest_version)
 
 
 def _seconds(pipeline: Pipeline, stage: Stage, rows: Rows, size: int) -> float:

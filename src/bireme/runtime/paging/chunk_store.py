@@ -220,7 +220,7 @@ class ChunkStore:
     def host(self) -> HostTier:
         """The host's tier, of a rank that has three or updates on the host."""
         found = self.lower[0]
-        assert isinstance(found, HostTier), "of three tiers the middle one is the host's"
+        assert isinstance(found, HostTier), "the first tier below the device's is the host's"
         return found
 
     def lend_host(self, chunk: Chunk) -> Tensor:

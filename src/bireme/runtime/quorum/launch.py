@@ -2,7 +2,8 @@
 
 A rank's death ends its replica, which is started again as long as another one goes on: that one gives it what
 it needs. Each crew has a store of its own, in names, so that the ranks of a replica know only each other. A
-mistake of the user ends all where a first start meets it, as does the death of the last replica.
+mistake of the user ends all where a first start meets it, as do a failure of the run itself and the death of
+the last replica.
 """
 
 import pickle
@@ -84,8 +85,8 @@ def launch_replicas(
     """Run `function(world, order, *args)` in new processes for each replica, until one replica is done.
 
     `world` is of the replica's own ranks. `tell` is given a sentence for each death and each return. Raises
-    what `launch` does where no replica is left to go on. With a `site` there are other hosts, whose launchers
-    do the same with the other replicas. Its coordinator is closed.
+    what `launch` does where no replica is left to go on, and `RunFailed` where none could. With a `site`
+    there are other hosts, whose launchers do the same with the other replicas. Its coordinator is closed.
     """
     from bireme.runtime.stores import PrefixStore, open_store
 
@@ -297,7 +298,8 @@ class _Supervision:
         others = self._others(one)
         # What stops one that was started again, as a full disk there, need not stop the others.
         is_mistake = cause.blame is FailureKind.USER
-        has_ended = cause.blame is FailureKind.INTERRUPT or (self._has_begun() and not others)
+        is_of_all = cause.blame in (FailureKind.INTERRUPT, FailureKind.RUN)
+        has_ended = is_of_all or (self._has_begun() and not others)
         if has_ended or (is_mistake and not one.life.life):
             raise cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()

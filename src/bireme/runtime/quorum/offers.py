@@ -13,7 +13,7 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import Word
 from bireme.sync.quorum.ring import Summed
 
-__all__ = ["Offers", "has_hung_up", "summed_in"]
+__all__ = ["HEAL_SHARE", "LOOK_S", "Offers", "has_hung_up", "summed_in"]
 
 KEPT_BYTES = 1 << 30
 """Committed sums that replicas which are late may still ask for take so much at most, but for a few."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.quorum.job import Coordinator, DroppedError, heal_in, member_in
 from bireme.runtime.quorum.parcels import Parcel
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
@@ -94,7 +94,9 @@ class PeerAgent(ABC):
         return self._coordinator.word
 
     def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
-        """Wait until that is so of the last word, which it gives. `what` says it in words."""
+        """Wait until that is so of the last word, which it gives. `what` says it in words, for agents that
+        tell the coordinator.
+        """
         del what
         with self._changed:
             while True:
@@ -257,7 +259,7 @@ class PeerAgent(ABC):
         if self._is_closed:
             raise ConnectionAbortedError("This rank's agent is closed.")
         if word.standstill:
-            raise BiremeError(word.standstill)
+            raise RunFailed(word.standstill)
         if word.is_dropped:
             raise DroppedError(f"a rank of replica {self.own.replica} was silent for longer than its lease.")
 

@@ -1,7 +1,7 @@
 """Sliced 1F1B (AutoPipe): the first micro-batches go forward in halves, so the last stage starts sooner.
 
 Of the first k micro-batches, stage s of d runs the forward of micro-batch j in two halves where j ≤ d−1−s;
-behind that the input has arrived whole anyway. It sends the halves one by one, except where the next stage
+after that the input has arrived whole anyway. It sends the halves one by one, except where the next stage
 would not be ready for the first (j = d−1−s): there it sends the whole. Backwards stay whole, so memory and
 gradients are those of 1F1B, and the start-up takes half the time.
 

@@ -170,9 +170,9 @@ class Report:
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
     has loaded the snapshot after `healed` batches. It is in a `window`, and has asked for the first `means`
-    windows to end (`groups` and `outer`). It `waits` for that, if it has done nothing else for a while. One
-    that `is_leaving` will say no more. One that `is_empty` was
-    started after rounds counted: it has no weights that the run could go on from, and can only heal.
+    windows to end (`groups` and `outer`). `waits` says what it waits for, once nothing has come for a while.
+    One that `is_leaving` will say no more. One that `is_empty` was started after rounds counted: it has no
+    weights that the run could go on from, and can only heal.
     `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
     needs no more than this from a majority of the members.
     """

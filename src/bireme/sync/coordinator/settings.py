@@ -40,7 +40,7 @@ class Settings:
     without some replicas once `quorum` contributions are ready (0: more than half of the members) and no
     other has come for `grace_s`. The run begins at the batch `first`, with the samples `waiting` and those
     from the place `fresh` on. A pass over the data has `num_samples`, 0 if it has no end. A run in which all
-    replicas wait for each other ends after `timeout_s`, if that is not 0.
+    replicas wait for each other ends after `timeout_s`, and not before `lease_s`, if `timeout_s` is not 0.
     """
 
     mode: SyncMode

@@ -1,7 +1,8 @@
 """Whether the replicas of a run wait for each other for ever, which must not be, and would not end by itself.
 
 They do if all ranks of all members wait for something that is up to the coordinator, nothing is being summed
-up, and so it stays for the timeout. Who computes, writes or reads does not wait.
+up, and so it stays for the timeout, and for the lease: a member that is silent is dropped first. Who
+computes, writes or reads does not wait.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ __all__ = ["standstill", "still_until_s", "with_stillness"]
 
 
 def with_stillness(state: State, now_s: float, *, is_news: bool) -> State:
-    """With the time since when all wait; what `is_news` begins it anew."""
+    """With the time since when all wait; news starts it again."""
     if not state.settings.timeout_s or not _all_wait(state):
         return state if state.still_s is None else replace(state, still_s=None)
     return replace(state, still_s=now_s) if is_news or state.still_s is None else state
@@ -20,7 +21,7 @@ def with_stillness(state: State, now_s: float, *, is_news: bool) -> State:
 
 def still_until_s(state: State) -> float | None:
     """When it counts as a standstill, if nothing happens before."""
-    return None if state.still_s is None else state.still_s + state.settings.timeout_s
+    return None if state.still_s is None else state.still_s + _limit_s(state)
 
 
 def standstill(state: State, now_s: float) -> str:
@@ -34,9 +35,13 @@ def standstill(state: State, now_s: float) -> str:
             waits.setdefault(one.waits, []).append(f"rank {one.rank.stage} of replica {member.replica}")
     what = "; ".join(f"{' and '.join(ranks)} for {what}" for what, ranks in waits.items())
     return (
-        f"All replicas wait for each other, and nothing has happened for {state.settings.timeout_s:g} s: "
-        f"{what}. This is a mistake in Bireme. bireme resume goes on from the last checkpoint."
+        f"All replicas wait for each other, and nothing has happened for {_limit_s(state):g} s: "
+        f"{what}. This is a bug in Bireme: please report it."
     )
+
+
+def _limit_s(state: State) -> float:
+    return max(state.settings.timeout_s, state.settings.lease_s)
 
 
 def _all_wait(state: State) -> bool:

@@ -164,8 +164,7 @@ class Cut:
     def _ends(self, tokens: Tokens) -> Places:
         if tokens.document_ends is None:
             raise BiremeError(
-                f"{tokens.origin} holds bare token ids, and nothing says where documents end, so they "
-                "cannot be kept "
-                'apart. Set data.packing to "stream".'
+                f"{tokens.origin} holds bare token ids, and nothing says where documents end, so they cannot "
+                'be kept apart. Set data.packing to "stream".'
             )
         return np.asarray(tokens.document_ends, np.int64)

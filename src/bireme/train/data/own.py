@@ -116,9 +116,8 @@ class OwnSamples:
         if not isinstance(sample, Mapping) or not sample or not all(isinstance(name, str) for name in sample):
             kind = "nothing" if sample is None else f"a {type(sample).__name__}"
             raise BiremeError(
-                f"Sample {number} of {self._origin} is {kind}. A sample is a dict of tensors by the "
-                "names of the "
-                'model\'s inputs, such as {"pixel_values": image, "labels": label}.'
+                f"Sample {number} of {self._origin} is {kind}. A sample is a dict of tensors by the names of "
+                'the model\'s inputs, such as {"pixel_values": image, "labels": label}.'
             )
         return {name: self._tensor(value, name, number) for name, value in sample.items()}
 

@@ -90,8 +90,7 @@ class SavedRows:
             if not all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in messages):
                 raise BiremeError(
                     f"In {place} the column {self.column!r} is not a list of messages. A message is a role "
-                    "and a "
-                    'content, such as {"role": "user", "content": "Hello"}.'
+                    'and a content, such as {"role": "user", "content": "Hello"}.'
                 )
             # A dataset has every key in every message, and None where a message lacks it.
             yield place, [{key: value for key, value in one.items() if value is not None} for one in messages]

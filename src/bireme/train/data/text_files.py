@@ -98,8 +98,8 @@ def one_file(path: Path) -> TextFiles:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not stat.S_ISREG(status.st_mode):
         raise BiremeError(
-            f"{path} is not an ordinary file, and every process of the run reads the data. Write it to a "
-            "file."
+            f"{path} is not an ordinary file, and every process of the run reads the data. Write the data to "
+            "one."
         )
     file = TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
     return TextFiles(str(path), (file,), must_read=True)

@@ -31,7 +31,9 @@ OF_MODES = {
     "average_optimizer": ("groups", "outer"),
     "connect_every": ("groups",),
 }
-"""The `sync.mode` in which keys have an effect, where it is not all of them; those of outer steps say it."""
+"""The modes in which a key of `[sync]` has an effect, where these are not all. Keys that begin with `outer_`
+have one in that mode alone.
+"""
 
 
 def check_together(tables: Tables) -> None:
@@ -65,8 +67,7 @@ def _check_model_and_data(tables: Tables) -> None:
     if data.source is not None and data.mixture is not None:
         raise BiremeError(
             f'data.source is "{data.source}", and data.mixture names {len(data.mixture)} sources: data '
-            "come from "
-            "one of the two. Leave out data.source, or make it one of the mixture."
+            "come from one of the two. Leave out data.source, or make it one of the mixture."
         )
     if data.source is None and data.mixture is None:
         raise BiremeError("data.source is None, and so is data.mixture. Give one of them.")

@@ -88,9 +88,9 @@ class Links(Table):
         default=None,
         description="How activations and their gradients are sent between stages: none sends them as they "
         "are, bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each "
-        "token), keep:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that lives so many "
-        "batches), MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by the "
-        "speed of the links. By default the plan decides: none, unless the plan comes from a file",
+        "token), keep:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that holds for so "
+        "many batches), MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by "
+        "the speed of the links. By default the plan decides: none, unless the plan comes from a file",
         examples=["int8"],
     )
     borders: Annotated[tuple[BorderLinks, ...], Field(max_length=4096), BeforeValidator(_borders)] | None = (

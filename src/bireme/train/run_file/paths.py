@@ -4,6 +4,7 @@ A run that was begun must find what it began with wherever `bireme resume` is ca
 absolute paths, and for what lies in its own folder paths within that, which stay right when it is moved.
 """
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
     """The run with the paths absolute that were written in the folder `base`."""
 
     def placed(key: tuple[str, str], text: str) -> str | None:
-        found = base.absolute() / Path(text).expanduser()
+        found = _plainest(base.absolute() / Path(text).expanduser())
         return str(found) if key == MADE or found.exists() else None
 
     if run.data.mixture is not None:
@@ -87,6 +88,12 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
         }
         run = run.model_copy(update={"data": run.data.model_copy(update={"private": private})})
     return _with_paths(run, placed)
+
+
+def _plainest(path: Path) -> Path:
+    """The path without `..`, unless that leads elsewhere, as it does after a link to a folder."""
+    plain = Path(os.path.normpath(path))
+    return plain if plain.resolve() == path.resolve() else path
 
 
 def with_paths_within(run: RunFile, folder: Path) -> RunFile:

@@ -1,4 +1,4 @@
-"""What other programs call the keys of a run file, and which key stands for each here.
+"""What other programs call the keys of a run file, and which key means the same here.
 
 It is asked only about names that are no keys. Answers are hints for people; nothing is renamed for them.
 """
@@ -207,7 +207,7 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
     ),
     ("report_to tensorboard_dir use_tensorboard", "log.tensorboard", ""),
 )
-"""Names, the keys that stand for them, and what else there is to know. Names with a table are for it only."""
+"""Names, the keys that mean the same, and what else there is to know. Names with a table are for it only."""
 
 
 def advice(path: Sequence[str]) -> str:

@@ -166,7 +166,9 @@ class Machines(Table):
         examples=[1],
     )
     timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = Field(
-        default=60.0, description="Seconds to wait for a silent process before the run fails"
+        default=60.0,
+        description="Seconds to wait for a silent process, or while all replicas wait for each other, before "
+        "the run fails",
     )
 
 
@@ -232,7 +234,7 @@ class Sync(Table):
         description="With all, what sums of gradients over replicas go through: none, int8 (blocks with a "
         "scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found "
         "every so many steps) or lowrank:RANK. threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST send whole "
-        "gradients in the first steps, as many as FIRST says; else threshold in none, lowrank in 10",
+        "gradients in the first FIRST steps; by default 0 with threshold and 10 with lowrank",
     )
 
 
