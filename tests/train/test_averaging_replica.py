@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Met
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.peer_agent import PeerAgent
@@ -110,7 +110,7 @@ def test_who_meets_is_a_member_with_samples_or_without_and_all_end_their_window_
     meeting = replica.meet(pipeline)
 
     assert (meeting.members, meeting.shares) == ((0, 1), (0, 24))
-    with pytest.raises(BiremeError, match=r"Replica 1 ended .* at place 0 .* at place 24 on average"):
+    with pytest.raises(RunFailed, match=r"Replica 1 ended .* at place 0 .* at place 24 on average"):
         other.meet(pipeline)
 
 
