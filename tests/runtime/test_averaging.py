@@ -94,6 +94,11 @@ def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_b
 
     assert {len(group) for told in run.told.values() for group in told.groups.values()} == {2}
     assert_as_expected(run, expected_of_groups(run))
+    for told in run.told.values():
+        # Two members send each other all that they average: with AdamW two moments along with each weight.
+        num_bytes = sum(tensor.nbytes for tensor in told.weights[-1].values())
+        times = (len(told.groups) + 1) * (3 if averages_optimizer else 1)
+        assert told.sent_bytes == times * num_bytes
 
 
 @pytest.mark.slow

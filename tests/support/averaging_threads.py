@@ -41,6 +41,7 @@ class Told:
     states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     groups: dict[int, tuple[GroupMember, ...]] = field(default_factory=dict)
+    sent_bytes: int = 0
     error: BaseException | None = None
     first: int = 0
 
@@ -174,6 +175,7 @@ class AveragingReplicas:
                 told.states.append(states_of(pipeline))
                 if after is not None:
                     agent.enter(after)
+            told.sent_bytes = pipeline.sum_bytes.sent
             agent.wait_until_used_by_all()
         finally:
             with suppress(ConnectionAbortedError):
