@@ -19,6 +19,7 @@ from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.page.tables import tiles
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
+from bireme.runtime.recorder import timeline_of
 from bireme.train.metrics import Metrics
 from tests.support.run_folders import (
     DEVICES,
@@ -247,6 +248,17 @@ def test_a_recorded_timeline_comes_back_as_it_was(tmp_path: Path) -> None:
         assert back.source == timeline.source
         assert back.steady_batch_s == timeline.steady_batch_s
         assert [kept.at_peak for kept in back.memory] == [kept.at_peak for kept in timeline.memory]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_recorded_timeline_comes_back_with_the_averages_of_its_replicas(lag: int, tmp_path: Path) -> None:
+    program = plan_of().plan.averaging(lag).source.program(3, 2)
+    times = [array("d", range(len(track))) for track in program.tracks]
+    path = tmp_path / "measured.json"
+    write_recorded(timeline_of(program, [(one, one) for one in times]), path)
+    back = read_recorded(path, plan_of().plan)
+    assert back.program == program
+    assert [rank.start_s for rank in back.ranks] == times
 
 
 def test_a_timeline_of_another_plan_is_a_note_and_no_crash(tmp_path: Path) -> None:

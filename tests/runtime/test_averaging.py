@@ -41,7 +41,9 @@ def setting_of(schedule: str) -> Setting:
 
 
 def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Update]]) -> None:
-    """Losses of all batches, and the weights after each window, which are the same in all replicas."""
+    """Losses of all batches, and the weights after each window, which are the same in all replicas; so is the
+    optimisers' state, where that is averaged.
+    """
     for rank, told in run.told.items():
         updates = expected[rank.replica]
         assert [told.losses[one.batch] for one in updates] == pytest.approx(
@@ -53,6 +55,11 @@ def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Updat
                 what = f"{name} of {rank} after batch {end}"
                 assert torch.equal(tensor, updates[end - 1].weights[name]), what
                 assert torch.equal(tensor, first.weights[window][name]), what
+            for name, state in told.states[window].items() if run.averages_optimizer else ():
+                for key, value in state.items():
+                    what = f"{key} of {name} of {rank} after batch {end}"
+                    assert torch.equal(value, updates[end - 1].optimizer_state[name][key]), what
+                    assert torch.equal(value, first.states[window][name][key]), what
     places = [one for line in run.hub.rounds for own in line.samples for one in own]
     counted = [place for one in places for place in range(one.begin, one.end)]
     assert sorted(counted) == list(range(run.marks[-1] * BATCH))
@@ -66,13 +73,32 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
-def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_bit(schedule: str) -> None:
-    run = AveragingReplicas(regression(), setting_of(schedule), 2, data_for(5), (5,), BATCH, in_step=True)
+@pytest.mark.parametrize(
+    ("schedule", "averages_optimizer"),
+    [("1f1b", False), ("2bw", False), ("2bw-fresh", False), ("2bw-fresh", True)],
+)
+def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_bit(
+    schedule: str, averages_optimizer: bool
+) -> None:
+    run = AveragingReplicas(
+        regression(),
+        setting_of(schedule),
+        2,
+        data_for(5),
+        (5,),
+        BATCH,
+        averages_optimizer=averages_optimizer,
+        in_step=True,
+    )
     run.run()
 
     assert {len(group) for told in run.told.values() for group in told.groups.values()} == {2}
     assert_as_expected(run, expected_of_groups(run))
+    for told in run.told.values():
+        # Two members send each other all that they average: with AdamW two moments along with each weight.
+        num_bytes = sum(tensor.nbytes for tensor in told.weights[-1].values())
+        times = (len(told.groups) + 1) * (3 if averages_optimizer else 1)
+        assert told.sent_bytes == times * num_bytes
 
 
 @pytest.mark.slow
@@ -92,8 +118,13 @@ def test_with_sgd_the_average_of_all_in_every_batch_is_a_step_with_the_summed_gr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
-def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "averages_optimizer"),
+    [("1f1b", False), ("2bw", False), ("2bw-fresh", False), ("2bw", True)],
+)
+def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(
+    schedule: str, averages_optimizer: bool
+) -> None:
     settings = OuterSettings(2)
     run = AveragingReplicas(
         regression(),
@@ -104,11 +135,40 @@ def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(schedule: str) -> 
         BATCH,
         outer=settings,
         lag=1,
+        averages_optimizer=averages_optimizer,
         in_step=True,
     )
     run.run()
 
     assert_as_expected(run, expected_of_outer_steps(run, settings))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("outer", [None, OuterSettings(2)])
+def test_averages_stay_the_same_to_the_last_bit_whenever_another_coordinator_takes_up(
+    outer: OuterSettings | None,
+) -> None:
+    def take_up(rank: RankId, _batch: int) -> None:
+        if rank == RankId(0, 0, 0):
+            run.hub.succeed()
+
+    run = AveragingReplicas(
+        regression(),
+        setting_of("1f1b"),
+        2,
+        data_for(MARKS[-1]),
+        MARKS,
+        BATCH,
+        outer=outer,
+        lag=0 if outer is None else 1,
+        in_step=True,
+        pace=take_up,
+    )
+    run.run()
+
+    assert run.hub.num_successions
+    assert_as_expected(run, expected_of_groups(run) if outer is None else expected_of_outer_steps(run, outer))
 
 
 @pytest.mark.slow

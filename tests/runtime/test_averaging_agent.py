@@ -219,7 +219,7 @@ def test_who_gets_a_sum_from_another_rank_does_not_wait_in_vain_however_long_tha
 
     def answer(made: socket.socket, _what: int, _name: int) -> None:
         may_come.wait(patience_s())
-        send_parcel(made, {"weight": 1.0, "numbers": ()}, [torch.ones(2)])
+        send_parcel(made, {"weight": 1.0, "numbers": (), "parts": (1,)}, [torch.ones(2)])
 
     board = Switchboard(RankId(1, 0, 0), answer, timeout_s=patience_s())
     try:

@@ -6,16 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import cast
 
 import pytest
 
 from bireme.balance.shares import Limits
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.failures import RunFailed
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
-from bireme.runtime.quorum.site import Site
 from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.ledger_line import LEDGER
@@ -131,24 +128,3 @@ def test_a_replica_that_dies_before_anything_counts_is_waited_for(tmp_path: Path
     assert [sentence.count("replica 1 starts again") for sentence in told[:1]] == [1]
     found = check_ledger(tmp_path / LEDGER)
     assert (found.rounds, [one.members for one in found.members]) == (ROUNDS, [(0, 1)])
-
-
-class Dead:
-    """A coordinator whose process is gone."""
-
-    port, is_closed = 0, False
-
-    def trouble(self) -> str:
-        return "has ended"
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_without_its_coordinator_a_run_of_averages_ends_by_no_mistake_of_the_user(tmp_path: Path) -> None:
-    coordinator = Dead()
-    settings = Settings(SyncMode.GROUPS, 2, 1, 8, Limits((1, 1), (8, 8)))
-    site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", (), 0.0)
-    with pytest.raises(RunFailed, match="The coordinator has ended, and what it knew"):
-        launch_replicas(rank_that_dies_first, settings, ledger=tmp_path / LEDGER, tell=print, site=site)
-    assert coordinator.is_closed

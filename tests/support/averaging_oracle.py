@@ -4,9 +4,10 @@ What is taken from the replicas is who had which samples and which groups there 
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from tests.support.together import run_threads
 __all__ = ["expected_of_groups", "expected_of_outer_steps"]
 
 Weights = Mapping[str, Tensor]
+State = Mapping[str, Mapping[str, Any]]
 
 
 class _Meetings:
@@ -48,8 +50,10 @@ def _mean(brought: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
     return [torch.stack(own).sum(0) for own in zip(*parts, strict=True)]
 
 
-def _expected(run: AveragingReplicas, after_step: Callable[[int, int, Weights], None]) -> list[list[Update]]:
-    """What each replica learns, with `after_step(replica, batch, weights)` between."""
+def _expected(
+    run: AveragingReplicas, after_step: Callable[[int, int, Weights, State], None]
+) -> list[list[Update]]:
+    """What each replica learns, with `after_step(replica, batch, weights, state)` between."""
 
     def learn(replica: int) -> list[Update]:
         told = run.told[RankId(replica, 0, 0)]
@@ -60,10 +64,19 @@ def _expected(run: AveragingReplicas, after_step: Callable[[int, int, Weights], 
             run.model,
             replace(run.setting, windows=windows),
             data,
-            after_step=lambda batch, weights: after_step(replica, batch, weights),
+            after_step=lambda batch, weights, state: after_step(replica, batch, weights, state),
         )
 
     return run_threads(run.num_replicas, learn)
+
+
+def _averaged(run: AveragingReplicas, names: Iterable[str], weights: Weights, state: State) -> list[Tensor]:
+    """What replicas average of the parameters of these names."""
+    ordered = sorted(names)
+    if not run.averages_optimizer:
+        return [weights[name] for name in ordered]
+    moments = [state[name][key] for name in ordered for key in sorted(state[name].keys() - {"step"})]
+    return [*(weights[name] for name in ordered), *moments]
 
 
 def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
@@ -74,12 +87,12 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
         for stage in range(run.setting.plan.num_stages)
     ]
 
-    def after_step(replica: int, batch: int, weights: Weights) -> None:
+    def after_step(replica: int, batch: int, weights: Weights, state: State) -> None:
         told = [run.told[RankId(replica, 0, stage)] for stage in range(len(stages))]
         groups = [
             (stage, one.groups.get(batch, (GroupMember(replica, batch),))) for stage, one in enumerate(told)
         ]
-        own = [[weights[name] for name in sorted(stages[stage])] for stage, _ in groups]
+        own = [_averaged(run, stages[stage], weights, state) for stage, _ in groups]
         for group, tensors in zip(groups, own, strict=True):
             meetings.bring(group, replica, tensors)
         for group, tensors in zip(groups, own, strict=True):
@@ -87,7 +100,7 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
                 for tensor, mean in zip(tensors, _mean(meetings.take(group, len(group[1]))), strict=True):
                     tensor.copy_(mean)
         if batch + 1 in told[0].ends:
-            everything = [weights[name] for name in sorted(weights)]
+            everything = _averaged(run, weights, weights, state)
             window = told[0].ends.index(batch + 1)
             meetings.bring(window, replica, everything)
             for tensor, mean in zip(everything, _mean(meetings.take(window, run.num_replicas)), strict=True):
@@ -97,12 +110,15 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
 
 
 def expected_of_outer_steps(run: AveragingReplicas, settings: OuterSettings) -> list[list[Update]]:
-    """With one fragment, equal batches, and rounds that come one batch late; one more ends each window."""
+    """With one fragment, equal batches, and rounds that come one batch late; one more ends each window. Where
+    the optimisers' state is averaged too, it becomes the mean of what was offered.
+    """
     meetings = _Meetings()
     first = {state.name: run.model.weights[state.name] for state in run.model.graph.parameters}
     starts = [{name: tensor.clone() for name, tensor in first.items()} for _ in range(run.num_replicas)]
     buffers = [{name: torch.zeros_like(tensor) for name, tensor in first.items()} for _ in starts]
     offered: list[dict[str, Tensor]] = [{} for _ in starts]
+    remembered: list[list[Tensor]] = [[] for _ in starts]
 
     def step(what: object, replica: int, drifts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """How the start has changed."""
@@ -117,22 +133,34 @@ def expected_of_outer_steps(run: AveragingReplicas, settings: OuterSettings) -> 
             changes[name] = start - before
         return changes
 
-    def end(replica: int, batch: int, weights: Weights) -> None:
+    def average_state(what: object, replica: int, offer: Sequence[Tensor], state: State) -> None:
+        meetings.bring(("state", what), replica, offer)
+        means = _mean(meetings.take(("state", what), run.num_replicas))
+        for tensor, mean in zip(moments_of(state), means, strict=True):
+            tensor.copy_(mean)
+
+    def moments_of(state: State) -> list[Tensor]:
+        return _averaged(run, first, first, state)[len(first) :]
+
+    def end(replica: int, batch: int, weights: Weights, state: State) -> None:
         if offered[replica]:
+            average_state(("round", batch), replica, remembered[replica], state)
             for name, change in step(("round", batch), replica, offered[replica]).items():
                 weights[name].add_(change + offered[replica][name])
             offered[replica] = {}
 
-    def after_step(replica: int, batch: int, weights: Weights) -> None:
-        end(replica, batch - 1, weights)
+    def after_step(replica: int, batch: int, weights: Weights, state: State) -> None:
+        end(replica, batch - 1, weights, state)
         if (batch + 1) % settings.every == 0:
             offered[replica] = {name: starts[replica][name] - weights[name] for name in weights}
+            remembered[replica] = [tensor.clone() for tensor in moments_of(state)]
         told = run.told[RankId(replica, 0, 0)]
         if batch + 1 in told.ends:
-            end(replica, batch, weights)
+            end(replica, batch, weights, state)
             if (batch + 1) % settings.every:  # else nothing was trained since the last round
                 drifts = {name: starts[replica][name] - weights[name] for name in weights}
                 step(("window", batch), replica, drifts)
+                average_state(("window", batch), replica, moments_of(state), state)
             for name, tensor in weights.items():
                 tensor.copy_(starts[replica][name])
 

@@ -23,18 +23,21 @@ from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import join_averaging
 from bireme.runtime.averaging.lines import Line
 from bireme.runtime.pipeline import Pipeline, Result
+from bireme.runtime.quorum.job import DroppedError
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.peer_agent import SupersededError
 from bireme.runtime.quorum.results import Result as SumResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
+from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
-from bireme.sync.coordinator.host import beginner, host_step, host_wake_s
-from bireme.sync.coordinator.ledger_line import Committed
-from bireme.sync.coordinator.messages import Commit, Heal, Known, Life, RankId, Report, Word
+from bireme.sync.coordinator.host import beginner, host_step, host_wake_s, waiting
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.messages import TERM, Commit, Heal, Known, Life, RankId, Report, Word
 from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
+from bireme.sync.coordinator.succession import Candidate
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution, Summed
 from bireme.train.averaging_replica import AveragingReplica, Meeting
@@ -45,6 +48,8 @@ from tests.support.taking_turns import Killed, Turns
 __all__ = ["Case", "RankWorld", "simulated"]
 
 LEASE_S, SUM_S, LOOK_S, TIMEOUT_S = 10.0, 0.002, 0.5, 5.0
+CALL_S = 0.1
+"""So long after a coordinator has died ranks call the next one, at most."""
 PREFETCH = 1
 
 
@@ -78,6 +83,7 @@ class _Replica:
     life: Life
     inbox: set[Message] = field(default_factory=set)
     votes: dict[int, dict[int, float]] = field(default_factory=dict)
+    store: HashStore = field(default_factory=HashStore)
     told: set[int] = field(default_factory=set)
     """Batches whose sums rank 0 has told the others."""
 
@@ -105,7 +111,7 @@ class RankWorld(Turns):
         sync = {"mode": "groups", "connect_every": case.connect_every}
         training = {"batch_size": case.batch_size, "steps": case.steps}
         self.run_file = RunFile.model_validate({"format": 1, "sync": sync, "training": training})
-        self.lines: list[Committed] = []
+        self.lines: list[Began | Committed] = []
         self.meetings: dict[int, dict[RankId, tuple[Meeting, float]]] = {}
         self.ended: dict[RankId, int] = {}
         self.num_deaths = 0
@@ -114,9 +120,22 @@ class RankWorld(Turns):
         self.replicas: dict[int, _Replica] = {}
         self.slowness = [self.random.uniform(1.0, case.spread) for _ in range(case.num_replicas)]
         self._host, self._due_s = beginner(self.settings, 1), 0.0
+        self._term = self.link = 0
+        """The connections to the coordinator are of that number."""
         self._tick_later()
         for number in range(case.num_replicas):
             self.begin(Life(number, 0))
+
+    def spawn(self, name: str, owner: Any, act: Callable[[], None]) -> None:
+        """Begin a thread of a replica's life, which ends with it if it is dropped."""
+
+        def go() -> None:
+            try:
+                act()
+            except DroppedError:
+                self.lose(owner)
+
+        super().spawn(name, owner, go)
 
     def begin(self, life: Life) -> None:
         """Start a replica."""
@@ -130,12 +149,17 @@ class RankWorld(Turns):
         others = self.members & self.replicas.keys() - {replica}
         if self.ended or replica not in self.replicas or not others:
             return
-        life = self.replicas[replica].life
+        self.lose(self.replicas[replica].life)
+
+    def lose(self, life: Life) -> None:
+        """A replica's life ends, and its next one begins."""
+        if not self.lives(life):
+            return
         self.num_deaths += 1
         self.kill(life)
-        self.replicas.pop(replica)
+        self.replicas.pop(life.replica)
         self.after(0.01, partial(self.hear, Ended(life)))
-        again = Life(replica, life.life + 1)
+        again = Life(life.replica, life.life + 1)
         self.after(self.random.uniform(0.02, 0.3), lambda: None if self.ended else self.begin(again))
 
     def part(self) -> None:
@@ -158,11 +182,26 @@ class RankWorld(Turns):
         done = host_step(self._host, event, self.now_s)
         assert not done.resigns
         self._host = done.host
-        self.lines += [one for one in done.lines if isinstance(one, Committed)]
+        self.lines += done.lines
+        if done.host.state is not None:
+            self._term = done.host.state.membership.epoch // TERM
         for rank, word in done.words:
             if rank in self.agents:
-                self.send(partial(self.agents[rank].client.hear, word))
+                self.send(partial(self.agents[rank].client.hear, word, self.link))
         self._tick_later()
+
+    def hear_over(self, link: int, report: Report) -> None:
+        """A report comes over a connection, if that is still there."""
+        if link == self.link:
+            self.hear(report)
+
+    def end_coordinator(self) -> None:
+        """Its process dies. The one that is started in its place knows nothing but its term."""
+        self.link += 1
+        self._host = waiting(self.settings, Candidate(0, 1, used=self._term))
+        self._tick_later()
+        for agent in self.agents.values():
+            self.after(self.random.uniform(0.0, CALL_S), agent.client.call)
 
     def send(self, come: Callable[[], object]) -> None:
         """Have a message come."""
@@ -185,12 +224,13 @@ class RankWorld(Turns):
 class _Client:
     """A rank's way to the coordinator, in the place of `Talk`."""
 
-    def __init__(self, hosts: Any, _token: str, rank: RankId, *, lease_s: float) -> None:
+    def __init__(self, hosts: Any, _token: str, rank: RankId, *, lease_s: float, is_empty: bool) -> None:
+        del is_empty
         self.world: RankWorld = hosts[0]
         self.rank, self._lease_s = rank, lease_s
         self._known = Known()
         self._report: Report | None = None
-        self._is_due = self._is_dropped = self._is_closed = False
+        self._is_due = self._is_dropped = self._is_closed = self._has_word = False
         self._act: Callable[[], None] = lambda: None
 
     @property
@@ -216,14 +256,19 @@ class _Client:
             self._send()
         self._is_closed = True
 
-    def hear(self, word: Word) -> None:
-        if self._is_closed or not self.world.lives(self.rank.own_life):
+    def call(self) -> None:
+        """Talk to another coordinator, which is told what is known."""
+        self._has_word = False
+        self._send_soon()
+
+    def hear(self, word: Word, link: int) -> None:
+        if self._is_closed or link != self.world.link or not self.world.lives(self.rank.own_life):
             return
         before = self.word
         self._is_dropped = self._is_dropped or (word.is_dropped and word.place >= before.place)
         known = self._known.with_word(word)
         if known is not None:
-            self._known = known
+            self._known, self._has_word = known, True
             if before.epoch != word.epoch:
                 self._send_soon()
         self._act()
@@ -242,8 +287,13 @@ class _Client:
         self._is_due = False
         if self._is_closed or self._report is None or not self.world.lives(self.rank.own_life):
             return
-        self._report = replace(self._report, number=self._report.number + 1, epoch=self.word.epoch)
-        self.world.send(partial(self.world.hear, self._report))
+        self._report = replace(
+            self._report,
+            number=self._report.number + 1,
+            epoch=self.word.epoch,
+            known=None if self._has_word else self._known,
+        )
+        self.world.send(partial(self.world.hear_over, self.world.link, self._report))
 
 
 class _Board:
@@ -405,7 +455,13 @@ class SimulatedRank:
     def live(self) -> None:
         world, case, rank = self.world, self.case, self.rank
         watch = SimpleNamespace(failed=self._failed, abort_on_failure=lambda _agent: None)
-        of_rank = SimpleNamespace(rank=rank.stage, timeout_s=60.0, device=torch.device("cpu"), watch=watch)
+        of_rank = SimpleNamespace(
+            rank=rank.stage,
+            timeout_s=60.0,
+            device=torch.device("cpu"),
+            watch=watch,
+            store=self.own.store,
+        )
         order = ReplicaOrder(rank.own_life, cast(Any, (world,)), "", LEASE_S, 0.0, first=case.first)
         world.linger()
         replica = self.replica = AveragingReplica(
@@ -450,7 +506,7 @@ class SimulatedRank:
         self.flat.copy_(snapshot.tensors["weights"])
 
     def _failed(self, error: BaseException) -> None:
-        if not isinstance(error, Killed):
+        if not isinstance(error, Killed | DroppedError):
             raise error
 
     def _read(self, first: int) -> None:

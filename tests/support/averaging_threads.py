@@ -21,7 +21,7 @@ from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, Samples
 from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
 from tests.support.engine_parity import Setting, pipeline_of
-from tests.support.mortal_replicas import Hub, Killed
+from tests.support.mortal_replicas import Hub, Killed, states_of
 from tests.support.patience import patience_s
 from tests.support.small_models import Batch, Model
 from tests.support.thread_transport import ThreadFabric
@@ -31,13 +31,17 @@ __all__ = ["AveragingReplicas", "Told"]
 
 @dataclass(slots=True)
 class Told:
-    """What a rank saw: the loss of each of its batches, their samples, its weights after each window."""
+    """What a rank saw: the loss of each of its batches, their samples, its weights and its optimiser's state
+    after each window.
+    """
 
     losses: dict[int, float] = field(default_factory=dict)
     dealt: dict[int, tuple[Samples, ...]] = field(default_factory=dict)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
+    states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     groups: dict[int, tuple[GroupMember, ...]] = field(default_factory=dict)
+    sent_bytes: int = 0
     error: BaseException | None = None
     first: int = 0
 
@@ -61,6 +65,7 @@ class AveragingReplicas:
         lag: int = 0,
         connect_every: int = 1,
         grace_s: float = 30.0,
+        averages_optimizer: bool = False,
         in_step: bool = False,
         on_instruction: Callable[[RankId, Instruction], None] = lambda _rank, _step: None,
         pace: Callable[[RankId, int], None] = lambda _rank, _batch: None,
@@ -68,7 +73,7 @@ class AveragingReplicas:
         self.model, self.setting, self.data, self.marks = model, setting, data, marks
         self.num_replicas, self.batch_size = num_replicas, batch_size
         self.depth = setting.plan.source.num_ranks
-        self.outer, self.lag = outer, lag
+        self.outer, self.lag, self.averages_optimizer = outer, lag, averages_optimizer
         least = setting.plan.source.num_microbatches
         self.hub = Hub(
             Settings(
@@ -147,7 +152,13 @@ class AveragingReplicas:
             self.setting,
             self._fabrics[rank.replica].of(rank.stage),
             lambda step: self._note(rank, agent, step),
-            averaging=Averaging(agent, self.batch_size, self.outer, self.lag),
+            averaging=Averaging(
+                agent,
+                self.batch_size,
+                self.outer,
+                self.lag,
+                averages_optimizer=self.averages_optimizer,
+            ),
         )
         marks = [mark * self.batch_size for mark in self.marks]
         try:
@@ -161,8 +172,10 @@ class AveragingReplicas:
                 pipeline.meet()
                 told.ends.append(pipeline.num_trained)
                 told.weights.append(pipeline.state_dict())
+                told.states.append(states_of(pipeline))
                 if after is not None:
                     agent.enter(after)
+            told.sent_bytes = pipeline.sum_bytes.sent
             agent.wait_until_used_by_all()
         finally:
             with suppress(ConnectionAbortedError):

@@ -35,7 +35,7 @@ from bireme.runtime.quorum.agreement import Agreement
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from tests.support.coded_oracle import CodedOracle
-from tests.support.oracles import Microbatch, Update, run_oracle, seen_by
+from tests.support.oracles import AfterStep, Microbatch, Update, run_oracle, seen_by
 from tests.support.small_models import Batch, Model
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
@@ -260,11 +260,11 @@ def oracle(
     buffers: dict[str, Tensor] | None = None,
     *,
     sizes: Sequence[Sequence[int]] | None = None,
-    after_step: Callable[[int, Mapping[str, Tensor]], None] = lambda _batch, _weights: None,
+    after_step: AfterStep = lambda _batch, _weights, _state: None,
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
     samples of all micro-batches, batch by batch, where the plan does not say them. `after_step` may change
-    the weights after each step.
+    the weights and the optimisers' state after each step.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []

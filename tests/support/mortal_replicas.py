@@ -22,18 +22,20 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coordinator.coordinator import begun, step
-from bireme.sync.coordinator.ledger_line import Committed
-from bireme.sync.coordinator.messages import Life, Member, RankId, Report, Samples, Word
+from bireme.sync.coordinator.coordinator import begun, step, word_for
+from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.membership import Heard
+from bireme.sync.coordinator.messages import Known, Life, Member, RankId, Report, Samples, Word
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
+from bireme.sync.coordinator.succession import Candidate, taken_up
 from bireme.sync.quorum.digest import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.small_models import Batch, Model
 from tests.support.thread_transport import ThreadFabric
 
-__all__ = ["Hub", "Killed", "Replicas", "Seen"]
+__all__ = ["Hub", "Killed", "Replicas", "Seen", "states_of"]
 
 BEAT_S = 0.5
 
@@ -51,6 +53,7 @@ class Hub:
         self._clients: dict[RankId, _Client] = {}
         self.rounds: list[Committed] = []
         self.epochs: list[tuple[int, ...]] = []
+        self.num_successions = 0
         self._is_closed = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._ticker.start()
@@ -90,6 +93,28 @@ class Hub:
         for client in changed:
             client.act()
 
+    def succeed(self) -> None:
+        """Have another coordinator take up, from what the ranks say and know, if all of them are there."""
+        with self._lock:
+            heard = {
+                rank: Heard(said, time.monotonic())
+                for rank, client in self._clients.items()
+                if (said := client.said) is not None
+            }
+            taken = taken_up(self._state.settings, Candidate(0, 1), heard, is_late=False)
+            if taken is None:
+                return
+            self._state = taken.state
+            for began in (line for line in taken.lines if isinstance(line, Began)):
+                self.rounds = [line for line in self.rounds if not _is_open(line, began)]
+            self.rounds += [line for line in taken.lines if isinstance(line, Committed)]
+            self.num_successions += 1
+            clients = [self._clients[rank] for rank in heard]
+            for rank in heard:
+                self._clients[rank].hear(word_for(self._state, rank))
+        for client in clients:
+            client.act()
+
     def _tick(self) -> None:
         while not self._is_closed.wait(BEAT_S / 4):
             for client in list(self._clients.values()):
@@ -124,6 +149,14 @@ class _Client:
             self._send()
         self.is_silent = True
 
+    @property
+    def said(self) -> Report | None:
+        """What it said last, and what it knows, as another coordinator is told it."""
+        with self._lock:
+            word = self.word
+            known = Known(word) if word.is_installed else Known()
+            return None if self._report is None else replace(self._report, known=known)
+
     def hear(self, word: Word) -> bool:
         if (word.epoch, word.number) <= (self.word.epoch, self.word.number):
             return False
@@ -149,6 +182,12 @@ class _Client:
             self._report = replace(self._report, number=next(_numbers), epoch=self.word.epoch)
             report, self._said_s = self._report, time.monotonic()
         self._hub.take(report)
+
+
+def _is_open(line: Committed, began: Began) -> bool:
+    """Whether a coordinator that takes up does not know that a round counts."""
+    samples = [one for own in line.samples for one in own]
+    return any(one.begin <= own.begin < one.end for own in samples for one in began.open)
 
 
 _numbers = itertools.count()
@@ -357,7 +396,7 @@ class Replicas:
                 seen.losses[result.batch] = result.loss
                 seen.norms[result.batch] = result.grad_norm
                 seen.weights[result.batch] = pipeline.state_dict()
-                seen.states[result.batch] = _states(pipeline)
+                seen.states[result.batch] = states_of(pipeline)
                 self._pace(rank, result.batch)
             agent.wait_until_kept_by_all(self.num_batches)
         finally:
@@ -381,7 +420,8 @@ class Replicas:
         }
 
 
-def _states(pipeline: Pipeline) -> dict[str, dict[str, Tensor]]:
+def states_of(pipeline: Pipeline) -> dict[str, dict[str, Tensor]]:
+    """Copies of what the optimiser of a rank remembers."""
     return {
         name: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
         for stage in pipeline.stages.values()

@@ -22,11 +22,13 @@ from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from tests.support.coded_oracle import CodedOracle
 
-__all__ = ["Microbatch", "StageLike", "Update", "run_oracle", "seen_by"]
+__all__ = ["AfterStep", "Microbatch", "StageLike", "Update", "run_oracle", "seen_by"]
 
 Tensors = Mapping[str, Tensor]
 Gradients = dict[str, Tensor | None]
 Factory = Callable[[list[tuple[str, Tensor]]], Optimizer | Sequence[Optimizer]]
+AfterStep = Callable[[int, Tensors, Mapping[str, Mapping[str, Any]]], None]
+"""Is given the batch, the weights, and what the optimisers remember of them; not copies."""
 
 
 class StageLike(Protocol):
@@ -96,7 +98,7 @@ def run_oracle(
     loss_name: str = "loss",
     around: Callable[[int, int], AbstractContextManager[object]] = lambda _batch, _index: nullcontext(),
     coded: CodedOracle | None = None,
-    after_step: Callable[[int, Tensors], None] = lambda _batch, _weights: None,
+    after_step: AfterStep = lambda _batch, _weights, _state: None,
 ) -> list[Update]:
     """Train from `weights` on all batches.
 
@@ -104,7 +106,7 @@ def run_oracle(
     of a (stage, batch) is made; what is not in it runs on W itself. `compute_dtype` is that of banks shorter
     than the weights. Each micro-batch, by its batch and its place in it, runs within `around`.
     Sums over the replicas go through `coded`, where stages share no parameter. `after_step` may change the
-    weights after each step.
+    weights and the optimisers' state after each step.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
     frozen = _cast({name: weights[name] for name in weights if name not in learned}, compute_dtype)
@@ -146,7 +148,7 @@ def run_oracle(
             factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
             training.step(gradients, rate, factor)
         with torch.no_grad():
-            after_step(unit.batch, training.parameters)
+            after_step(unit.batch, training.parameters, training.live_state())
         history.append(training.weights())
         updates.append(
             Update(
@@ -272,11 +274,14 @@ class _Training:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:
+        return copy.deepcopy(self.live_state())
+
+    def live_state(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for optimizer in self.optimizers:
             for name, parameter in self.parameters.items():
                 if optimizer.state.get(parameter):
-                    found[name] = copy.deepcopy(dict(optimizer.state[parameter]))
+                    found[name] = dict(optimizer.state[parameter])
         return found
 
 

@@ -1,6 +1,9 @@
 """What a coordinator that takes up makes of the last words of its callers."""
 
+from dataclasses import replace
+
 from bireme.sync.coordinator.coordinator import step
+from bireme.sync.coordinator.host import host_step, waiting
 from bireme.sync.coordinator.membership import Heard
 from bireme.sync.coordinator.messages import (
     Commit,
@@ -15,6 +18,7 @@ from bireme.sync.coordinator.messages import (
     Source,
     Word,
 )
+from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import Tick
 from bireme.sync.coordinator.succession import Candidate, taken_up
 from tests.support.coordinated import settings_for
@@ -71,3 +75,16 @@ def test_a_coordinator_that_another_one_came_after_needs_more_than_half_whatever
     )
 
     assert taken is None
+
+
+def test_a_host_that_a_single_rank_calls_takes_up_once_it_has_waited_for_the_others() -> None:
+    """It began to wait anew with each report."""
+    settings = replace(settings_for(2, 1), mode=SyncMode.GROUPS, num_lines=0)
+    last = replace(word(3, 0), voters=((Life(0, 0),),))
+    host = waiting(settings, Candidate(0, 1))
+    for number in range(20):
+        report = heard(0, RoundAt(), last).report
+        host = host_step(host, replace(report, number=number), 0.1 * number).host
+
+    assert host.state is not None
+    assert host.state.membership.replicas == (0,)

@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
+
 from bireme.sync.coordinator.coordinator import begun, step, word_for
 from bireme.sync.coordinator.host import beginner, host_step
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import GroupAt, Life, RankId, Report, RoundAt, Window, Word
+from bireme.sync.coordinator.membership import Heard
+from bireme.sync.coordinator.messages import GroupAt, Known, Life, RankId, Report, RoundAt, Window, Word
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import Ended, Tick
+from bireme.sync.coordinator.succession import Candidate, taken_up
 from tests.support.coordinated import settings_for
 
 
@@ -224,6 +228,31 @@ def test_a_coordinator_of_averages_waits_for_members_that_were_all_silent_for_lo
     assert done.host.state is not None
     assert done.host.state.membership.members == before.membership.members
     assert done.host.state.pool == before.pool
+
+
+@pytest.mark.parametrize("num_holders", [1, 2])
+def test_a_coordinator_that_takes_up_counts_a_group_if_all_who_call_hold_its_mean(num_holders: int) -> None:
+    """If one of them does not, both wait for a group again. What was dealt stays dealt."""
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0)
+    for rank in talk.reports:
+        talk.say(rank, wants=2)
+    for rank in talk.reports:
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0))
+    heard, holds = {}, [0] * num_holders + [None] * (2 - num_holders)
+    for (rank, last), summed in zip(talk.reports.items(), holds, strict=True):
+        at, known = GroupAt(arrived=0, wait_s=1.0, summed=summed), Known(talk.word(rank))
+        heard[rank] = Heard(replace(last, number=last.number + 1, group=at, known=known), talk.now_s)
+    taken = taken_up(talk.state.settings, Candidate(0, 1), heard, is_late=False)
+
+    assert taken is not None
+    assert (taken.state.pool, taken.state.dealt_to) == (talk.state.pool, talk.state.dealt_to)
+    talk.state, talk.reports = taken.state, {rank: one.report for rank, one in heard.items()}
+    for rank in talk.reports:
+        talk.say(rank, known=None)
+    groups = [talk.word(rank).group for rank in talk.reports]
+    assert [one and (one.number, one.is_settled) for one in groups] == (
+        [(0, True)] * 2 if num_holders == 2 else [(1, False)] * 2
+    )
 
 
 def test_a_replica_leaves_once_all_of_its_ranks_have() -> None:

@@ -8,12 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Met
+from bireme.runtime.failures import RunFailed
 from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.peer_agent import PeerAgent
+from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
@@ -43,10 +44,13 @@ class Maker:
 
     def __init__(self) -> None:
         self._agents: list[AveragingAgent] = []
+        self._store = HashStore()
 
-    def __call__(self, replica: int, life: int) -> AveragingReplica:
+    def __call__(self, replica: int, life: int, rank: int = 0) -> AveragingReplica:
         watch = SimpleNamespace(failed=None, abort_on_failure=self._agents.append)
-        world: Any = SimpleNamespace(rank=0, timeout_s=1.0, device=torch.device("cpu"), watch=watch)
+        world: Any = SimpleNamespace(
+            rank=rank, timeout_s=1.0, device=torch.device("cpu"), watch=watch, store=self._store
+        )
         order = ReplicaOrder(Life(replica, life), (), "", 1.0, 0.0, is_empty=life > 0, first=FIRST)
         return AveragingReplica(cast(World, world), order, RUN, 2)
 
@@ -68,6 +72,20 @@ def test_a_replica_that_is_started_again_counts_from_where_the_run_went_on(make:
     replica.join(cast(Pipeline, SimpleNamespace(join_averaging=lambda _until: None)))
 
     assert (replica.averaging.first, replica.step) == (FIRST, FIRST)
+
+
+def test_all_ranks_of_a_replica_that_comes_back_begin_at_the_step_that_its_first_rank_reads(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They could read another one each, around a step from which on the schedule is another."""
+    monkeypatch.setattr(AveragingAgent, "begin", lambda *_, **__: None)
+    size, found = RUN.training.batch_size, []
+    for rank, fresh in ((0, 120 * size), (1, 120 * size + 1), (2, 121 * size)):
+        word = Word(1, 1, members=(Member(0, 0, ()),), fresh=fresh)
+        monkeypatch.setattr(Talk, "word", word)
+        found.append(make(1, 1, rank).begin(FIRST))
+
+    assert found == [119, 119, 119]  # all of its samples are dealt, and its window may not have ended
 
 
 def test_all_ranks_find_the_same_replica_to_lead(make: Maker) -> None:
@@ -92,7 +110,7 @@ def test_who_meets_is_a_member_with_samples_or_without_and_all_end_their_window_
     meeting = replica.meet(pipeline)
 
     assert (meeting.members, meeting.shares) == ((0, 1), (0, 24))
-    with pytest.raises(BiremeError, match=r"Replica 1 ended .* at place 0 .* at place 24 on average"):
+    with pytest.raises(RunFailed, match=r"Replica 1 ended .* at place 0 .* at place 24 on average"):
         other.meet(pipeline)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ import torch
 from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
 from bireme.runtime.launch import launch
+from bireme.runtime.processes import start_process
 from bireme.runtime.world import World
+from bireme.train.data import workers
 from bireme.train.data.loader import Batches
 from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.rank_batches import RankBatches
 from bireme.train.data.samples import Batch
+from bireme.train.replica import DealtBatches
 from tests.support.copies import Copy
 from tests.support.patience import patience_s
 from tests.support.ranks import until, wait_until_gone
@@ -74,6 +78,29 @@ def test_closing_ends_workers_that_hang() -> None:
     loader.close()
     assert next(running, None) is None
     assert loader.state() == 1
+
+
+def test_the_same_workers_read_one_window_of_a_replica_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+
+    def noted(name: str, *words: Any) -> Any:
+        started.append(name)
+        return start_process(name, *words)
+
+    monkeypatch.setattr(workers, "start_process", noted)
+    samples, until = own_samples("tests.support.slow_samples:numbered"), 0
+    order = Order(len(samples), shuffled=False)
+
+    def deal(batch: int) -> list[range] | None:
+        return [range(batch, batch + 1)] if batch < until else None
+
+    with DealtBatches(samples, order, 1, 0, len(samples), num_workers=2, deal=deal) as loader:
+        for until in (3, 5):
+            num_read = len(list(loader))
+            assert (num_read, loader.state()) == (3 if until == 3 else 2, until)
+    assert len(started) == 2
 
 
 def test_a_dataset_that_cannot_be_sent_is_refused() -> None:

@@ -56,22 +56,22 @@ def test_a_replica_is_started_on_the_host_of_its_first_stage() -> None:
 
 def test_stages_of_a_replica_change_places_with_equal_devices_to_be_on_one_host() -> None:
     by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
-    assert within_servers(by_stage, TWO).devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))
-    assert within_servers(PLAN, TWO) == PLAN
+    assert within_servers(by_stage, TWO, "quorum").devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))
+    assert within_servers(PLAN, TWO, "outer") == PLAN
 
 
 def test_a_replica_on_two_hosts_is_refused_where_its_devices_are_not_equal() -> None:
     fast = replace(CPU, speed=2.0)
     unequal = Cluster((TWO.servers[0], replace(TWO.servers[1], devices=(fast, fast))))
     by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
-    with pytest.raises(BiremeError, match="replica 0 on several hosts: a, b"):
-        within_servers(by_stage, unequal)
+    with pytest.raises(BiremeError, match=r'"groups", .* replica 0 on several hosts: a, b'):
+        within_servers(by_stage, unequal, "groups")
 
 
 def test_two_processes_on_a_host_are_refused() -> None:
     (member,) = launchers(0)["a"]
     with pytest.raises(BiremeError, match="2 were started on a"):
-        check_launchers({"a": [member, replace(member, rank=1)]})
+        check_launchers({"a": [member, replace(member, rank=1)]}, "groups")
 
 
 def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(

@@ -14,6 +14,7 @@ from bireme.cli import train
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
+from bireme.report.page.run import read_run
 from bireme.runtime.failures import RunFailed
 from bireme.train import launching
 from bireme.train.data.prepare import RunData
@@ -56,7 +57,7 @@ def write_averaging(
 @pytest.mark.parametrize(
     ("mode", "schedule", "depth", "more"),
     [
-        ("groups", "2bw-fresh", 2, {"connect_every": 2}),
+        ("groups", "2bw-fresh", 2, {"connect_every": 2, "average_optimizer": "true"}),
         ("outer", "1f1b", 1, {"outer_every": 2, "outer_fragments": 2}),
     ],
 )
@@ -81,6 +82,9 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
     assert document["membership"] == [{"step": 0, "members": [0, 1]}]
     found = losses(run)
     assert found[max(found)] < found[min(found)]
+    measured = read_run(run).measured
+    assert measured is not None
+    assert measured.program.average_lag == (0 if mode == "groups" else 1)
 
     again = bireme(capsys, "resume", str(run), "--set", f"training.steps={STEPS + 4}", "--json")
     assert again.status == 0, again.err
@@ -128,6 +132,7 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
     for more, words in (
         (settings(sync__outer_every=4), "sync.outer_every is 4"),
         (settings(sync__grace_s=2), "sync.grace_s is 2"),
+        (settings(sync__mode="quorum", sync__average_optimizer="true"), "sync.average_optimizer is True"),
         (settings(balance__mode="measured"), "balance.mode is 'measured'"),
         (settings(sync__mode="outer", sync__outer_every=2, sync__outer_overlap=3), "sync.outer_overlap is 3"),
     ):

@@ -1,8 +1,9 @@
-"""`sync.mode = "quorum"` over several hosts: one is cut off, another one dies, and the run goes on."""
+"""Replicas that may die over several hosts: one is cut off, another one dies, and the run goes on."""
 
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,29 +29,33 @@ PORT = "29400"
 """A host of these has all ports to itself."""
 PACE_S = 0.1
 NUM_HOSTS = 3
+MORE_STEPS = 20
+"""More than are dealt when a coordinator dies."""
 LEASE_SHARE, TIMEOUT_SHARE = 0.02, 0.08
 """Of the time that a test waits on a machine as busy as this one. A host whose lease ends is dropped, and one
 that is cut off starts again after the timeout.
 """
 
 
-def written(folder: Path) -> Path:
+def written(folder: Path, mode: str = "quorum") -> Path:
     """A run file of as many replicas of one stage as there are hosts."""
     path = write_run(folder, "1f1b", 1, data="tests.support.paced_samples:paced")
     plan = folder / "plan-1f1b-1.json"
     document = json.loads(plan.read_text())
     document["plan"]["width"] = NUM_HOSTS
     plan.write_text(json.dumps(document))
-    path.write_text(f'{path.read_text()}\n[sync]\nmode = "quorum"\nlease_s = {LEASE_SHARE * patience_s()}\n')
+    path.write_text(f'{path.read_text()}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_SHARE * patience_s()}\n')
     return path
 
 
 @contextmanager
-def launcher(number: int, machine: Host, master: Host, run: Path, *words: str) -> Iterator[Running]:
-    """`bireme train WORDS…` on a host, as its launcher."""
-    variables = {"RANK": str(number), "WORLD_SIZE": str(NUM_HOSTS), "MASTER_ADDR": master.address}
-    variables |= {"MASTER_PORT": PORT, PACE: str(PACE_S)}
-    first = partial(on_host, machine)
+def launcher(
+    number: int, machine: Host | None, run: Path, *words: str, master: str, port: str = PORT
+) -> Iterator[Running]:
+    """`bireme train WORDS…` on a host, as its launcher; without a host it takes this machine for one."""
+    variables = {"RANK": str(number), "WORLD_SIZE": str(NUM_HOSTS), "GROUP_RANK": str(number)}
+    variables |= {"MASTER_ADDR": master, "MASTER_PORT": port, PACE: str(PACE_S)}
+    first = None if machine is None else partial(on_host, machine)
     process = Copy(["-m", "bireme", "train", *words], run.parent, variables=variables, first=first)
     try:
         yield Running(process, run, process.err)
@@ -81,6 +86,13 @@ def rounds_of(run: Path) -> list[dict[str, Any]]:
     return [*{line["batch"]: line for line in lines if line["kind"] == "round"}.values()]
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        port: int = made.getsockname()[1]
+    return port
+
+
 @pytest.mark.long
 def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp_path: Path) -> None:
     """The one that coordinates and leads is cut off, then the one that took up dies. Both come back."""
@@ -91,7 +103,7 @@ def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp
     words = [str(written(tmp_path)), "--json", *more]
     with hosts(NUM_HOSTS) as machines, ExitStack() as stack:
         first, second, third = (
-            stack.enter_context(launcher(number, machine, machines[0], run, *words))
+            stack.enter_context(launcher(number, machine, run, *words, master=machines[0].address))
             for number, machine in enumerate(machines)
         )
         wait_for_members(first, 0, 1, 2)
@@ -101,7 +113,8 @@ def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp
         wait_for_members(first, 0, 1, 2)
         second.kill_all()
         wait_for_members(third, 0, 2)
-        second = stack.enter_context(launcher(1, machines[1], machines[0], run, *words))
+        again = launcher(1, machines[1], run, *words, master=machines[0].address)
+        second = stack.enter_context(again)
         wait_for_members(third, 0, 1, 2)
         os.kill(third.process.pid, signal.SIGTERM)
         ended = [one.ended() for one in (first, second, third)]
@@ -116,6 +129,36 @@ def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp
     expected = losses_of_one_process(run)
     for step, loss in losses(run).items():
         assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["groups", "outer"])
+def test_replicas_that_average_weights_go_on_when_the_host_that_coordinates_dies(
+    mode: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "run"
+    run.parent.mkdir()
+    more = settings(training__steps=5000, checkpoint__every_steps=0)
+    more += settings(sync__outer_every=4) if mode == "outer" else []
+    words = [str(written(tmp_path, mode)), "--json", *more]
+    where = {"master": "127.0.0.1", "port": str(free_port())}
+    with ExitStack() as stack:
+        first, second, third = (
+            stack.enter_context(launcher(number, None, run, *words, **where)) for number in range(NUM_HOSTS)
+        )
+        first.wait_for_step(5)
+        first.kill_all()
+        second.wait_for_step(max(losses(run)) + MORE_STEPS)
+        os.kill(third.process.pid, signal.SIGTERM)
+        ended = [one.ended() for one in (second, third)]
+
+    assert [one.status for one in ended] == [0, 0], ended
+    (document,) = (json.loads(one.out) for one in ended if one.out)
+    assert (document["reason"], document["checkpoint"]) == ("signal", document["steps"])
+    assert document["membership"][-1]["members"] == [1, 2]
+    ledger = run / "ledger.jsonl"
+    assert check_ledger(ledger).is_whole
+    assert ledger.read_text().count('"kind":"start"') == 2
 
 
 def test_a_host_with_several_processes_of_torchrun_is_told_to_start_one(tmp_path: Path) -> None:

@@ -119,6 +119,13 @@ class BankContents:
             for name, state in found.items()
         }
 
+    @torch.no_grad()
+    def state_kinds(self) -> dict[str, dict[str, torch.dtype]]:
+        """By parameter, the keys under which the optimiser remembers a number for each element, and its
+        dtype; known before the first step.
+        """
+        return self._stepper.kinds(self.newest())
+
     @property
     def _other_version(self) -> int | None:
         """The version besides W that the next batch runs on, if there is one."""

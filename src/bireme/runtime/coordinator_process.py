@@ -174,6 +174,7 @@ def _host(order: CoordinatorOrder, ledger: Ledger) -> Host:
     used = ledger.last_term
     if order.begins:
         return beginner(order.settings, order.num_hosts, used=used)
-    is_own = used >= 0 and used % order.num_hosts == order.number
+    # Where each line is of a replica's own batch, the ledger does not say which rounds count.
+    is_own = used >= 0 and used % order.num_hosts == order.number and not order.settings.averages
     recorded = ledger.num_committed if is_own else None
     return waiting(order.settings, Candidate(order.number, order.num_hosts, recorded, used))

@@ -279,7 +279,7 @@ class Pipeline(HeldState):
                 stage.banks.shared.arrive_all()
         if self._paging is not None:
             self._paging.note(self.num_trained - first)
-        if recorder is not None:
+        if recorder is not None and self.num_trained > first:
             self.recording, self._recorded = recorder.recording(), range(first, self.num_trained)
 
     def evaluate(self, batches: Iterable[Batch], *, through_codecs: bool = False) -> Evaluation:

@@ -166,6 +166,27 @@ class Stepper:
         for optimizer, own in by_optimizer.items():
             _step(optimizer, own, lr_factor)
 
+    def kinds(self, weights: Tensors) -> dict[str, dict[str, torch.dtype]]:
+        """Of each of these weights, the keys under which the optimisers remember a number for each element,
+        and its dtype; known before the first step.
+        """
+        tried = []
+        for home in self.homes:
+            like = weights[home.name]
+            zeros = torch.zeros([2] * like.ndim, dtype=like.dtype, device=like.device)
+            tried.append(Stepped(home, zeros, torch.zeros_like(zeros)))
+        with self.unchanged_groups():
+            self.run(tried, 1.0)
+        return {
+            one.home.name: {
+                key: value.dtype
+                for key, value in one.state.items()
+                if isinstance(value, Tensor) and value.is_floating_point()
+                if value.ndim and value.shape == one.tensor.shape
+            }
+            for one in tried
+        }
+
     @contextmanager
     def unchanged_groups(self) -> Iterator[None]:
         """After this context the optimisers' groups are what they were before it."""

@@ -28,6 +28,8 @@ __all__ = ["AveragingReplica", "Meeting"]
 
 MOST_BATCHES = 1 << 40
 """Of a window; it ends where no more are dealt."""
+STEP = "averaging/step"
+"""Under this name a replica's first rank says in the store of the replica which step the run is at."""
 PREFETCH = 1
 """Batches that are read ahead of the pipeline at most: what a slow replica has been dealt, the others wait
 for at the end of a window."""
@@ -56,13 +58,14 @@ class AveragingReplica(MortalReplica):
         rank = RankId(order.life.replica, order.life.life, world.rank)
         self._agent = AveragingAgent(
             rank,
-            Talk(order.hosts, order.token, rank, lease_s=order.lease_s),
+            Talk(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty),
             timeout_s=world.timeout_s,
             device=world.device,
             on_error=world.watch.failed,
         )
         world.watch.abort_on_failure(self._agent)
         super().__init__(order.life, self._agent, () if order.life.life else range(num_replicas))
+        self._store, self._is_first_rank = world.store, not world.rank
         self._lives = dict.fromkeys(self._order, 0)
         """Of the replicas that were at the last meeting, the lives in which they were there."""
         sync = run.sync
@@ -73,7 +76,9 @@ class AveragingReplica(MortalReplica):
             )
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if outer is None else sync.outer_overlap
-        self.averaging = Averaging(self._agent, self._batch_size, outer, lag, order.first)
+        self.averaging = Averaging(
+            self._agent, self._batch_size, outer, lag, order.first, sync.average_optimizer
+        )
         self.step = order.first
         """How many batches of the run were trained by the last meeting."""
         self._reason = Reason.NONE
@@ -94,18 +99,27 @@ class AveragingReplica(MortalReplica):
         return (known or others)[:1] == [self.number]
 
     def begin(self, step: int) -> int:
-        """The step that this replica's pipeline is to be made for."""
+        """The step that this replica's pipeline is to be made for, the same on all of its ranks: it may have
+        another schedule from some step on.
+        """
         if not self.has_come_late:
             return step
         self._agent.begin(Window(0, 0))
-        return self._known_step()
+        if self._is_first_rank:
+            # While the last sample that is dealt trains, its window is the last one that has begun.
+            found = max(self._known_place() - 1, 0) // self._batch_size
+            self._store.set(STEP, str(found))
+            return found
+        # By now this rank may have heard of later samples.
+        self._agent.wait_for(lambda _word: self._store.check([STEP]))
+        return int(self._store.get(STEP))
 
     def join(self, pipeline: Pipeline) -> None:
         """Come to the first batch of this replica, with the state of the others."""
         pipeline.join_averaging(0)
         if until := self._agent.deals.window.until:
             # The donor is within a window, which ends where the next one of this step does.
-            self.step = min(self._known_step(), max(until // self._batch_size - 1, 0))
+            self.step = min(self._known_place() // self._batch_size, max(until // self._batch_size - 1, 0))
             self._place = self.step * self._batch_size
 
     def rate(self, factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -200,13 +214,13 @@ class AveragingReplica(MortalReplica):
             )
         return int(mean)
 
-    def _known_step(self) -> int:
-        """At which step the run is, as far as samples have been dealt."""
+    def _known_place(self) -> int:
+        """The first sample of the run that has not been dealt."""
 
         def is_known(word: Word) -> bool:
             return bool(word.members)
 
-        return self._agent.wait_for(is_known).fresh // self._batch_size
+        return self._agent.wait_for(is_known).fresh
 
     def _deal(self, batch: int) -> Sequence[range] | None:
         deal = self._agent.deals.dealt(batch)

@@ -117,7 +117,7 @@ def under_way(
         run = load_asked(run_file, sets)
         name = run.log.name or environment.job
         path = None if name is None else RunFolder((Path(run.log.folder) / name).resolve()).hosts
-        if run.sync.mode != "quorum" or path is None or not path.is_file():
+        if not run.sync.is_coordinated or path is None or not path.is_file():
             return None
         found = _UNDER_WAY.validate_python(json.loads(path.read_text()))
     except (BiremeError, OSError, ValueError):

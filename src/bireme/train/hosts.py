@@ -25,12 +25,12 @@ ALIKE = 1.1
 """Devices of one speed are equal if none has so many times the memory of another."""
 
 
-def check_launchers(nodes: Nodes) -> None:
+def check_launchers(nodes: Nodes, mode: str) -> None:
     """Refuse more than one process on a host."""
     for members in nodes.values():
         if len(members) > 1:
             raise BiremeError(
-                'sync.mode is "quorum", in which bireme train starts the processes of a host itself, and '
+                f'sync.mode is "{mode}", in which bireme train starts the processes of a host itself, and '
                 f"again if they die, but {len(members)} were started on {members[0].host}. Start one on each "
                 "host, as with --nproc-per-node 1, and set cluster.workers or cluster.source; or use "
                 'sync.mode = "all".'
@@ -68,7 +68,7 @@ def _counts(run: RunFile, launchers: Sequence[Member]) -> list[int]:
     return [one.num_cuda if uses_gpus else CPU_WORKERS for one in launchers]
 
 
-def within_servers(plan: Plan, cluster: Cluster) -> Plan:
+def within_servers(plan: Plan, cluster: Cluster, mode: str) -> Plan:
     """A plan with each replica on one server: this one, or with other devices in the place of equal ones.
 
     Replicas that share a server stay in their order.
@@ -92,7 +92,7 @@ def within_servers(plan: Plan, cluster: Cluster) -> Plan:
         return replace(plan, devices=tuple(zip(*replicas, strict=True)))
     replica, servers = _split(plan, cluster) or (0, [])
     raise BiremeError(
-        f'sync.mode is "quorum", but the plan has the stages of replica {replica} on several hosts: '
+        f'sync.mode is "{mode}", but the plan has the stages of replica {replica} on several hosts: '
         f"{', '.join(servers)}. A replica lives and dies with one host. Set plan.depth to at most the "
         'devices of a host, name the devices in plan.file, or use sync.mode = "all".'
     )

@@ -324,7 +324,7 @@ def _orders(led: RunSetup) -> Orders:
         threads=led.threads,
         timeout_s=led.prepared.run.cluster.timeout_s,
         words=led.words,
-        hosts=host_orders(led) if led.prepared.run.sync.mode == "quorum" else None,
+        hosts=host_orders(led) if led.prepared.run.sync.is_coordinated else None,
     )
 
 

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from time import perf_counter
 
 from bireme.profile.control import Control
@@ -103,8 +104,10 @@ class Loop:
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
         self._reading = RunReading(run, data, home, member)
-        self._to_record = member is None or not (member.has_come_late or self._averaging)
+        self._to_record = member is None or not member.has_come_late
         self._record_from = self._recorded_first()
+        self._own_from = pipeline.num_trained + self._record_from - self.step
+        """Where a replica trains batches of its own, the first that it records."""
         self._shared: tuple[list[int], list[int]] = ([], [])
         """Samples of each replica in the last window, and who met, where they meet."""
         self._first_step = self.step
@@ -183,6 +186,7 @@ class Loop:
         schedule = self.pipeline.plan.source.name
         self._checkpoints.meta = replace(self._checkpoints.meta, schedule=schedule)
         self._record_from = self._recorded_first()
+        self._own_from = self.pipeline.num_trained + self._record_from - self.step
         self.tell("schedule", self.step, schedule=schedule)
         self._tally.forget_pace()  # what is told is the schedule that stays
 
@@ -196,6 +200,8 @@ class Loop:
             end = min(end, (self.step // saves + 1) * saves)
         if self._switch is not None:
             return min(end, self._switch.step)
+        if self._averaging is not None:
+            return end
         marks = (self._record_from, self._recorded_end) if self._recorded_end < steps else ()
         return min([end, *(mark for mark in marks if self._to_record and mark > self.step)])
 
@@ -230,16 +236,34 @@ class Loop:
         return self._to_record and self._switch is None and is_early and self._has_room
 
     def _train_until(self, end: int) -> None:
+        if self._averaging is not None:
+            self._train_own(self._batches(end))
+            self._meet(self._averaging)
+            return
         records = self._records
         self._to_record = self._to_record and not records
-        votes = self.stops.vote if self._member is None else self._member.votes(self.stops)
-        results = self.pipeline.train(self._batches(end), record=records, votes=votes)
-        for number, result in enumerate(results):
-            self._note(result, is_first=number == 0)
+        self._train(self._batches(end), records=records)
         if records and self._ends is None:
             self.timeline = self.pipeline.timeline()
-        if self._averaging is not None:
-            self._meet(self._averaging)
+
+    def _train_own(self, batches: Iterator[PartlyRead]) -> None:
+        """Train a window of this replica's own batches. It drains around those that it records, and holds up
+        nobody.
+        """
+        if self._to_record and self._switch is None and self._has_room:
+            self._train(islice(batches, max(self._own_from - self.pipeline.num_trained, 0)))
+            first = self.pipeline.num_trained
+            if first >= self._own_from:
+                self._train(islice(batches, RECORDED), records=True)
+            if self.pipeline.num_trained > first:
+                self._to_record, self.timeline = False, self.pipeline.timeline()
+        self._train(batches)
+
+    def _train(self, batches: Iterator[PartlyRead], *, records: bool = False) -> None:
+        votes = self.stops.vote if self._member is None else self._member.votes(self.stops)
+        results = self.pipeline.train(batches, record=records, votes=votes)
+        for number, result in enumerate(results):
+            self._note(result, is_first=number == 0)
 
     def _meet(self, replica: AveragingReplica) -> None:
         """Make one mean of all replicas' weights, and do what is due then."""

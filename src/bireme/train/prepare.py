@@ -287,7 +287,7 @@ def written_paths(prepared: Prepared, folder: RunFolder) -> list[Path]:
         folder.path / "tensorboard": log.tensorboard,
         folder.path / "wandb": log.wandb,
         folder.predicted_timeline: is_planned,
-        folder.measured_timeline: not run.sync.averages,
+        folder.measured_timeline: True,
         folder.checkpoints(run): saves,
         folder.model: saves and run.export.at_end,
         folder.summary: True,

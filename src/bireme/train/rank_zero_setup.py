@@ -31,7 +31,6 @@ from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
 from bireme.train.rendezvous import Environment
-from bireme.train.replica_checks import refuse_averages_elsewhere
 from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_file import RunFile
@@ -70,9 +69,8 @@ def set_up_run(
 
     `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
     """
-    refuse_averages_elsewhere(asked)
-    if asked.sync.mode == "quorum":
-        check_launchers(nodes)
+    if asked.sync.is_coordinated:
+        check_launchers(nodes, asked.sync.mode)
         nodes = processes_of(asked, nodes)
     named = _named(asked, environment)
     begun = _begun(named, environment)
@@ -188,7 +186,7 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
     changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
     plan = run.plan
     is_free = plan.file is None and plan.depth is None and plan.width is None and not run.data.private
-    if is_free and run.sync.mode == "quorum":
+    if is_free and run.sync.is_coordinated:
         depth = gcd(*map(len, nodes.values()))  # whole replicas on each host
         plan = plan.model_copy(update={"depth": depth, "width": num_ranks // depth})
     elif asked.source is None and is_free:
@@ -231,9 +229,10 @@ def _prepared_anew(
 
 def _on_hosts(prepared: Prepared) -> Prepared:
     """With each replica on one host, where replicas may die."""
-    if prepared.run.sync.mode != "quorum":
+    sync = prepared.run.sync
+    if not sync.is_coordinated:
         return prepared
-    plan = within_servers(prepared.plan.plan, prepared.machines.cluster)
+    plan = within_servers(prepared.plan.plan, prepared.machines.cluster, sync.mode)
     return replace(prepared, plan=replace(prepared.plan, plan=plan))
 
 

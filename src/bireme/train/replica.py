@@ -136,8 +136,10 @@ class Replica(MortalReplica):
 
 class DealtBatches(RankBatches):
     """Batches of the samples that are dealt to a replica; `deal` waits until they are, or gives None where
-    there are no more.
+    there are no more in this iteration.
     """
+
+    keeps_workers = True
 
     def __init__(self, *words: Any, deal: Callable[[int], Sequence[range] | None], **more: Any) -> None:
         super().__init__(*words, **more)

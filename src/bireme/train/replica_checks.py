@@ -10,7 +10,7 @@ from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.run_file import RunFile
 
-__all__ = ["check_paged", "check_replicas", "check_tied", "refuse_averages_elsewhere"]
+__all__ = ["check_paged", "check_replicas", "check_tied"]
 
 
 def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
@@ -70,12 +70,3 @@ def check_paged(run: RunFile, plan: Plan) -> None:
                 f'{key} is "{value}", but the plan pages, which goes with "{usual}" only. Set {key} to '
                 f'"{usual}", or use a plan that does not page.'
             )
-
-
-def refuse_averages_elsewhere(run: RunFile) -> None:
-    """Refuse replicas that average weights where something else has started the processes."""
-    if run.sync.averages:
-        raise BiremeError(
-            f'sync.mode is "{run.sync.mode}", but torchrun has started the processes, and such a run is on '
-            'one machine. Call bireme train itself, or use sync.mode = "quorum".'
-        )

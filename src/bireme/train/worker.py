@@ -183,7 +183,7 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
             log.begin(loop.step)
         outcome = loop.go()
     if log is not None:
-        if loop.timeline is not None:
+        if loop.timeline is not None and outcome.leads:
             with suppress(BiremeError):  # a full disk takes a picture, not the run
                 write_recorded(loop.timeline, folder.measured_timeline)
         log.end(outcome)

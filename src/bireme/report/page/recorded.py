@@ -39,6 +39,7 @@ def recorded_document(timeline: Timeline) -> dict[str, Any]:
     document |= {
         "source": timeline.source,
         "first_batch": timeline.program.first_batch,
+        **({} if timeline.program.average_lag is None else {"average_lag": timeline.program.average_lag}),
         "transfers": [
             {"source": one.source, "destination": one.destination}
             | {name: list(getattr(one, name)) for name in COLUMNS}
@@ -51,7 +52,9 @@ def recorded_document(timeline: Timeline) -> dict[str, Any]:
 def read_recorded(path: Path, plan: Plan) -> Timeline:
     """The timeline in a file, of a window of that plan."""
     document = read_json(path, _Document)
-    program = plan.program(document.num_batches, document.first_batch)
+    lag = document.average_lag
+    source = plan.source if lag is None else plan.averaging(lag).source
+    program = source.program(document.num_batches, document.first_batch)
     if any(not rank.start_s for rank in document.ranks):
         raise BiremeError(
             f"{path} does not say when each instruction started and ended, so nothing is drawn."
@@ -129,6 +132,7 @@ class _Transfers(_Table):
 class _Document(_Table):
     num_batches: int = Field(ge=1, description="how many batches the window has")
     first_batch: int = Field(0, ge=0)
+    average_lag: int | None = Field(None, ge=0)
     source: str = "predicted"
     ranks: list[_Rank] = Field(description="each rank and when its instructions ran")
     transfers: list[_Transfers] = Field(default_factory=list)

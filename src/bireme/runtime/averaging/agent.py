@@ -128,7 +128,14 @@ class AveragingAgent(PeerAgent):
                 return None
             found = line.settled.popleft()
             line.offer = None
-            line.at = replace(line.at, committed=line.at.committed + 1, ready=None, summed=None, lost=())
+            line.at = replace(
+                line.at,
+                committed=line.at.committed + 1,
+                ready=None,
+                summed=None,
+                lost=(),
+                last=replace(found.commit, sources=()),
+            )
         self._say()
         return found
 
@@ -241,18 +248,20 @@ class AveragingAgent(PeerAgent):
         if result is not None and result.attempt != commit.attempt:
             line.give_back(result)
             result = None
-        is_own = result is not None and line.was_offered
-        if result is None:
+        if result is not None:
+            result.parts = tuple(part.replica for part in commit.parts)
+        else:
             result = self._pulled(line, commit, word)
             if result is None:
                 return False
+        # A coordinator that has taken up may not know whose sum it is that counts.
+        is_own = line.was_offered and self.own.replica in result.parts
         result.num_users = 2
-        parts = tuple(part.replica for part in commit.parts)
         with self._changed:
             line.kept[commit.round] = result
             line.contribution = line.failed = None
             line.next += 1
-            line.settled.append(Settled(result, is_own, parts))
+            line.settled.append(Settled(result, is_own, commit))
             self._changed.notify_all()
         return True
 
@@ -274,6 +283,7 @@ class AveragingAgent(PeerAgent):
             self._tell_pulling(is_so=False)
         result.attempt = commit.attempt
         result.summed = Summed(b"", words["weight"], (), tuple(words["numbers"]))
+        result.parts = tuple(words["parts"])
         return result
 
     def _tell_pulling(self, *, is_so: bool) -> None:

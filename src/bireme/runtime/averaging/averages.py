@@ -5,7 +5,7 @@ one mean. Here are the averages of groups; those by outer steps are in `outer.py
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.lines import Offer, Settled
+from bireme.runtime.averaging.moments import Moments
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
 from bireme.sync.exchange import SentBytes
@@ -32,9 +33,16 @@ class Met:
 
 
 class Averages(ABC):
-    """The averages of one rank, which has one stage."""
+    """The averages of one rank, which has one stage; of its weights, or of its optimiser's state too."""
 
-    def __init__(self, agent: AveragingAgent, stages: Mapping[int, Stage], device: torch.device) -> None:
+    def __init__(
+        self,
+        agent: AveragingAgent,
+        stages: Mapping[int, Stage],
+        device: torch.device,
+        *,
+        averages_optimizer: bool = False,
+    ) -> None:
         if len(stages) != 1:
             raise BiremeError(
                 f"Replicas average weights rank by rank, and a rank has {len(stages)} stages. Use a schedule "
@@ -43,6 +51,7 @@ class Averages(ABC):
         self.agent = agent
         self.stage = next(iter(stages.values()))
         self._device = device
+        self._moments = Moments(self.stage.banks) if averages_optimizer else None
         self.sent = SentBytes()
         """What this rank has sent to others."""
 
@@ -75,6 +84,23 @@ class Averages(ABC):
         num_bytes = sum(flat.nbytes for flat in flats)
         self.sent.note(num_members, raw=num_bytes, sent=num_bytes)
 
+    def _moments_like(self, places: Sequence[slice]) -> list[Tensor]:
+        """What is averaged of the optimiser's state along with these places of the weights."""
+        return [] if self._moments is None else self._moments.like(places)
+
+    def _moments_taken(self, places: Sequence[slice]) -> list[Tensor]:
+        return [] if self._moments is None else self._moments.taken(places)
+
+    @torch.no_grad()
+    def _put_moments(self, flats: Sequence[Tensor], places: Sequence[slice]) -> None:
+        if self._moments is not None:
+            self._moments.put(flats, places)
+
+    @property
+    def _everywhere(self) -> list[slice]:
+        """The places of all weights."""
+        return [slice(0, flat.numel()) for flat in self._flats]
+
     @property
     def _flats(self) -> list[Tensor]:
         return [arena.flat for arena in self.stage.banks.newest_arenas]
@@ -91,14 +117,22 @@ class Averages(ABC):
 class GroupAverages(Averages):
     """Weights are averaged with the group that is ready: each counts alike, whatever it has trained."""
 
-    def __init__(self, agent: AveragingAgent, stages: Mapping[int, Stage], device: torch.device) -> None:
-        super().__init__(agent, stages, device)
-        agent.bind([[torch.empty_like(flat, device="meta") for flat in self._flats]])
+    def __init__(
+        self,
+        agent: AveragingAgent,
+        stages: Mapping[int, Stage],
+        device: torch.device,
+        *,
+        averages_optimizer: bool = False,
+    ) -> None:
+        super().__init__(agent, stages, device, averages_optimizer=averages_optimizer)
+        like = [torch.empty_like(flat, device="meta") for flat in self._flats]
+        agent.bind([[*like, *self._moments_like(self._everywhere)]])
 
     def start(self, step: Instruction) -> None:
         """Nobody writes to these weights before the mean is part of them, so they are not copied."""
-        flats, ready = self._flats, self._event()
-        self.agent.arrive(step.batch, lambda: Contribution(copied(flats, ready), b"", 1.0, 1.0))
+        offered = self._offered()
+        self.agent.arrive(step.batch, lambda: Contribution(offered(), b"", 1.0, 1.0))
 
     def end(self, step: Instruction) -> None:
         """Wait for the group."""
@@ -111,11 +145,10 @@ class GroupAverages(Averages):
 
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """All weights become their mean."""
-        flats, ready = self._flats, self._event()
-        mean = self.agent.lines[-1]
+        offered, mean = self._offered(), self.agent.lines[-1]
 
         def make() -> Contribution:
-            return Contribution(copied(flats, ready), b"", 1.0, 1.0, (), numbers)
+            return Contribution(offered(), b"", 1.0, 1.0, (), numbers)
 
         self.agent.drain()
         self.agent.offer(mean, Offer(make, trained=num_trained))
@@ -127,12 +160,20 @@ class GroupAverages(Averages):
         mean.give_back(settled.result)
         return met(settled)
 
+    def _offered(self) -> Callable[[], Sequence[Tensor]]:
+        """What gives the weights as they are, and the optimiser's state, where and when they are needed."""
+        flats, ready = self._flats, self._event()
+        return lambda: [*copied(flats, ready), *self._moments_taken(self._everywhere)]
+
     def _write(self, version: int, means: Sequence[Tensor], *, is_drained: bool = False) -> None:
+        num = len(self._flats)
+
         def write(flats: Sequence[Tensor]) -> None:
-            for flat, mean in zip(flats, means, strict=True):
+            for flat, mean in zip(flats, means[:num], strict=True):
                 flat.copy_(mean)
 
         self.stage.banks.average(version, write, is_drained=is_drained)
+        self._put_moments(means[num:], self._everywhere)
 
 
 def met(settled: Settled) -> Met:

@@ -31,6 +31,7 @@ class Averaging:
     """How a pipeline averages with others: in groups, or by `outer` steps that come `lag` batches late.
 
     A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
+    With `averages_optimizer` what optimisers remember of the weights is averaged along with these.
     """
 
     agent: AveragingAgent
@@ -38,6 +39,7 @@ class Averaging:
     outer: OuterSettings | None = None
     lag: int = 0
     first: int = 0
+    averages_optimizer: bool = False
 
     def programs(self, plan: AnyPlan) -> ProgramPlan:
         """What a plan runs with averages in it."""
@@ -55,8 +57,16 @@ class Averaging:
         """The averages of a rank."""
         check_untied(layout)
         if self.outer is None:
-            return GroupAverages(self.agent, stages, device)
-        return OuterAverages(self.agent, stages, device, self.outer, self.batch_size, self.first)
+            return GroupAverages(self.agent, stages, device, averages_optimizer=self.averages_optimizer)
+        return OuterAverages(
+            self.agent,
+            stages,
+            device,
+            self.outer,
+            self.batch_size,
+            self.first,
+            averages_optimizer=self.averages_optimizer,
+        )
 
 
 def check_untied(layout: Layout) -> None:
@@ -95,7 +105,8 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
     own = agent.own
 
     def is_member(word: Word) -> bool:
-        return any(one.own_life == own.own_life for one in word.members)
+        """Whether that is certain, whoever coordinates next."""
+        return word.is_installed and any(one.own_life == own.own_life for one in word.members)
 
     asked: Heal | None = None
     while True:

@@ -54,7 +54,8 @@ class ForOthers:
                 lambda: kept.get(name & ((1 << PLACES) - 1)), lambda: time.monotonic() > ends_s
             )
             if result is not None and result.summed is not None:
-                words = {"weight": result.summed.weight, "numbers": result.summed.numbers}
+                summed = result.summed
+                words = {"weight": summed.weight, "numbers": summed.numbers, "parts": result.parts}
                 send_parcel(made, words, result.flats)
         elif what == SNAPSHOT:
             # An evaluation may take longer than any timeout, and the next update follows it.

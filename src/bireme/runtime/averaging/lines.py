@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.quorum.results import Buffers, Result
-from bireme.sync.coordinator.messages import Grant, RoundAt
+from bireme.sync.coordinator.messages import Commit, Grant, RoundAt
 from bireme.sync.quorum.ring import Contribution
 
 __all__ = ["Line", "Offer", "Settled"]
@@ -31,7 +31,12 @@ class Settled:
 
     result: Result
     is_own: bool
-    parts: tuple[int, ...]
+    commit: Commit
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The replicas that had a part in it."""
+        return self.result.parts
 
 
 class Line:

@@ -7,6 +7,9 @@ are the same in all replicas. The weights are cut into fragments, each with roun
     buffer = momentum * buffer + mean drift
     start  = start - rate * (mean drift + momentum * buffer)                             Nesterov's momentum
 
+What optimisers remember is averaged along with drifts, where that is asked for: whoever had samples in a
+round remembers the mean from there on, in the place of what it has by then.
+
 A replica's weights move with the start, and keep what it has trained since it offered its drift. One that was
 not in a round keeps its drift for the next one.
 
@@ -55,13 +58,15 @@ def num_due(settings: OuterSettings, fragment: int, batches: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Fragment:
-    """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, after
-    the `batch`, of so many samples; `counted` are the samples in drifts that were in rounds.
+    """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, with the
+    optimiser's `moments`, after the `batch`, of so many samples; `counted` are the samples in drifts that
+    were in rounds.
     """
 
     places: tuple[slice, ...]
     due: int = 0
     offered: list[Tensor] = field(default_factory=list)
+    moments: list[Tensor] = field(default_factory=list)
     batch: int | None = None
     samples: int = 0
     counted: int = 0
@@ -82,8 +87,10 @@ class OuterAverages(Averages):
         settings: OuterSettings,
         batch_size: int,
         first: int,
+        *,
+        averages_optimizer: bool = False,
     ) -> None:
-        super().__init__(agent, stages, device)
+        super().__init__(agent, stages, device, averages_optimizer=averages_optimizer)
         self._settings, self._batch_size, self._first = settings, batch_size, first
         host = torch.device("cpu")
         arenas = self.stage.banks.newest_arenas
@@ -98,7 +105,12 @@ class OuterAverages(Averages):
         self._samples = 0
         self.load({})
         whole = [torch.empty_like(one.flat, device="meta") for one in self._start]
-        agent.bind([*(one.of(whole) for one in self._fragments), whole])
+        agent.bind(
+            [
+                *([*one.of(whole), *self._moments_like(one.places)] for one in self._fragments),
+                [*whole, *self._moments_like(self._everywhere)],
+            ]
+        )
 
     def start(self, step: Instruction) -> None:
         """Offer the drift of fragments whose rounds are due."""
@@ -126,9 +138,10 @@ class OuterAverages(Averages):
         *lines, mean = self.agent.lines
         samples = self._samples - min(one.counted for one in self._fragments)
         drifts = self._drifts(self._flats, [one.flat for one in self._start])
+        offered = [*drifts, *self._moments_taken(self._everywhere)]
 
         def make() -> Contribution:
-            return Contribution(drifts, b"", float(samples), float(samples), (), numbers)
+            return Contribution(offered, b"", float(samples), float(samples), (), numbers)
 
         self.agent.drain()
         self.agent.offer(mean, Offer(make, samples, num_trained))
@@ -142,10 +155,12 @@ class OuterAverages(Averages):
         assert settled is not None, "it was waited for"
         self._note(len(settled.parts), settled.result.flats)
         for number, fragment in enumerate(self._fragments):
-            self._step(number, fragment.of(settled.result.flats), settled)
+            self._step(number, fragment.of(settled.result.flats[: len(drifts)]), settled)
             fragment.counted = self._samples
         banks = self.stage.banks
         banks.average(banks.newest_version, self._become_start, is_drained=True)
+        if _weight(settled):
+            self._put_moments(settled.result.flats[len(drifts) :], self._everywhere)
         mean.give_back(settled.result)
         return met(settled)
 
@@ -173,15 +188,16 @@ class OuterAverages(Averages):
         fragment = self._fragments[number]
         drifts = self._drifts(fragment.of(self._flats), fragment.of([one.flat for one in self._start]))
         fragment.offered, fragment.batch, fragment.samples = drifts, batch, self._samples
+        fragment.moments = self._moments_taken(fragment.places)
         self._tell_offer(number)
 
     def _tell_offer(self, number: int) -> None:
         fragment = self._fragments[number]
         assert fragment.batch is not None, "it was offered after a batch"
-        drifts, samples = fragment.offered, fragment.samples - fragment.counted
+        offered, samples = [*fragment.offered, *fragment.moments], fragment.samples - fragment.counted
 
         def make() -> Contribution:
-            return Contribution(drifts, b"", float(samples), float(samples))
+            return Contribution(offered, b"", float(samples), float(samples))
 
         self.agent.offer(self.agent.lines[number], Offer(make, samples, fragment.batch + 1))
 
@@ -194,7 +210,7 @@ class OuterAverages(Averages):
             while (settled := self.agent.take(line)) is not None:
                 self._follow(line, fragment, settled)
                 if line.at.committed >= fragment.due:
-                    fragment.offered, fragment.batch = [], None
+                    fragment.offered, fragment.moments, fragment.batch = [], [], None
                 elif fragment.batch is not None:
                     self._tell_offer(line.number)
                 else:
@@ -212,12 +228,13 @@ class OuterAverages(Averages):
             start.sub(before)
             for start, before in zip(fragment.of([one.flat for one in self._start]), befores, strict=True)
         ]
-        line.give_back(settled.result)
         if fragment.batch is not None and settled.is_own:
             for change, drift in zip(changes, fragment.offered, strict=True):
                 change.add_(drift)
+            self._put_moments(settled.result.flats[len(changes) :], fragment.places)
             fragment.counted = fragment.samples
-            fragment.offered, fragment.batch = [], None
+            fragment.offered, fragment.moments, fragment.batch = [], [], None
+        line.give_back(settled.result)
 
         def write(flats: Sequence[Tensor]) -> None:
             for flat, change in zip(fragment.of(flats), changes, strict=True):
@@ -228,14 +245,13 @@ class OuterAverages(Averages):
     @torch.no_grad()
     def _step(self, number: int, means: Sequence[Tensor], settled: Settled) -> None:
         """The outer step of a fragment."""
-        assert settled.result.summed is not None, "what counts was summed"
-        if not settled.result.summed.weight:
+        if not _weight(settled):
             return
         fragment, asked = self._fragments[number], self._settings
         for start, buffer, mean in zip(
             fragment.of([one.flat for one in self._start]),
             fragment.of([one.flat for one in self._momentum]),
-            means,
+            means[: len(self._start)],
             strict=True,
         ):
             buffer.mul_(asked.momentum).add_(mean)
@@ -244,6 +260,12 @@ class OuterAverages(Averages):
     def _become_start(self, flats: Sequence[Tensor]) -> None:
         for flat, start in zip(flats, self._start, strict=True):
             flat.copy_(start.flat)
+
+
+def _weight(settled: Settled) -> float:
+    """Of how many samples a round is."""
+    assert settled.result.summed is not None, "what counts was summed"
+    return settled.result.summed.weight
 
 
 def _sections(

@@ -19,7 +19,7 @@ from bireme.cluster.machine import num_cores
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.failures import Failure, FailureKind, RunFailed
+from bireme.runtime.failures import Failure, FailureKind
 from bireme.runtime.launch import Crew, pickled, preload_own
 from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.averaging_tail import AveragingTail
@@ -27,7 +27,7 @@ from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.quorum.site import BEAT_S, Observer, Site
 from bireme.runtime.rank_process import LOCALHOST, Order
 from bireme.sync.coordinator.messages import Life
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.settings import Settings
 
 if TYPE_CHECKING:
     from bireme.runtime.world import Backend
@@ -92,8 +92,7 @@ def launch_replicas(
 
     preload_own(function)
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    is_quorum = settings.mode is SyncMode.QUORUM
-    tail = LedgerTail(ledger) if is_quorum else AveragingTail(ledger)
+    tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
     here = site or _only_site(settings, ledger)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
     num_ranks = len(here.replicas) * settings.num_stages
@@ -102,7 +101,8 @@ def launch_replicas(
         committed = () if observer is None else observer.word.committed
         if here.first_life and not committed:
             return True  # the others went on without this host
-        return tail.num_rounds > 0 or max(committed, default=0) > settings.first
+        first = 0 if settings.averages else settings.first
+        return tail.num_rounds > 0 or max(committed, default=0) > first
 
     def crew_of(life: Life) -> Crew:
         own = ReplicaOrder(
@@ -130,10 +130,7 @@ def launch_replicas(
             observer.start()
         for one in replicas:
             one.begin()
-        supervision = _Supervision(
-            replicas, here, observer, tail, tell, has_begun, may_lose_coordinator=is_quorum
-        )
-        return supervision.results()
+        return _Supervision(replicas, here, observer, tail, tell, has_begun).results()
     finally:
         for one in replicas:
             one.give_up()
@@ -237,11 +234,9 @@ class _Supervision:
         tail: LedgerTail,
         tell: Callable[[str], None],
         has_begun: Callable[[], bool],
-        *,
-        may_lose_coordinator: bool,
     ) -> None:
         self._replicas, self._site, self._tail, self._tell = replicas, site, tail, tell
-        self._coordinator, self._may_lose_coordinator = site.coordinator, may_lose_coordinator
+        self._coordinator = site.coordinator
         self._observer, self._has_begun = observer, has_begun
 
     def results(self) -> Launched:
@@ -250,11 +245,10 @@ class _Supervision:
         """
         while True:
             if (trouble := self._coordinator.trouble()) is not None:
-                if not self._may_lose_coordinator:
-                    raise RunFailed(
-                        f"The coordinator {trouble}, and what it knew of unfinished batches is lost."
-                    )
                 self._coordinator.start_again()
+                for one in self._replicas:
+                    if one.is_told:
+                        self._coordinator.ended(one.life)
                 self._tell(f"The coordinator {trouble}; it is started again, and the run continues.")
             self._note_members()
             if self._done() or self._is_over_elsewhere:

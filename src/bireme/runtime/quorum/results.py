@@ -15,11 +15,14 @@ __all__ = ["Buffers", "Result"]
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """The sum of a batch as made in one attempt. Each of `num_users` gives it back once."""
+    """The sum of a batch as made in one attempt, over the replicas in `parts` if that is noted. Each of
+    `num_users` gives it back once.
+    """
 
     flats: Sequence[Tensor]
     attempt: int = -1
     summed: Summed | None = None
+    parts: tuple[int, ...] = ()
     num_users: int = 1
 
 

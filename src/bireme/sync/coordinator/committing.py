@@ -9,7 +9,7 @@ from bireme.sync.coordinator.rounds import Line, is_broken, is_ready, is_summed,
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
-from bireme.sync.coordinator.windows import with_own_deals, with_trained
+from bireme.sync.coordinator.windows import num_parts_of, with_own_deals, with_trained
 
 __all__ = ["committed_rounds", "with_commit", "with_deals", "with_rounds", "with_sources"]
 
@@ -91,8 +91,7 @@ def with_commit(state: State, grant: Grant, lines: Lines) -> State:
     )
     if state.settings.mode is SyncMode.QUORUM:
         return _with_batch(state, grant, lines)
-    is_outer = state.settings.mode is SyncMode.OUTER
-    num_parts = len(state.lines) - 1 if is_outer else state.settings.num_stages
+    num_parts = num_parts_of(state)
     trained = {
         (one.replica, part): min(
             (_at(report, grant.line).trained for report in _reports(state, one.replica)), default=0

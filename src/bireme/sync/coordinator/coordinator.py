@@ -26,6 +26,7 @@ from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.standstill import standstill, still_until_s, with_stillness
 from bireme.sync.coordinator.state import Ended, Event, State, Step
+from bireme.sync.coordinator.windows import progress_of
 
 __all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
 
@@ -138,6 +139,7 @@ def word_for(state: State, rank: RankId) -> Word:
         commits=tuple(commits[:MOST_COMMITS]) if membership.is_installed else (),
         deals=state.pool.listed(),
         ends=state.ends,
+        progress=progress_of(state),
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
         heals=state.heals,

@@ -2,8 +2,7 @@
 
 A pure state machine around `coordinator.step`. It resigns, which closes all connections, where another may
 have replaced it: when a rank knows a later term, when a rank was told more than it took up from, and when so
-many members are out of reach that others may have taken up. Then it waits like any other host. Where
-replicas average weights there is no other host, and nobody could take up: it waits for its members.
+many members are out of reach that others may have taken up. Then it waits like any other host.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from bireme.sync.coordinator.joining import is_cut_off
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard
 from bireme.sync.coordinator.messages import TERM, Life, RankId, Report, Word
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.settings import Settings
 from bireme.sync.coordinator.state import Ended, Event, State, Step, Tick
 from bireme.sync.coordinator.succession import Candidate, taken_up
 
@@ -72,33 +71,36 @@ def host_step(host: Host, event: Event, now_s: float) -> HostStep:
     """What follows from an event at that time."""
     if host.state is None:
         return _gathered(host, event, now_s)
-    if _is_replaced(host.state, event, now_s):
+    # Where replicas average weights, one that is the only one waits for members that are all silent: it
+    # knows more of their samples than they do.
+    may_be_replaced = not host.settings.averages or host.candidate.num_candidates > 1
+    if _is_replaced(host.state, event, now_s, may_be_replaced=may_be_replaced):
         candidate = replace(host.candidate, recorded=None)
         return HostStep(replace(host, candidate=candidate, state=None, heard={}), resigns=True)
     done = coordinator_step(host.state, event, now_s)
     return HostStep(replace(host, state=done.state), done.words, done.lines)
 
 
-def _is_replaced(state: State, event: Event, now_s: float) -> bool:
+def _is_replaced(state: State, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:
     membership = state.membership
     if isinstance(event, Report):
         is_later = event.epoch // TERM > membership.epoch // TERM
         return is_later or (is_behind(state, event) and not membership.is_installed)
-    is_quorum = state.settings.mode is SyncMode.QUORUM
-    return is_quorum and isinstance(event, Tick) and is_cut_off(state, now_s)
+    return may_be_replaced and isinstance(event, Tick) and is_cut_off(state, now_s)
 
 
 def _gathered(host: Host, event: Event, now_s: float) -> HostStep:
     """Learn who calls, and take up if enough do."""
-    since_s = now_s - host.settings.lease_s
-    heard = {rank: one for rank, one in host.heard.items() if one.at_s >= since_s}
+    alive_s = now_s - host.settings.lease_s
+    heard = {rank: one for rank, one in host.heard.items() if one.at_s >= alive_s}
+    since_s = host.since_s if heard else now_s
     if isinstance(event, Report):
         last = heard.get(event.rank)
         if last is None or last.report.number < event.number:
             heard[event.rank] = Heard(event, now_s)
     ended = host.ended | {event.life} if isinstance(event, Ended) else host.ended
     heard = {rank: one for rank, one in heard.items() if rank.own_life not in ended}
-    host = replace(host, heard=heard, ended=ended, since_s=now_s if len(heard) <= 1 else host.since_s)
+    host = replace(host, heard=heard, ended=ended, since_s=since_s)
     is_late = now_s >= host.since_s + LATENESS * host.settings.lease_s
     taken = taken_up(host.settings, host.candidate, heard, ended=ended, is_late=is_late)
     if taken is None:

@@ -39,8 +39,8 @@ def with_beginning(state: State, now_s: float, lines: Lines) -> State:
     voters = [frozenset([one]) for one in lives] if membership.is_strict else [frozenset(lives)]
     begun = replace(membership.begun(members), voters=tuple(voters))
     pool = state.pool
-    mode = "" if settings.mode is SyncMode.QUORUM else str(settings.mode)
-    lines.append(Began(begun.epoch, settings.first, settings.num_samples, pool.fresh, pool.open, mode))
+    mode, first = settings.mode_in_ledger, settings.first
+    lines.append(Began(begun.epoch, first, settings.num_samples, pool.fresh, pool.open, mode))
     return replace(state, membership=begun)
 
 

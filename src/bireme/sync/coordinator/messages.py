@@ -49,6 +49,7 @@ __all__ = [
     "Member",
     "Notice",
     "Part",
+    "Progress",
     "RankId",
     "Report",
     "RoundAt",
@@ -279,6 +280,17 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a replica is that trains batches of its own: those below `dealt` were dealt to it. Of each stage,
+    or line of rounds, the samples of its first `trained` batches are in weights that others have too.
+    """
+
+    replica: int
+    dealt: int
+    trained: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Heal:
     """`replica` gets a snapshot of every stage from `donor`: weights and optimiser after `batch` updates.
 
@@ -323,14 +335,13 @@ class Word:
     All members have the sums of the rounds of each line below `kept`, so nobody need keep these. `deals` are
     the samples in batches that are not committed, of all replicas; `waiting` were dealt and lost, and are
     dealt again first, and from the place `fresh` on none have been dealt. `ends` are those of the replicas'
-    last windows. `voters` are sets of replicas: of
-    each set enough must know the epoch before it `is_installed`, and nothing is granted or committed before.
-    A coordinator that took up did so from the word with the epoch and the number that `after` says.
+    last windows, `progress` says where they are. `voters` are sets of replicas: of each set enough must know
+    the epoch before it `is_installed`, and nothing is granted or committed before. A coordinator that took up
+    did so from the word with the epoch and the number that `after` says.
 
-    `group` is of the rank's own last arrival. Where all members wait for each other and nothing will happen
-    any more, `standstill` says who waits for what: they end. A rank that `is_dropped` is of a life that is
-    over: it ends, for its replica to begin the next one. The run `is_lost` if rounds count and nobody is left
-    who has their weights.
+    `group` is of the rank's own last arrival. Where all members wait for each other for ever, `standstill`
+    says who waits for what: they end. A rank that `is_dropped` is of a life that is over: it ends, for its
+    replica to begin the next one. The run `is_lost` if rounds count and nobody is left who has their weights.
     """
 
     epoch: int
@@ -345,6 +356,7 @@ class Word:
     commits: tuple[Commit, ...] = ()
     deals: tuple[Deal, ...] = ()
     ends: tuple[End, ...] = ()
+    progress: tuple[Progress, ...] = ()
     waiting: tuple[Samples, ...] = ()
     fresh: int = 0
     heals: tuple[Heal, ...] = ()

@@ -58,3 +58,13 @@ class Settings:
     num_samples: int = 0
     timeout_s: float = 0.0
     groups: GroupSettings = GroupSettings()
+
+    @property
+    def averages(self) -> bool:
+        """Whether replicas train batches of their own, and average weights."""
+        return self.mode is not SyncMode.QUORUM
+
+    @property
+    def mode_in_ledger(self) -> str:
+        """How the ledger names the mode; not at all where each line is of all replicas."""
+        return str(self.mode) if self.averages else ""

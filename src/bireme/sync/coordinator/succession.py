@@ -8,7 +8,11 @@ once all ranks of its last attempt hold its sum, and no sum is used before. So:
 * If one of them does not, it was not, and the round is granted again.
 
 One that was started again where it ran before, and still has its ledger, was never replaced if half of them
-call it; but then none of the batches in the ledger may be missing among them.
+call it; but then none of the batches in the ledger may be missing among them. Where there is no other one
+half of them are enough too.
+
+Where replicas average weights, words say what was dealt to each and how much of it counts. What the other
+coordinator wrote down that nobody here has heard of does not count, and will: the samples are in weights.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,10 +24,12 @@ from bireme.sync.coordinator.coordinator import begun
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard, Membership, heard_replicas
 from bireme.sync.coordinator.messages import TERM, Commit, Life, RankId, Report, Word
+from bireme.sync.coordinator.regrouping import with_known_groups
 from bireme.sync.coordinator.rounds import is_summed
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import Settings, SyncMode
 from bireme.sync.coordinator.state import State, Step
+from bireme.sync.coordinator.windows import with_own_batches
 
 __all__ = ["Candidate", "taken_up"]
 
@@ -68,6 +74,7 @@ def taken_up(
     if not held:
         return _fresh(settings, candidate, heard)
     last = max(held, key=lambda word: word.place)
+    newest = max((one.last for one in known if one.last is not None), key=lambda word: word.place)
     # Where another one has coordinated since, the own ledger does not say that this one was never replaced.
     recorded = candidate.recorded if last.epoch // TERM == candidate.used else None
     offered = {one.offered for one in known if one.offered is not None and one.offered.place > last.place}
@@ -79,7 +86,7 @@ def taken_up(
         last.epoch,
         last.members,
         tuple(sets),
-        is_strict=recorded is None,
+        is_strict=recorded is None and candidate.num_candidates > 1,
         heard=dict(heard),
     )
     for life in (*ended, *(Life(rank.replica, rank.life - 1) for rank in heard)):
@@ -88,18 +95,26 @@ def taken_up(
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
         return None
     term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
+    if settings.averages:
+        # What was dealt to a replica that was to be dropped, but calls, is not known any more.
+        left = {one.own_life for one in newest.members}
+        callers = [one for one in callers if one.own_life in left]
     state = replace(
         _state(settings, there, last, term * TERM),
         commits=_commits(last, held, [each.report for each in heard.values()]),
     )
+    if settings.averages:
+        state = with_own_batches(state, last, newest, {one.replica for one in callers})
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
     epoch = term * TERM + 1
     lines: list[Began | Committed] = [
-        Began(epoch, first, settings.num_samples, state.pool.fresh, state.pool.open)
+        Began(epoch, first, settings.num_samples, state.pool.fresh, state.pool.open, settings.mode_in_ledger)
     ]
     state = replace(state, membership=replace(state.membership, epoch=epoch))
     state = _with_summed(state, [one.own_life for one in callers], lines)
+    if settings.mode is SyncMode.GROUPS:
+        state = with_known_groups(state, [one.own_life for one in callers])
     if recorded is not None and state.lines and state.lines[0].committed < recorded:
         return None
     pool = state.pool
@@ -135,7 +150,6 @@ def _state(settings: Settings, membership: Membership, last: Word, first_attempt
         lines.append(replace(line, committed=committed, grant=grant, first_attempt=first_attempt))
     deals = {(one.replica, one.batch): one.samples for one in last.deals}
     dealt = max((one.batch + 1 for one in last.deals), default=0)
-    dealt_to = {replica: max(batch for other, batch in deals if other == replica) + 1 for replica, _ in deals}
     committed = max(last.committed, default=0) if settings.mode is SyncMode.QUORUM else 0
     return replace(
         fresh,
@@ -143,7 +157,6 @@ def _state(settings: Settings, membership: Membership, last: Word, first_attempt
         lines=tuple(lines),
         pool=Pool(last.fresh, last.waiting, deals),
         dealt=max(dealt, committed, settings.first),
-        dealt_to=dealt_to,
     )
 
 

@@ -5,13 +5,16 @@ fast one trains more batches, and all are done at about the same time. A sample 
 that others have, in all parts of the model: stages in `groups`, fragments in `outer`.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import End, Report, Window
+from bireme.sync.coordinator.messages import End, Progress, Report, Window, Word
+from bireme.sync.coordinator.samples import Pool
+from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
 
-__all__ = ["with_own_deals", "with_trained"]
+__all__ = ["num_parts_of", "progress_of", "with_own_batches", "with_own_deals", "with_trained"]
 
 NO_END = Window(0, 1 << 62)
 """Of ranks that name no window."""
@@ -77,6 +80,50 @@ def _count(state: State, replica: int, share: int, left: int) -> int:
     if left >= share + least:
         return share
     return left if left <= most else max(left - least, least)
+
+
+def num_parts_of(state: State) -> int:
+    """Of how many parts of the model it is known whether others have a replica's samples in their weights."""
+    is_outer = state.settings.mode is SyncMode.OUTER
+    return len(state.lines) - 1 if is_outer else state.settings.num_stages
+
+
+def progress_of(state: State) -> tuple[Progress, ...]:
+    """Where each member is, for a coordinator that may take up after this one."""
+    if not state.settings.averages:
+        return ()
+    parts = range(num_parts_of(state))
+    return tuple(
+        Progress(
+            replica,
+            state.dealt_to.get(replica, state.settings.first),
+            tuple(state.trained.get((replica, part), 0) for part in parts),
+        )
+        for replica in state.membership.replicas
+    )
+
+
+def with_own_batches(state: State, last: Word, newest: Word, replicas: Collection[int]) -> State:
+    """With what was dealt to these replicas, and who heals from them, by the `newest` word that is known, and
+    what counted by the `last` one of an epoch in which anything may count.
+    """
+    deals = [one for one in last.deals if one.replica in replicas]
+    told = {(one.replica, one.batch): one.samples for one in (*deals, *newest.deals)}
+    own = [one for one in newest.progress if one.replica in replicas]
+    return replace(
+        state,
+        heals=tuple(one for one in newest.heals if one.donor in replicas),
+        pool=Pool(newest.fresh, newest.waiting, told),
+        ends=tuple(one for one in newest.ends if one.replica in replicas),
+        dealt_to={one.replica: one.dealt for one in own},
+        trained={
+            (one.replica, part): batch
+            for one in last.progress
+            if one.replica in replicas
+            for part, batch in enumerate(one.trained)
+            if batch
+        },
+    )
 
 
 def with_trained(state: State, num_parts: int, lines: list[Began | Committed]) -> State:

@@ -16,7 +16,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
 from bireme.train.data.order import SampleOrder
 from bireme.train.data.samples import Batch, Samples
-from bireme.train.data.workers import Made, Task, batches_of_workers, made
+from bireme.train.data.workers import Made, Task, Workers, made
 
 __all__ = ["Batches", "Loader"]
 
@@ -38,8 +38,11 @@ class Loader(Generic[Given]):
 
     It can be iterated more than once, one iteration at a time: each begins where the last one was left, and
     makes batches ahead from then on. The end of an iteration, `close` and the end of a `with` block end
-    threads and processes.
+    threads and processes; where it `keeps_workers` an iteration that has come to its end leaves them to the
+    next one.
     """
+
+    keeps_workers = False
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Loader(Generic[Given]):
         self._has_workers = num_workers > 0 and not samples.is_quick
         # Who wants nothing of a batch has it at once.
         self._num_workers = num_workers if self._has_workers and self._wanted(first_batch) != () else 0
+        self._workers = Workers(samples, self._num_workers)
         self._ahead: _Ahead[Given] | None = None
 
     def state(self) -> int:
@@ -84,7 +88,7 @@ class Loader(Generic[Given]):
         return self._next
 
     def __iter__(self) -> Iterator[Given]:
-        self.close()
+        self._end_ahead()
         if not self._num_workers and not self._prefetch:
             return self._counted(self._source(lambda: True))
         self._ahead = _Ahead(self._source, max(self._prefetch, 1))
@@ -98,6 +102,10 @@ class Loader(Generic[Given]):
 
     def close(self) -> None:
         """End what works ahead. The next iteration goes on with the batch that would have come."""
+        self._end_ahead()
+        self._workers.close()
+
+    def _end_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -125,10 +133,12 @@ class Loader(Generic[Given]):
         if not self._num_workers:
             yield from (self._given(made(self._samples, task)) for task in self._tasks())
             return
-        with closing(
-            batches_of_workers(self._samples, self._tasks(), self._num_workers, is_wanted)
-        ) as batches:
-            yield from map(self._given, batches)
+        try:
+            with closing(self._workers.batches(self._tasks(), is_wanted)) as batches:
+                yield from map(self._given, batches)
+        finally:
+            if not self.keeps_workers:
+                self._workers.close()
 
     def _tasks(self) -> Iterator[Task]:
         numbers = count(self._next) if self._end is None else range(self._next, self._end)

@@ -23,7 +23,7 @@ from bireme.runtime.batches import Rows
 from bireme.runtime.processes import start_process
 from bireme.train.data.samples import Batch, Samples, take_rows
 
-__all__ = ["Made", "Task", "batches_of_workers", "made"]
+__all__ = ["Made", "Task", "Workers", "made"]
 
 LOOK_S = 0.2
 """How long to wait for a worker before looking whether the batches are still wanted."""
@@ -73,35 +73,59 @@ def made(samples: Samples, task: Task, *, seeded: bool = False) -> Made:
     return Made(task, take_rows(samples, task.numbers, task.wanted, seeds))
 
 
-def batches_of_workers(
-    samples: Samples, tasks: Iterator[Task], num_workers: int, is_wanted: Callable[[], bool]
-) -> Generator[Made]:
-    """The batches of the tasks, in their order. Ends early when they are no longer wanted.
+class Workers:
+    """So many worker processes. They start when batches are first asked for, and stay until `close`."""
 
-    The workers are there while the iterator is; one batch for each is being made ahead.
-    """
-    try:
-        pickled = pickle.dumps(samples)
-    except Exception as error:
-        raise BiremeError(
-            f"The dataset cannot be sent to worker processes ({type(error).__name__}: {error}). Name it "
-            "as file.py:function, or use num_workers = 0."
-        ) from error
-    workers: list[_Worker] = []
-    try:
-        workers += (_Worker(place, num_workers, pickled) for place in range(num_workers))
-        waiting: list[_Worker] = []
-        for worker in workers:
-            worker.start_next(tasks, waiting)
-        while waiting:
-            worker = waiting.pop(0)
-            batch = worker.result(is_wanted)
-            if batch is None:
-                return
-            worker.start_next(tasks, waiting)
-            yield batch
-    finally:
+    def __init__(self, samples: Samples, num_workers: int) -> None:
+        self._samples, self._num_workers = samples, num_workers
+        self._idle: list[_Worker] = []
+
+    def batches(self, tasks: Iterator[Task], is_wanted: Callable[[], bool]) -> Generator[Made]:
+        """The batches of the tasks, in their order; one for each worker is being made ahead.
+
+        Ends early when they are no longer wanted. Workers that are still at something end then.
+        """
+        workers, self._idle = self._idle or self._started(), []
+        are_idle = False
+        try:
+            waiting: list[_Worker] = []
+            for worker in workers:
+                worker.start_next(tasks, waiting)
+            while waiting:
+                worker = waiting.pop(0)
+                batch = worker.result(is_wanted)
+                if batch is None:
+                    return
+                worker.start_next(tasks, waiting)
+                yield batch
+            are_idle = True
+        finally:
+            if are_idle:
+                self._idle = workers
+            else:
+                _end(workers)
+
+    def close(self) -> None:
+        """End those that are idle."""
+        workers, self._idle = self._idle, []
         _end(workers)
+
+    def _started(self) -> "list[_Worker]":
+        try:
+            pickled = pickle.dumps(self._samples)
+        except Exception as error:
+            raise BiremeError(
+                f"The dataset cannot be sent to worker processes ({type(error).__name__}: {error}). Name it "
+                "as file.py:function, or use num_workers = 0."
+            ) from error
+        started: list[_Worker] = []
+        try:
+            for place in range(self._num_workers):
+                started.append(_Worker(place, self._num_workers, pickled))
+        except BaseException:
+            _end(started)
+            raise
+        return started
 
 
 @dataclass(frozen=True, slots=True)

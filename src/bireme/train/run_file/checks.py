@@ -28,6 +28,7 @@ OF_MODES = {
     "lease_s": ("quorum", "groups", "outer"),
     "grace_s": ("quorum", "outer"),
     "compare_every": ("quorum",),
+    "average_optimizer": ("groups", "outer"),
     "connect_every": ("groups",),
 }
 """The modes in which a key of `[sync]` has an effect, where these are not all. Keys that begin with `outer_`

@@ -195,6 +195,11 @@ class Sync(Table):
         description="With quorum, steps between two comparisons of the replicas' weights, by digest. A "
         "replica that differs takes the weights of the others; 0 compares only when a replica comes back",
     )
+    average_optimizer: bool = Field(
+        default=False,
+        description="With groups and outer, average what the optimizer remembers of each weight, such as "
+        "momenta, along with the weights",
+    )
     connect_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
         default=10, description="With groups, batches of each replica within which groups connect all of them"
     )
@@ -218,6 +223,11 @@ class Sync(Table):
     def averages(self) -> bool:
         """Whether replicas average weights."""
         return self.mode in ("groups", "outer")
+
+    @property
+    def is_coordinated(self) -> bool:
+        """Whether a coordinator says who has a part, so that replicas may die."""
+        return self.mode != "all"
 
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
