@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bireme.sync.quorum import ring
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp, Tag
-from bireme.sync.quorum.ring import PIECE_BYTES, Contribution, Summed, sum_over
+from bireme.sync.quorum.ring import PIECE_BYTES, SMALL_BYTES, Contribution, Summed, sum_over
 from tests.support.together import run_threads
 
 LENGTHS = (3 * PIECE_BYTES // 8 + 5, 0, 7)
 """Of flats: several pieces, none, less than one."""
+SMALL = (0, 11, 0, SMALL_BYTES // 8 - 14, 3)
 
 
 class Mesh:
@@ -58,11 +60,13 @@ class Mesh:
         return summed, into
 
 
-def contributions(num: int, weights: Sequence[float] = ()) -> list[Contribution]:
+def contributions(
+    num: int, weights: Sequence[float] = (), lengths: Sequence[int] = LENGTHS
+) -> list[Contribution]:
     generator = torch.Generator().manual_seed(3)
     found = []
     for member in range(num):
-        flats = [torch.randn(length, dtype=torch.float64, generator=generator) for length in LENGTHS]
+        flats = [torch.randn(length, dtype=torch.float64, generator=generator) for length in lengths]
         weight = weights[member] if weights else 4.0
         nominal = 4.0 * num if not weights else weight * num
         numbers = (1.0, float(member))
@@ -75,7 +79,7 @@ def mean_of(parts: Sequence[Contribution]) -> list[Tensor]:
     factors = [one.nominal / weight for one in parts]
     return [
         sum((one.flats[place] * by for one, by in zip(parts, factors, strict=True)), torch.zeros(()).double())
-        for place in range(len(LENGTHS))
+        for place in range(len(parts[0].flats))
     ]
 
 
@@ -95,6 +99,26 @@ def test_all_members_get_the_same_bits_and_the_weighted_mean(num: int, weights: 
     assert found[0][0].holds == bytes([1, num > 1])
     assert found[0][0].weight == sum(one.weight for one in parts)
     assert found[0][0].numbers == (float(num), float(sum(range(num))))
+
+
+@pytest.mark.parametrize(("num", "weights"), [(1, ()), (2, (3.0, 5.0)), (4, (1.0, 4.0, 2.0, 7.0))])
+def test_small_sums_go_to_all_at_once_and_have_the_bits_of_the_ring(
+    num: int, weights: Sequence[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = contributions(num, weights, SMALL)
+    assert sum(flat.nbytes for flat in parts[0].flats) == SMALL_BYTES
+
+    def summed() -> list[tuple[Summed, list[Tensor]]]:
+        mesh = Mesh(num)
+        return run_threads(num, lambda me: mesh.sum(parts[me], me, range(num), Stamp(0, 7, 0)))
+
+    at_once = summed()
+    monkeypatch.setattr(ring, "SMALL_BYTES", 0)
+    for (one, flats), (other, around) in zip(at_once, summed(), strict=True):
+        assert one == other
+        assert all(map(torch.equal, flats, around))
+    for flat, wanted in zip(at_once[0][1], mean_of(parts), strict=True):
+        torch.testing.assert_close(flat, wanted, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2, 4), (0, 1, 2, 3, 4)])
