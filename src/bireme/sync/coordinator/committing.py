@@ -57,6 +57,7 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
         quorum=len(membership.members) + 1 if _is_of_means(state, line) else _quorum(state),
         grace_s=state.settings.grace_s,
         now_s=now_s,
+        silent=_silent(state, now_s),
     )
     return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
 
@@ -124,14 +125,22 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
     return replace(state, pool=pool, dealing=dealing)
 
 
-def with_deals(state: State) -> State:
+def _silent(state: State, now_s: float) -> frozenset[int]:
+    """The members that may be dead: they have said nothing for longer than they would if they lived."""
+    membership, since_s = state.membership, now_s - state.settings.silent_s
+    return frozenset(
+        one.replica for one in membership.members if not membership.is_heard(one.own_life, since_s)
+    )
+
+
+def with_deals(state: State, now_s: float) -> State:
     """With the samples of all batches that somebody wants."""
     members = state.membership.members
     if not members:
         return state
     if state.settings.mode is SyncMode.QUORUM:
         while state.dealt < max(_wants(state, one) for one in state.contributors):
-            dealing = state.dealing.among(state.contributors, state.dealt)
+            dealing = state.dealing.among(state.contributors, state.dealt, _silent(state, now_s))
             pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
             state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
         return state

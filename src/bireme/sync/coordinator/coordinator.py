@@ -117,6 +117,8 @@ def wake_s(state: State, now_s: float) -> float:
     return min((one for one in times if one >= now_s), default=now_s + settings.lease_s)
 
 
+    if any(line.grant is None and line.ready for line in state.lines):
+        times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
 def word_for(state: State, rank: RankId) -> Word:
     """All that holds, for one rank."""
     membership = state.membership
@@ -159,7 +161,7 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
         if state.membership.is_installed:
             state = with_entries(state)
         if state.membership.is_installed:
-            state = with_deals(state)
+            state = with_deals(state, now_s)
         if state.membership.is_installed:
             state = with_rounds(state, now_s, lines)
             if state.settings.mode is SyncMode.GROUPS:
