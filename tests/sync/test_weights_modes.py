@@ -19,6 +19,8 @@ class Talk:
         self.state = begun(replace(settings, mode=mode, **more))  # type: ignore[arg-type]
         self.now_s = 0.0
         self.lines: list[Began | Committed] = []
+        self.is_lasting = False
+        """Whether the last lines had to be on the disk."""
         self.reports = {
             rank: Report(rank, 0, 0, "")
             for rank in (RankId(r, 0, s) for r in range(num_replicas) for s in range(num_stages))
@@ -27,7 +29,8 @@ class Talk:
             for rank in self.reports:
                 self.say(rank)
 
-    def say(self, rank: RankId, **changes: object) -> None:
+    def say(self, rank: RankId, **changes: object) -> set[RankId]:
+        """A rank reports; whom that is news for."""
         self.now_s += 0.001
         old = self.reports[rank]
         epoch = self.state.membership.epoch
@@ -35,6 +38,8 @@ class Talk:
         done = step(self.state, self.reports[rank], self.now_s)
         self.state = done.state
         self.lines += done.lines
+        self.is_lasting = done.is_lasting if done.lines else self.is_lasting
+        return {told for told, _ in done.words}
 
     def end(self, replica: int) -> None:
         self.now_s += 0.001
@@ -68,8 +73,19 @@ def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_w
         assert word is not None
         talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0, summed=word.number, attempt=word.attempt))
     assert talk.committed == [(0, (0,)), (0, (1,))]
+    assert not talk.is_lasting
     words = [talk.word(rank).group for rank in talk.reports]
     assert all(word is not None and word.is_settled for word in words)
+
+
+def test_what_a_replica_is_dealt_is_news_for_its_own_ranks_alone_and_a_group_for_its_members() -> None:
+    talk = Talk(SyncMode.GROUPS, 3, 2, num_lines=0)
+    first, second, _ = ({RankId(replica, 0, stage) for stage in range(2)} for replica in range(3))
+    assert talk.say(RankId(0, 0, 1), wants=1) == first
+    at = GroupAt(arrived=0, wait_s=0.0015)
+    assert talk.say(RankId(0, 0, 1), group=at) == {RankId(0, 0, 1)}
+    assert talk.say(RankId(1, 0, 1), group=at) == {RankId(1, 0, 1)}
+    assert talk.say(RankId(2, 0, 0)) == {*first, *second, RankId(2, 0, 0)}
 
 
 def test_all_members_of_a_group_are_told_the_same_members_under_the_same_number() -> None:
@@ -167,6 +183,7 @@ def test_a_window_ends_where_its_samples_are_dealt_and_the_mean_of_all_makes_the
     for rank in talk.reports:
         talk.say(rank, rounds=(RoundAt(ready=0, trained=4, summed=0, attempt=grant.attempt),))
     assert talk.committed == [(batch, (0,)) for batch in range(4)]
+    assert talk.is_lasting
 
 
 def test_a_rank_that_has_not_entered_the_window_yet_does_not_end_it_for_its_replica() -> None:

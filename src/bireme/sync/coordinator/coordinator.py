@@ -1,5 +1,5 @@
 """The coordinator as a pure state machine: `step(state, event, now_s)` gives the next state, words for ranks,
-and lines for the ledger. The lines must be on the disk before a word is sent.
+and lines for the ledger. The lines must be written before a word is sent.
 
 An event is a `Report`, an `Ended`, or a `Tick`; after `wake_s(state)` a tick can change something. Each step
 brings the state to where nothing more follows from what is known. So no order of events is special, and a
@@ -53,7 +53,7 @@ def begun(settings: Settings, *, term: int = 0) -> State:
 
 def step(state: State, event: Event, now_s: float) -> Step:
     """What follows from an event at that time."""
-    before, lines = _picture(state), list[Began | Committed]()
+    before, lines = state, list[Began | Committed]()
     if isinstance(event, Report):
         if _is_beat(state, event, now_s):
             state = replace(state, membership=state.membership.with_report(event, now_s))
@@ -65,17 +65,27 @@ def step(state: State, event: Event, now_s: float) -> Step:
     elif isinstance(event, Ended):
         state = replace(state, membership=state.membership.with_over(event.life))
     state = replace(_settled(state, now_s, lines), settled_s=now_s)
-    is_news = _picture(state) != before
+    is_news = _picture(state) != _picture(before)
+    told = _concerned(before, state) if is_news else set()
     state = with_stillness(state, now_s, is_news=is_news)
     if not state.standstill and (found := standstill(state, now_s)):
         state, is_news = replace(state, standstill=found), True
+        told = set(state.membership.heard)
     if is_news:
         state = replace(state, number=state.number + 1)
-    told = {event.rank} if isinstance(event, Report) else set()
-    if is_news:
-        told |= state.membership.heard.keys()
+    if isinstance(event, Report):
+        told.add(event.rank)
     words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
-    return Step(state, words, tuple(lines))
+    return Step(state, words, tuple(lines), is_lasting=_is_lasting(before, state, lines))
+
+
+def _is_lasting(before: State, state: State, lines: list[Began | Committed]) -> bool:
+    """Whether lines must survive this machine. Where replicas average weights nobody takes up what only the
+    lines tell of: a run that breaks off goes on from a checkpoint, which is of a mean over all replicas.
+    """
+    if state.settings.mode is SyncMode.QUORUM or any(isinstance(one, Began) for one in lines):
+        return True
+    return state.lines[-1].committed > before.lines[-1].committed
 
 
 def _is_beat(state: State, report: Report, now_s: float) -> bool:
@@ -107,6 +117,8 @@ def wake_s(state: State, now_s: float) -> float:
     settings = state.settings
     times = [heard.at_s + settings.lease_s for heard in state.membership.heard.values()]
     times += [line.since_s + settings.grace_s for line in state.lines if line.grant is None and line.ready]
+    if any(line.grant is None and line.ready for line in state.lines):
+        times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
     if state.first_heard_s is not None:
         times.append(state.first_heard_s + settings.lease_s)
     if (until_s := still_until_s(state)) is not None and not state.standstill:
@@ -117,8 +129,6 @@ def wake_s(state: State, now_s: float) -> float:
     return min((one for one in times if one >= now_s), default=now_s + settings.lease_s)
 
 
-    if any(line.grant is None and line.ready for line in state.lines):
-        times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
 def word_for(state: State, rank: RankId) -> Word:
     """All that holds, for one rank."""
     membership = state.membership
@@ -171,9 +181,34 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
             return state
 
 
+def _concerned(before: State, state: State) -> set[RankId]:
+    """The ranks for which there is news. Where replicas average weights, what one of them is dealt and which
+    group it is in is none for the others: each hears of it with its own next news.
+    """
+    heard = set(state.membership.heard)
+    if state.settings.mode is SyncMode.QUORUM or _of_all(before) != _of_all(state):
+        return heard
+    changed = {one: _of_one(before, one) != _of_one(state, one) for one in {rank.replica for rank in heard}}
+    return {rank for rank in heard if changed[rank.replica]}
+
+
 def _picture(state: State) -> tuple[object, ...]:
-    """What words tell. Who has which rounds already is no news in `quorum`. Where replicas average weights,
-    members wait for it at the end of the run, whoever still heals.
+    """What words tell."""
+    return (*_of_all(state), state.pool, state.ends, state.group_words)
+
+
+def _of_one(state: State, replica: int) -> tuple[object, ...]:
+    """What words tell of one replica that trains batches of its own."""
+    return (
+        {key: own for key, own in state.pool.deals.items() if key[0] == replica},
+        [one for one in state.ends if one.replica == replica],
+        {key: word for key, word in state.group_words.items() if key[1] == replica},
+    )
+
+
+def _of_all(state: State) -> tuple[object, ...]:
+    """What is news for everybody. Who has which rounds already is none in `quorum`. Where replicas average
+    weights, members wait for it at the end of the run, whoever still heals.
     """
     is_quorum = state.settings.mode is SyncMode.QUORUM
     return (
@@ -183,10 +218,7 @@ def _picture(state: State) -> tuple[object, ...]:
         state.lines and tuple((line.committed, line.grant) for line in state.lines),
         None if is_quorum else committed_rounds(state, donor=NO_REPLICA),
         state.commits,
-        state.pool,
-        state.ends,
         state.heals,
-        state.group_words,
         state.membership.dropped,
         state.membership.is_installed,
         is_lost(state),
