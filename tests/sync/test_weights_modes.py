@@ -1,6 +1,9 @@
 """`groups` and `outer` through the coordinator: reports in, words out."""
 
 from dataclasses import replace
+from random import Random
+
+import pytest
 
 from bireme.sync.coordinator.coordinator import begun, step, word_for
 from bireme.sync.coordinator.host import beginner, host_step
@@ -9,6 +12,7 @@ from bireme.sync.coordinator.messages import GroupAt, Life, RankId, Report, Roun
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import Ended, Tick
 from tests.support.coordinated import settings_for
+from tests.support.extent import draws
 
 
 class Talk:
@@ -86,6 +90,33 @@ def test_what_a_replica_is_dealt_is_news_for_its_own_ranks_alone_and_a_group_for
     assert talk.say(RankId(0, 0, 1), group=at) == {RankId(0, 0, 1)}
     assert talk.say(RankId(1, 0, 1), group=at) == {RankId(1, 0, 1)}
     assert talk.say(RankId(2, 0, 0)) == {*first, *second, RankId(2, 0, 0)}
+
+
+@pytest.mark.parametrize("seed", range(draws(100, 5)))
+def test_nothing_more_follows_after_what_ranks_say_of_their_groups(seed: int) -> None:
+    """Such reports do not go through all rules; a tick at the same time does."""
+    random = Random(seed)
+    talk = Talk(SyncMode.GROUPS, 3, 2, num_lines=0)
+    settled, formed = 0, set[int]()
+    for _ in range(200):
+        rank = random.choice(list(talk.reports))
+        at, group = talk.reports[rank].group or GroupAt(), talk.word(rank).group
+        is_in = group is not None and any(
+            (one.replica, one.batch) == (rank.replica, at.arrived) for one in group.members
+        )
+        if at.arrived is None or (is_in and group is not None and group.is_settled):
+            batch = 0 if at.arrived is None else at.arrived + 1
+            settled += is_in
+            talk.say(rank, group=GroupAt(arrived=batch, wait_s=0.002), wants=batch + 2)
+        elif is_in and group is not None:
+            formed.add(group.number)
+            talk.say(rank, group=replace(at, summed=group.number, attempt=group.attempt))
+        else:
+            talk.say(rank)
+        assert step(talk.state, Tick(), talk.now_s).words == ()
+    assert settled > 10
+    assert len(formed) > 3
+    assert len(talk.committed) == len(set(talk.committed)) > 3
 
 
 def test_all_members_of_a_group_are_told_the_same_members_under_the_same_number() -> None:
