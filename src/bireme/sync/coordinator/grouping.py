@@ -56,12 +56,13 @@ def _with_report(state: State, report: Report, at: GroupAt, now_s: float) -> Sta
         state = _with_event(state, Arrived(stage, replica, at.arrived, wait_s, patient_s), now_s)
     word = state.group_words.get((stage, replica))
     assert state.groups is not None, "with_groups makes it"
+    is_present = replica in state.groups.formers[stage].present
     if (stage, at.summed) in state.groups.open:
         assert at.summed is not None, "groups have numbers"
         state = _with_event(state, Summed(stage, replica, at.summed, at.attempt), now_s)
     elif at.summed is None and at.is_broken and word is not None:
         state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
-    if at.is_drained and replica in state.groups.formers[stage].present:
+    if at.is_drained and is_present:
         state = _with_event(state, Drained(stage, replica), now_s)
     return state
 
