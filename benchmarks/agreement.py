@@ -15,10 +15,13 @@ A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and o
     of a second: the samples that count, of those without kills; the time from a kill to the next batch of
     the others; the time until all replicas train again. How long a start and a snapshot take is assumed, and
     that the launcher of a replica sees its death at once, but for one row: there the lease has to end, as for
-    a machine that is out of reach. Then the same in the engine, for four minutes, with real processes whose
+    a machine that is out of reach. The bound is what the devices that are left could train: all others, as
+    long as a replica is away. Then the same in the engine, for four minutes, with real processes whose
     samples take as long as on devices so slow.
 (e) `groups` and `all` in the engine: 4 processes with a stage each that sleeps for 240 ms where it would
-    compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas.
+    compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas. The
+    replicas also train `alone`, all at the same time and without any agreement: that is what processes which
+    share this machine's cores can reach of the ideal, so the modes are compared with it too.
 """
 
 import sys
@@ -34,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.killing.goodput import Kills, goodput_row
-from benchmarks.replica_speeds.averaging import measure_agreement
+from benchmarks.replica_speeds.averaging import ALONE, measure_agreement
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
@@ -42,7 +45,7 @@ from bireme.simulate.agreements import AsynchronousPairs, BoundedStaleness, Ever
 from bireme.simulate.quorum_rounds import QuorumRounds
 from bireme.simulate.replicas import Exchange, Kill, Ran, Speed, Work
 from bireme.simulate.together import Agreement, Together
-from bireme.sync.coordinator.settings import GroupSettings
+from bireme.sync.coordinator.settings import SILENT_LEASES, GroupSettings
 
 BATCH_S = 0.1
 CONNECT_EVERY, OUTER_EVERY, MOST_BEFORE = 10, 50, 10
@@ -187,7 +190,9 @@ def killed(until_s: float) -> Iterator[dict[str, Any]]:
     for known_s, back_s, heal_s in DEATHS:
 
         def quorum(known_s: float = known_s, heal_s: float = heal_s) -> QuorumRounds:
-            return QuorumRounds(grace_s=GRACE_S, noticed_s=known_s, heal_s=heal_s)
+            return QuorumRounds(
+                grace_s=GRACE_S, noticed_s=known_s, heal_s=heal_s, silent_s=SILENT_LEASES * LEASE_S
+            )
 
         # At odd moments of a batch, and one replica after the other.
         kills = tuple(
@@ -198,6 +203,8 @@ def killed(until_s: float) -> Iterator[dict[str, Any]]:
         found = ran(shape, agreement, speeds, until_s, KILL_BATCH_S, kills)
         waits = [next_s(found, kill, shape.replicas, whole=False) for kill in kills]
         whole = [next_s(found, kill, shape.replicas, whole=True) for kill in kills]
+        goodput = found.samples_per_s() / calm.samples_per_s()
+        bound = most_goodput(kills, back_s + heal_s, shape.replicas, until_s)
         yield {
             "replicas": shape.name,
             "schedule": shape.schedule,
@@ -208,7 +215,9 @@ def killed(until_s: float) -> Iterator[dict[str, Any]]:
             "snapshot_s": heal_s,
             "lease_s": LEASE_S,
             "kills": len(kills),
-            "goodput": found.samples_per_s() / calm.samples_per_s(),
+            "goodput": goodput,
+            "bound": bound,
+            "of_bound": goodput / bound,
             "samples_redone": agreement.redone,
             "median_to_next_batch_s": median(waits),
             "longest_to_next_batch_s": max(waits),
@@ -216,20 +225,29 @@ def killed(until_s: float) -> Iterator[dict[str, Any]]:
         }
 
 
+def most_goodput(kills: tuple[Kill, ...], away_s: float, num_replicas: int, until_s: float) -> float:
+    """What is left of the devices' time where each killed replica is away for so long."""
+    lost_s = sum(min(away_s, until_s - kill.at_s) for kill in kills)
+    return 1.0 - lost_s / (num_replicas * until_s)
+
+
 def in_engine(seconds: float) -> Iterator[dict[str, Any]]:
-    all_per_s = 1.0
-    for row in measure_agreement(ENGINE_REPLICAS, ENGINE_SLOWER, seconds, CONNECT_EVERY):
-        all_per_s = row.samples_per_s if row.mode == "all" else all_per_s
-        yield {
-            "replicas": f"{ENGINE_REPLICAS} of 1",
-            "schedule": "1f1b",
-            "slower": row.slower,
-            "mode": row.mode,
-            "measured": "engine",
-            "samples_per_s": row.samples_per_s,
-            "times_all": row.samples_per_s / all_per_s,
-            "of_ideal": row.samples_per_s / row.ideal_per_s,
-        }
+    for times in ENGINE_SLOWER:
+        found = measure_agreement(ENGINE_REPLICAS, times, seconds, CONNECT_EVERY)
+        rate = {row.mode: row.samples_per_s for row in found}
+        for row in found:
+            yield {
+                "replicas": f"{ENGINE_REPLICAS} of 1",
+                "schedule": "1f1b",
+                "slower": times,
+                "mode": row.mode,
+                "measured": "engine",
+                "samples_per_s": row.samples_per_s,
+                "times_all": row.samples_per_s / rate["all"],
+                "of_ideal": row.samples_per_s / row.ideal_per_s,
+                "of_alone": row.samples_per_s / rate[ALONE],
+                "processor_s_per_batch": row.processor_s,
+            }
 
 
 def kill_times(until_s: float) -> Iterator[float]:
@@ -274,6 +292,7 @@ def verdicts(
             what = f"(d) in the engine, back after {row['median_to_full_strength_s']:.1f} s"
         else:
             what = f"(d) known after {row['known_s']:g} s, back after {row['back_s'] + row['snapshot_s']:g} s"
+            yield at_least(f"{what}: goodput, of its bound", row["of_bound"], LEAST_GOODPUT)
         yield at_least(f"{what}: goodput", row["goodput"], LEAST_GOODPUT)
         leases = row["median_to_next_batch_s"] / LEASE_S
         yield at_most(f"{what}: leases from a kill to the next batch, median", leases, MOST_LEASES)
@@ -281,8 +300,9 @@ def verdicts(
         if row["mode"] == "groups" and row["slower"] == 1:
             yield at_least("(e) engine, equal replicas: groups, of all", row["times_all"], LEAST_STEADY)
         elif row["mode"] == "groups":
-            what = f"(e) engine, one {row['slower']:g} times slower: groups, of the ideal"
-            yield at_least(what, row["of_ideal"], LEAST_OF_IDEAL)
+            what = f"(e) engine, one {row['slower']:g} times slower: groups, of"
+            yield at_least(f"{what} the ideal", row["of_ideal"], LEAST_OF_IDEAL)
+            yield at_least(f"{what} replicas that agree on nothing", row["of_alone"], LEAST_OF_IDEAL)
 
 
 def measure(asked: Namespace) -> Findings:

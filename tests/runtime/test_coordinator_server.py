@@ -17,7 +17,8 @@ from tests.support.patience import patience_s
 
 
 class OnFullDisk(Ledger):
-    def append(self, lines: Iterable[Began | Committed]) -> None:
+    def append(self, lines: Iterable[Began | Committed], *, is_lasting: bool = True) -> None:
+        del is_lasting
         if list(lines):
             raise BiremeError("No space left on device.")
 

@@ -1,6 +1,9 @@
 """`groups` and `outer` through the coordinator: reports in, words out."""
 
 from dataclasses import replace
+from random import Random
+
+import pytest
 
 import pytest
 
@@ -13,6 +16,7 @@ from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import Ended, Tick
 from bireme.sync.coordinator.succession import Candidate, taken_up
 from tests.support.coordinated import settings_for
+from tests.support.extent import draws
 
 
 class Talk:
@@ -23,6 +27,8 @@ class Talk:
         self.state = begun(replace(settings, mode=mode, **more))  # type: ignore[arg-type]
         self.now_s = 0.0
         self.lines: list[Began | Committed] = []
+        self.is_lasting = False
+        """Whether the last lines had to be on the disk."""
         self.reports = {
             rank: Report(rank, 0, 0, "")
             for rank in (RankId(r, 0, s) for r in range(num_replicas) for s in range(num_stages))
@@ -31,7 +37,8 @@ class Talk:
             for rank in self.reports:
                 self.say(rank)
 
-    def say(self, rank: RankId, **changes: object) -> None:
+    def say(self, rank: RankId, **changes: object) -> set[RankId]:
+        """A rank reports; whom that is news for."""
         self.now_s += 0.001
         old = self.reports[rank]
         epoch = self.state.membership.epoch
@@ -39,6 +46,8 @@ class Talk:
         done = step(self.state, self.reports[rank], self.now_s)
         self.state = done.state
         self.lines += done.lines
+        self.is_lasting = done.is_lasting if done.lines else self.is_lasting
+        return {told for told, _ in done.words}
 
     def end(self, replica: int) -> None:
         self.now_s += 0.001
@@ -72,8 +81,46 @@ def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_w
         assert word is not None
         talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0, summed=word.number, attempt=word.attempt))
     assert talk.committed == [(0, (0,)), (0, (1,))]
+    assert not talk.is_lasting
     words = [talk.word(rank).group for rank in talk.reports]
     assert all(word is not None and word.is_settled for word in words)
+
+
+def test_what_a_replica_is_dealt_is_news_for_its_own_ranks_alone_and_a_group_for_its_members() -> None:
+    talk = Talk(SyncMode.GROUPS, 3, 2, num_lines=0)
+    first, second, _ = ({RankId(replica, 0, stage) for stage in range(2)} for replica in range(3))
+    assert talk.say(RankId(0, 0, 1), wants=1) == first
+    at = GroupAt(arrived=0, wait_s=0.0015)
+    assert talk.say(RankId(0, 0, 1), group=at) == {RankId(0, 0, 1)}
+    assert talk.say(RankId(1, 0, 1), group=at) == {RankId(1, 0, 1)}
+    assert talk.say(RankId(2, 0, 0)) == {*first, *second, RankId(2, 0, 0)}
+
+
+@pytest.mark.parametrize("seed", range(draws(100, 5)))
+def test_nothing_more_follows_after_what_ranks_say_of_their_groups(seed: int) -> None:
+    """Such reports do not go through all rules; a tick at the same time does."""
+    random = Random(seed)
+    talk = Talk(SyncMode.GROUPS, 3, 2, num_lines=0)
+    settled, formed = 0, set[int]()
+    for _ in range(200):
+        rank = random.choice(list(talk.reports))
+        at, group = talk.reports[rank].group or GroupAt(), talk.word(rank).group
+        is_in = group is not None and any(
+            (one.replica, one.batch) == (rank.replica, at.arrived) for one in group.members
+        )
+        if at.arrived is None or (is_in and group is not None and group.is_settled):
+            batch = 0 if at.arrived is None else at.arrived + 1
+            settled += is_in
+            talk.say(rank, group=GroupAt(arrived=batch, wait_s=0.002), wants=batch + 2)
+        elif is_in and group is not None:
+            formed.add(group.number)
+            talk.say(rank, group=replace(at, summed=group.number, attempt=group.attempt))
+        else:
+            talk.say(rank)
+        assert step(talk.state, Tick(), talk.now_s).words == ()
+    assert settled > 10
+    assert len(formed) > 3
+    assert len(talk.committed) == len(set(talk.committed)) > 3
 
 
 def test_all_members_of_a_group_are_told_the_same_members_under_the_same_number() -> None:
@@ -171,6 +218,7 @@ def test_a_window_ends_where_its_samples_are_dealt_and_the_mean_of_all_makes_the
     for rank in talk.reports:
         talk.say(rank, rounds=(RoundAt(ready=0, trained=4, summed=0, attempt=grant.attempt),))
     assert talk.committed == [(batch, (0,)) for batch in range(4)]
+    assert talk.is_lasting
 
 
 def test_a_rank_that_has_not_entered_the_window_yet_does_not_end_it_for_its_replica() -> None:

@@ -61,7 +61,10 @@ class CoordinatorClient:
         self._has_word = False
         self._farewell: Word | None = None
         self._is_closing = self._is_due = self._was_silent = False
-        self._changed = threading.Condition()
+        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._made: socket.socket | None = None
+        """The connection, as long as there is one over which reports may go."""
+        self._said_s = 0.0
         self._act: Callable[[], None] = lambda: None
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="bireme client", daemon=True)
@@ -93,7 +96,7 @@ class CoordinatorClient:
         """Change fields of the report."""
         with self._changed:
             self._report = replace(self._report, **changes)
-        self._wake()
+        self._tell()
 
     def say_of(self, line: int, **changes: Any) -> None:
         """Change fields of what the report says of a line of rounds."""
@@ -101,7 +104,7 @@ class CoordinatorClient:
             rounds = list(self._report.rounds)
             rounds[line] = replace(rounds[line], **changes)
             self._report = replace(self._report, rounds=tuple(rounds))
-        self._wake()
+        self._tell()
 
     def wait(self, find: Callable[[Word], Found | None], limit_s: float) -> Found:
         """What `find` finds in a word, once that is something.
@@ -134,6 +137,17 @@ class CoordinatorClient:
             os.close(self._wake_write)
             self._wake_write = -1
 
+    def _tell(self) -> None:
+        """Send the report from this thread, which is sooner than to wake the client's; that one does it where
+        there is no connection.
+        """
+        with self._sending:
+            if self._made is not None:
+                with suppress(OSError):
+                    self._send(self._made)
+                    return
+        self._wake()
+
     def _wake(self) -> None:
         self._is_due = True
         with self._changed:
@@ -150,8 +164,11 @@ class CoordinatorClient:
                 continue
             number, made = talk
             self._has_word = False
-            with made, suppress(OSError, BiremeError):
-                self._talk(made)
+            with made:
+                with suppress(OSError, BiremeError):
+                    self._talk(made)
+                with self._sending:
+                    self._made = None
             # One that has hung up may be there again; one that says nothing is passed over.
             first = number + 1 if self._was_silent else 0
 
@@ -170,18 +187,19 @@ class CoordinatorClient:
         self._was_silent, come = False, b""
         made.sendall(self._token + b"\n")
         heard_s = time.monotonic()
-        beat_s, said_s = self._lease_s / BEATS, 0.0
+        beat_s, self._said_s = self._lease_s / BEATS, 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(made, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
             while True:
                 now_s = time.monotonic()
-                if self._is_due or now_s >= said_s + beat_s:
-                    said_s = now_s
-                    self._send(made)
+                if self._is_due or now_s >= self._said_s + beat_s:
+                    with self._sending:
+                        self._send(made)
+                        self._made = made
                     if self._is_closing:
                         return
-                for key, _ in selector.select(max(said_s + beat_s - now_s, 0.0)):
+                for key, _ in selector.select(max(self._said_s + beat_s - now_s, 0.0)):
                     if key.fileobj == self._wake_read:
                         os.read(self._wake_read, 4096)
                         continue
@@ -198,8 +216,9 @@ class CoordinatorClient:
                     return
 
     def _send(self, made: socket.socket) -> None:
+        """Send the report. Whoever does so holds `_sending`, so that what is said last is the last."""
         with self._changed:
-            self._is_due = False
+            self._is_due, self._said_s = False, time.monotonic()
             self._report = replace(
                 self._report,
                 number=self._report.number + 1,
@@ -221,5 +240,7 @@ class CoordinatorClient:
                 self._is_due = self._is_due or last.epoch != word.epoch
             elif word.place == last.place:
                 self._has_word = True  # the connection is a new one, the coordinator is not
+            if known is None and not self.is_dropped:
+                return  # so that nobody is woken for what is known
             self._changed.notify_all()
         self._act()

@@ -208,7 +208,7 @@ class CoordinatorServer:
     def _step(self, event: Event) -> None:
         done = host_step(self._host, event, time.monotonic())
         if self._ledger is not None:
-            self._ledger.append(done.lines)
+            self._ledger.append(done.lines, is_lasting=done.is_lasting)
         self._host = done.host
         if done.resigns:
             self._hang_up()

@@ -1,5 +1,5 @@
-"""The ledger of a run: `ledger.jsonl` in its folder, a line for each committed round, on the disk before any
-rank hears of it.
+"""The ledger of a run: `ledger.jsonl` in its folder, a line for each committed round, written before any rank
+hears of it.
 """
 
 import json
@@ -25,8 +25,8 @@ class Ledger:
         self._has_written = False
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def append(self, lines: Iterable[Began | Committed]) -> None:
-        """Return once the lines are on the disk."""
+    def append(self, lines: Iterable[Began | Committed], *, is_lasting: bool = True) -> None:
+        """Return once the lines are written; on the disk, with all before them, if they are `is_lasting`."""
         text = "".join(json.dumps(line.document(), separators=(",", ":")) + "\n" for line in lines)
         if not text:
             return
@@ -37,7 +37,8 @@ class Ledger:
                 self._has_written = True
             while left:
                 left = left[os.write(self._file, left) :]
-            os.fsync(self._file)
+            if is_lasting:
+                os.fsync(self._file)
         except OSError as error:
             raise BiremeError(
                 f"{self._path} cannot be written: {error.strerror or error}. A round counts only once it is "

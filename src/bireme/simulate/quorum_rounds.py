@@ -2,7 +2,7 @@
 
 The rounds and the samples are those of the real coordinator (`bireme.sync.coordinator`), as event handlers.
 What it learns from messages is put simply here: a replica is one, not a rank for each stage, and a death is
-known after `noticed_s`: its launcher says so, or its lease ends.
+known after `noticed_s`: its launcher says so, or its lease ends. Before that it may be silent.
 """
 
 from collections.abc import Iterable
@@ -26,12 +26,16 @@ class QuorumRounds(Agreement):
     """Gradients of the living are summed in every batch; whoever comes too late gets the sum of the others.
 
     A round goes on without some once more than half of the members are ready and no other has come for
-    `grace_s`. One that returns after a death has the weights of a donor after `heal_s`.
+    `grace_s`, and waits for nobody who was silent for `silent_s`. One that returns after a death has the
+    weights of a donor after `heal_s`.
     """
 
-    def __init__(self, *, grace_s: float, noticed_s: float, heal_s: float = 0.0) -> None:
+    def __init__(
+        self, *, grace_s: float, noticed_s: float, heal_s: float = 0.0, silent_s: float | None = None
+    ) -> None:
         self.grace_s = grace_s
         self.noticed_s = noticed_s
+        self.silent_s = noticed_s if silent_s is None else silent_s
         self.heal_s = heal_s
 
     def begin(self, run: Together) -> None:
@@ -39,6 +43,7 @@ class QuorumRounds(Agreement):
         self.line = Line(0)
         self.pool = Pool()
         self.members = set(range(run.num_replicas))
+        self.silent: frozenset[int] = frozenset()
         self.dealt: dict[int, dict[int, int]] = {}
         """By batch and replica, as long as the batch is not committed."""
         self.taken: dict[tuple[int, int], int] = {}
@@ -73,6 +78,8 @@ class QuorumRounds(Agreement):
 
     def died(self, replica: int, now_s: float) -> None:
         """The coordinator hears of it, or its lease ends."""
+        if self.silent_s < self.noticed_s:
+            self.run.at(now_s + self.silent_s, partial(self._note_silence, replica))
         self.run.at(now_s + self.noticed_s, partial(self._drop_dead, replica))
 
     def returned(self, replica: int, now_s: float) -> None:
@@ -89,11 +96,17 @@ class QuorumRounds(Agreement):
         if not self.run.is_alive(replica):
             self._drop(replica, now_s)
 
+    def _note_silence(self, replica: int, now_s: float) -> None:
+        if not self.run.is_alive(replica) and replica in self.members:
+            self.silent |= {replica}
+            self._grant(now_s)
+
     def _drop(self, replica: int, now_s: float) -> None:
         """What it had goes back, and a round that it was in is made again without it."""
         if replica not in self.members:
             return
         self.members.discard(replica)
+        self.silent -= {replica}
         self._return(replica, self.dealt)
         for batch in self.there.values():
             batch.discard(replica)
@@ -108,7 +121,7 @@ class QuorumRounds(Agreement):
 
     def _deal(self, batch: int) -> None:
         """Shares of a batch by the speeds that are known; each member has at least one sample."""
-        self.dealing = self.dealing.among(tuple(sorted(self.members)), batch)
+        self.dealing = self.dealing.among(tuple(sorted(self.members)), batch, self.silent)
         self.dealt[batch] = self.dealing.counts(batch)
         self.pool = self.pool.with_deal(batch, self.dealt[batch])
 
@@ -121,7 +134,15 @@ class QuorumRounds(Agreement):
         if self.line.grant is not None or not ready:
             return
         quorum = len(self.members) // 2 + 1
-        line = next_grant(self.line, ready, contributors, quorum=quorum, grace_s=self.grace_s, now_s=now_s)
+        line = next_grant(
+            self.line,
+            ready,
+            contributors,
+            quorum=quorum,
+            grace_s=self.grace_s,
+            now_s=now_s,
+            silent=self.silent,
+        )
         has_quorum = len(ready) >= quorum and line.ready != self.line.ready
         self.line = line
         if line.grant is not None:

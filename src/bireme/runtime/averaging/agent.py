@@ -92,7 +92,10 @@ class AveragingAgent(PeerAgent):
         return found[0]
 
     def arrive(self, batch: int, make: Callable[[], Contribution]) -> None:
-        """Have the weights after a batch averaged with a group; returns at once."""
+        """Have the weights after a batch averaged with a group; returns at once. The samples of the next
+        batch are asked for in the same report.
+        """
+        self.deals.want(batch + 1)
         self._groups.arrive(batch, make)
 
     def group(self, batch: int) -> GroupJob:

@@ -1,5 +1,6 @@
 """The batches of a replica as one of its ranks learns of them: what was dealt, and where its window ends."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ class Deals:
         the present one ends, as far as that is known."""
         self._own, self._wait_for, self._say = own, wait_for, say
         self._known: dict[int, Deal] = {}
+        self._lock = threading.Lock()
 
     def enter(self, number: int, until: int) -> None:
         """The next batches are of that window, which has the places below `until`."""
@@ -38,10 +40,16 @@ class Deals:
             self.asked_to_end = self.window.number + 1
             self._say()
 
+    def want(self, batch: int) -> bool:
+        """Want a batch from the next report on; False if it was wanted before."""
+        with self._lock:  # whoever reads batches and whoever trains them want some
+            is_new = batch >= self.wants
+            self.wants = max(self.wants, batch + 1)
+        return is_new
+
     def dealt(self, batch: int) -> Deal | None:
         """The samples of a batch; None if its window has none. Waits until that is known."""
-        if batch >= self.wants:
-            self.wants = batch + 1
+        if self.want(batch):
             self._say()
 
         def end_in(word: Word) -> End | None:

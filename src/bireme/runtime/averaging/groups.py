@@ -61,7 +61,7 @@ class Groups:
         """The weights after a batch may be averaged; returns at once."""
         with self._changed:
             self.job = GroupJob(batch, make)
-            self._changed.notify_all()
+        self._tell(GroupAt(batch, self._wait_s))
 
     def give_back(self, job: GroupJob) -> None:
         """The mean of a group is used."""
@@ -73,9 +73,6 @@ class Groups:
         job = self.job
         if job is None or job.is_done.is_set():
             return False
-        if self._at is None or self._at.arrived != job.batch:
-            self._tell(GroupAt(job.batch, self._wait_s))
-            return True
         group = word.group
         if group is None or GroupMember(self._own.replica, job.batch) not in group.members:
             return False

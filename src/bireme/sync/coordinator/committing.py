@@ -57,6 +57,7 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
         quorum=len(membership.members) + 1 if _is_of_means(state, line) else _quorum(state),
         grace_s=state.settings.grace_s,
         now_s=now_s,
+        silent=_silent(state, now_s) if ready else frozenset(),
     )
     return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
 
@@ -123,14 +124,22 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
     return replace(state, pool=pool, dealing=dealing)
 
 
-def with_deals(state: State) -> State:
+def _silent(state: State, now_s: float) -> frozenset[int]:
+    """The members that may be dead: they have said nothing for longer than they would if they lived."""
+    membership, since_s = state.membership, now_s - state.settings.silent_s
+    return frozenset(
+        one.replica for one in membership.members if not membership.is_heard(one.own_life, since_s)
+    )
+
+
+def with_deals(state: State, now_s: float) -> State:
     """With the samples of all batches that somebody wants."""
     members = state.membership.members
     if not members:
         return state
     if state.settings.mode is SyncMode.QUORUM:
         while state.dealt < max(_wants(state, one) for one in state.contributors):
-            dealing = state.dealing.among(state.contributors, state.dealt)
+            dealing = state.dealing.among(state.contributors, state.dealt, _silent(state, now_s))
             pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
             state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
         return state
@@ -158,16 +167,19 @@ def committed_rounds(state: State, *, donor: int | None = None) -> list[int]:
     """Of each line how many rounds all members have, and those that heal: all, or only those of a `donor`."""
     is_quorum = state.settings.mode is SyncMode.QUORUM  # else a snapshot says which rounds are in it
     heals = {one.replica: is_quorum * one.batch for one in state.heals if donor in (None, one.donor)}
-    replicas = [*state.membership.replicas, *heals]
+    reports: dict[int, list[Report]] = {one: [] for one in (*state.membership.replicas, *heals)}
+    for rank, heard in state.membership.heard.items():
+        if rank.replica in reports:
+            reports[rank.replica].append(heard.report)
+
+    def num_rounds(replica: int, line: int) -> int:
+        """How many rounds of a line a replica has; who heals needs none of the first ones."""
+        own = min((_at(one, line).committed for one in reports[replica]), default=0)
+        return max(heals.get(replica, 0), own)
+
     return [
-        min((_has_rounds(state, one, line, heals.get(one, 0)) for one in replicas), default=line.committed)
-        for line in state.lines
+        min((num_rounds(one, line.number) for one in reports), default=line.committed) for line in state.lines
     ]
-
-
-def _has_rounds(state: State, replica: int, line: Line, floor: int) -> int:
-    """How many rounds of a line a replica has; who heals needs none below `floor`."""
-    return max(floor, min((_at(one, line.number).committed for one in _reports(state, replica)), default=0))
 
 
 def _sourced(state: State, commit: Commit) -> Commit:

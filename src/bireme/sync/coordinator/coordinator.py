@@ -1,5 +1,5 @@
 """The coordinator as a pure state machine: `step(state, event, now_s)` gives the next state, words for ranks,
-and lines for the ledger. The lines must be on the disk before a word is sent.
+and lines for the ledger. The lines must be written before a word is sent.
 
 An event is a `Report`, an `Ended`, or a `Tick`; after `wake_s(state)` a tick can change something. Each step
 brings the state to where nothing more follows from what is known. So no order of events is special, and a
@@ -54,41 +54,75 @@ def begun(settings: Settings, *, term: int = 0) -> State:
 
 def step(state: State, event: Event, now_s: float) -> Step:
     """What follows from an event at that time."""
-    before, lines = _picture(state), list[Began | Committed]()
+    before, lines = state, list[Began | Committed]()
     if isinstance(event, Report):
-        if _is_beat(state, event, now_s):
+        last = _last_of(state, event, now_s)
+        if last is not None and replace(event, number=last.number) == last:  # it lives, and no more
             state = replace(state, membership=state.membership.with_report(event, now_s))
             return Step(state, ((event.rank, word_for(state, event.rank)),))
+        if last is not None and _is_of_groups(state, event, last):
+            state = replace(state, membership=state.membership.with_report(event, now_s))
+            state = with_groups(with_deals(state, now_s), now_s, lines)
+            return _told(before, state, event, now_s, lines)
         membership = state.membership.with_report(event, now_s)
         if is_behind(state, event) and membership.is_installed:
             membership = membership.without(event.rank.own_life)  # it can take no word from here
         state = replace(state, membership=membership)
     elif isinstance(event, Ended):
         state = replace(state, membership=state.membership.with_over(event.life))
-    state = replace(_settled(state, now_s, lines), settled_s=now_s)
-    is_news = _picture(state) != before
+    return _told(before, replace(_settled(state, now_s, lines), settled_s=now_s), event, now_s, lines)
+
+
+def _told(before: State, state: State, event: Event, now_s: float, lines: list[Began | Committed]) -> Step:
+    """What has come of an event: whoever it is news for has a word."""
+    now, then = _of_all(state), _of_all(before)
+    is_news, told = (now, _of_replicas(state)) != (then, _of_replicas(before)), set[RankId]()
+    if is_news:
+        is_shared = now != then or state.settings.mode is SyncMode.QUORUM
+        told = set(state.membership.heard) if is_shared else _concerned(before, state)
     state = with_stillness(state, now_s, is_news=is_news)
     if not state.standstill and (found := standstill(state, now_s)):
         state, is_news = replace(state, standstill=found), True
+        told = set(state.membership.heard)
     if is_news:
         state = replace(state, number=state.number + 1)
-    told = {event.rank} if isinstance(event, Report) else set()
-    if is_news:
-        told |= state.membership.heard.keys()
+    if isinstance(event, Report):
+        told.add(event.rank)
     words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
-    return Step(state, words, tuple(lines))
+    return Step(state, words, tuple(lines), is_lasting=_is_lasting(before, state, lines))
 
 
-def _is_beat(state: State, report: Report, now_s: float) -> bool:
-    """Whether a report says only that the rank still lives, as was known, and no time is over."""
+def _is_lasting(before: State, state: State, lines: list[Began | Committed]) -> bool:
+    """Whether lines must survive this machine. Where replicas average weights nobody takes up what only the
+    lines tell of: a run that breaks off goes on from a checkpoint, which is of a mean over all replicas.
+    """
+    if state.settings.mode is SyncMode.QUORUM or any(isinstance(one, Began) for one in lines):
+        return True
+    return state.lines[-1].committed > before.lines[-1].committed
+
+
+def _is_of_groups(state: State, report: Report, last: Report) -> bool:
+    """Whether a report of a member says nothing new after its `last` one but where its rank is in groups, and
+    which samples it wants. That is most of what is said in `groups`, and nothing else can follow from it.
+    """
+    membership = state.membership
+    if state.settings.mode is not SyncMode.GROUPS or not membership.is_installed:
+        return False
+    if membership.member(report.rank.own_life) is None:
+        return False
+    return replace(report, number=last.number, group=last.group, wants=last.wants) == last
+
+
+def _last_of(state: State, report: Report, now_s: float) -> Report | None:
+    """The report before this one, if nothing else can follow from this one than from what differs: its rank
+    was heard of, and no time is over.
+    """
     last = state.membership.heard.get(report.rank)
     if last is None or report.number <= last.report.number:
-        return False
+        return None
     is_known = last.at_s >= now_s - state.settings.lease_s
     is_known &= all(line.broken_s < last.at_s for line in state.lines)
-    if not is_known or now_s >= wake_s(state, state.settled_s):
-        return False
-    return replace(report, number=last.report.number) == last.report
+    return last.report if is_known and now_s < wake_s(state, state.settled_s) else None
 
 
 def is_behind(state: State, report: Report) -> bool:
@@ -108,6 +142,8 @@ def wake_s(state: State, now_s: float) -> float:
     settings = state.settings
     times = [heard.at_s + settings.lease_s for heard in state.membership.heard.values()]
     times += [line.since_s + settings.grace_s for line in state.lines if line.grant is None and line.ready]
+    if any(line.grant is None and line.ready for line in state.lines):
+        times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
     if state.first_heard_s is not None:
         times.append(state.first_heard_s + settings.lease_s)
     if (until_s := still_until_s(state)) is not None and not state.standstill:
@@ -152,8 +188,9 @@ def word_for(state: State, rank: RankId) -> Word:
 
 def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> State:
     """The state from which nothing more follows now."""
+    picture = _of_all(state), _of_replicas(state)
     while True:
-        before = state
+        before = picture
         state = with_beginning(state, now_s, lines)
         state = without_lost(state, now_s)
         state = replace(state, membership=state.membership.installed())
@@ -161,19 +198,43 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
         if state.membership.is_installed:
             state = with_entries(state)
         if state.membership.is_installed:
-            state = with_deals(state)
+            state = with_deals(state, now_s)
         if state.membership.is_installed:
             state = with_rounds(state, now_s, lines)
             if state.settings.mode is SyncMode.GROUPS:
                 state = with_groups(state, now_s, lines)
         state = with_sources(state)
-        if _picture(state) == _picture(before):
+        picture = _of_all(state), _of_replicas(state)
+        if picture == before:
             return state
 
 
-def _picture(state: State) -> tuple[object, ...]:
-    """What words tell. Who has which rounds already is no news in `quorum`. Where replicas average weights,
-    members wait for it at the end of the run, whoever still heals.
+def _concerned(before: State, state: State) -> set[RankId]:
+    """The ranks of those replicas of which there is news. Where replicas average weights, what one of them is
+    dealt and which group it is in is none for the others: each hears of it with its own next news.
+    """
+    heard = set(state.membership.heard)
+    changed = {one: _of_one(before, one) != _of_one(state, one) for one in {rank.replica for rank in heard}}
+    return {rank for rank in heard if changed[rank.replica]}
+
+
+def _of_replicas(state: State) -> tuple[object, ...]:
+    """What words tell of single replicas."""
+    return state.pool, state.ends, state.group_words
+
+
+def _of_one(state: State, replica: int) -> tuple[object, ...]:
+    """What words tell of one replica that trains batches of its own."""
+    return (
+        {key: own for key, own in state.pool.deals.items() if key[0] == replica},
+        [one for one in state.ends if one.replica == replica],
+        {key: word for key, word in state.group_words.items() if key[1] == replica},
+    )
+
+
+def _of_all(state: State) -> tuple[object, ...]:
+    """What is news for everybody. Who has which rounds already is none in `quorum`. Where replicas average
+    weights, members wait for it at the end of the run, whoever still heals.
     """
     is_quorum = state.settings.mode is SyncMode.QUORUM
     return (
@@ -183,10 +244,7 @@ def _picture(state: State) -> tuple[object, ...]:
         state.lines and tuple((line.committed, line.grant) for line in state.lines),
         None if is_quorum else committed_rounds(state, donor=NO_REPLICA),
         state.commits,
-        state.pool,
-        state.ends,
         state.heals,
-        state.group_words,
         state.membership.dropped,
         state.membership.is_installed,
         is_lost(state),

@@ -15,6 +15,8 @@ __all__ = ["Dealing"]
 
 POLICY = Policy()
 
+SILENT_TIMES = 1e6
+"""As how many times slower a silent replica counts: it gets as few samples as it may have."""
 RECOVERY = 0.95
 """What is left of a lateness after each round that its replica had a part in."""
 
@@ -22,21 +24,23 @@ RECOVERY = 0.95
 @dataclass(frozen=True, slots=True)
 class Dealing:
     """What is known of the speeds: `paces` are the last known seconds per sample of each replica, where they
-    are measured. Who came too late since is taken to be `late` times as slow.
+    are measured. Who came too late since is taken to be `late` times as slow, and who is `silent` may never
+    come.
     """
 
     batch_size: int
     limits: Limits
     replicas: tuple[int, ...] = ()
+    silent: frozenset[int] = frozenset()
     balance: Balance | None = None
     paces: dict[int, float] = field(default_factory=dict)
     late: dict[int, float] = field(default_factory=dict)
     known_until: dict[int, int] = field(default_factory=dict)
     """Batches below were dealt before it was known that a replica is late."""
 
-    def among(self, replicas: tuple[int, ...], batch: int) -> "Dealing":
-        """For a batch that these replicas share."""
-        if replicas == self.replicas:
+    def among(self, replicas: tuple[int, ...], batch: int, silent: frozenset[int] = frozenset()) -> "Dealing":
+        """For a batch that these replicas share, some of which are silent."""
+        if (replicas, silent) == (self.replicas, self.silent):
             return self
         known = [self.paces[one] for one in replicas if one in self.paces]
         usual = fmean(known) if known else 1.0
@@ -44,8 +48,11 @@ class Dealing:
         # What memory cannot hold is left for the next batches.
         batch_size = min(max(self.batch_size, sum(limits.least)), sum(limits.most))
         paces = [self.paces.get(one, usual) * self.late.get(one, 1.0) for one in replicas]
+        paces = [
+            pace * (SILENT_TIMES if one in silent else 1.0) for one, pace in zip(replicas, paces, strict=True)
+        ]
         shares = fair_shares(batch_size, paces, limits)
-        return replace(self, replicas=replicas, balance=begun(shares, batch))
+        return replace(self, replicas=replicas, silent=silent, balance=begun(shares, batch))
 
     def counts(self, batch: int) -> dict[int, int]:
         """The samples of each replica in a batch."""

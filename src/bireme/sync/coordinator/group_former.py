@@ -15,6 +15,8 @@ from bireme.sync.coordinator.settings import GroupSettings
 __all__ = ["Former", "first_wait_s", "next_wait_s"]
 
 LEAST_WAIT_S, FIRST_WAIT_S, MOST_WAIT_S = 1e-5, 1e-3, 1e-2
+LATECOMERS = 0.1
+"""Of its patience, what an opener waits on for latecomers when it has met most of the others."""
 
 
 def first_wait_s() -> float:
@@ -59,14 +61,19 @@ class Former:
         """With one more that waits. An opener forces a group if one is wanted, and it `may_force` it.
 
         An opener that is not yet connected to more than half of the members waits for `patient_s`, if that is
-        longer: a slow replica meets others while they come by, and a forced group need not wait for it.
+        longer: a slow replica meets others while they come by, and a forced group need not wait for it. Once
+        those who have come connect it to more than half, it waits for latecomers only.
 
         If the groups have connected all members by themselves there is nothing to force. A forced group would
         close with its opener alone; so the next period begins, and the group is one like any other.
         """
         present = self.present | {one.replica}
         if self.ready:
-            return replace(self, ready=(*self.ready, one), present=present)
+            ready, deadline_s = (*self.ready, one), self.deadline_s
+            met = connected_to(ready[0].replica, members, (*self.pairs, *_pairs(ready)))
+            if 2 * len(met) > len(members):
+                deadline_s = min(deadline_s, now_s + max(wait_s, LATECOMERS * patient_s))
+            return replace(self, ready=ready, present=present, deadline_s=deadline_s)
         former = self
         is_with_most = 2 * len(connected_to(one.replica, members, self.pairs)) > len(members)
         if may_force and self.wants_forced and is_connected(members, self.pairs):

@@ -7,7 +7,6 @@ from bireme.sync.coordinator.group_events import (
     Came,
     Drained,
     Event,
-    Formed,
     Gone,
     Settled,
     Summed,
@@ -56,11 +55,14 @@ def _with_report(state: State, report: Report, at: GroupAt, now_s: float) -> Sta
         wait_s, patient_s = state.paces.waits_s(stage, replica, at.wait_s)
         state = _with_event(state, Arrived(stage, replica, at.arrived, wait_s, patient_s), now_s)
     word = state.group_words.get((stage, replica))
-    if at.summed is not None:
+    assert state.groups is not None, "with_groups makes it"
+    is_present = replica in state.groups.formers[stage].present
+    if (stage, at.summed) in state.groups.open:
+        assert at.summed is not None, "groups have numbers"
         state = _with_event(state, Summed(stage, replica, at.summed, at.attempt), now_s)
-    elif at.is_broken and word is not None:
+    elif at.summed is None and at.is_broken and word is not None:
         state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
-    if at.is_drained:
+    if at.is_drained and is_present:
         state = _with_event(state, Drained(stage, replica), now_s)
     return state
 
@@ -74,6 +76,8 @@ def _is_new(state: State, stage: int, replica: int, batch: int) -> bool:
 def _with_event(state: State, event: Event, now_s: float) -> State:
     assert state.groups is not None, "with_groups makes it"
     done = step(state.groups, event, now_s)
+    if not done.replies:
+        return replace(state, groups=done.state)
     words, trained = dict(state.group_words), dict(state.trained)
     for reply in done.replies:
         group = reply.group
@@ -88,6 +92,4 @@ def _with_event(state: State, event: Event, now_s: float) -> State:
             is_shared = len(group.members) > 1 or len(done.state.members) == 1
             if isinstance(reply, Settled) and is_shared:
                 trained[one.replica, group.stage] = one.batch + 1
-    if not any(isinstance(one, Formed | Settled) for one in done.replies):
-        return replace(state, groups=done.state)
     return replace(state, groups=done.state, group_words=words, trained=trained)

@@ -39,13 +39,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """What an event leads to. The lines must be on the disk before the words are sent. One that `resigns`
-    closes all connections.
+    """What an event leads to. The lines must be written before the words are sent, and on the disk if they
+    are `is_lasting`. One that `resigns` closes all connections.
     """
 
     host: Host
     words: tuple[tuple[RankId, Word], ...] = ()
     lines: tuple[Began | Committed, ...] = ()
+    is_lasting: bool = True
     resigns: bool = False
 
 
@@ -78,7 +79,7 @@ def host_step(host: Host, event: Event, now_s: float) -> HostStep:
         candidate = replace(host.candidate, recorded=None)
         return HostStep(replace(host, candidate=candidate, state=None, heard={}), resigns=True)
     done = coordinator_step(host.state, event, now_s)
-    return HostStep(replace(host, state=done.state), done.words, done.lines)
+    return HostStep(replace(host, state=done.state), done.words, done.lines, done.is_lasting)
 
 
 def _is_replaced(state: State, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:

@@ -6,7 +6,8 @@
                             a member is lost
 
 A round is granted once all who contribute are ready, or once the quorum is ready and no other has come for
-the grace window. It counts once every rank of it holds the sum of the same attempt.
+the grace window, or is expected: who says nothing is not waited for. It counts once every rank of it holds
+the sum of the same attempt.
 """
 
 from collections.abc import Collection, Mapping
@@ -85,13 +86,17 @@ def next_grant(
     quorum: int,
     grace_s: float,
     now_s: float,
+    silent: Collection[int] = (),
 ) -> Line:
-    """The line with its present round granted, if that is due, to those `ready` with so many samples."""
+    """The line with its present round granted, if that is due, to those `ready` with so many samples. Nobody
+    waits for who is `silent`, once the quorum is ready.
+    """
     line = line.with_ready(ready, now_s)
     if not ready:
         return line
-    is_over = len(ready) >= quorum and now_s >= line.since_s + grace_s
-    if not is_over and not set(contributors) <= ready.keys():
+    missing = set(contributors) - ready.keys()
+    is_over = missing <= set(silent) or now_s >= line.since_s + grace_s
+    if missing and not (len(ready) >= quorum and is_over):
         return line
     return line.granted(tuple(Part(replica, num) for replica, num in sorted(ready.items())))
 

@@ -6,7 +6,10 @@ from enum import StrEnum
 from bireme.balance.shares import Limits
 from bireme.sync.coordinator.messages import Samples
 
-__all__ = ["GroupSettings", "Settings", "SyncMode"]
+__all__ = ["SILENT_LEASES", "GroupSettings", "Settings", "SyncMode"]
+
+SILENT_LEASES = 0.4
+"""Leases without a report after which a replica is silent: it has missed two of the five in a lease."""
 
 
 class SyncMode(StrEnum):
@@ -68,3 +71,8 @@ class Settings:
     def mode_in_ledger(self) -> str:
         """How the ledger names the mode; not at all where each line is of all replicas."""
         return str(self.mode) if self.averages else ""
+
+    @property
+    def silent_s(self) -> float:
+        """How long a replica that still is a member may say nothing before rounds go on without it."""
+        return SILENT_LEASES * self.lease_s

@@ -74,8 +74,11 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an event leads to: words for ranks, and lines for the ledger, which come before the words."""
+    """What an event leads to: words for ranks, and lines for the ledger, which come before the words. Lines
+    that are `is_lasting` must be on the disk by then, with all before them, and not only written.
+    """
 
     state: State
     words: tuple[tuple[RankId, Word], ...] = ()
     lines: tuple[Began | Committed, ...] = ()
+    is_lasting: bool = True

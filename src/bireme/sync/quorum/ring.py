@@ -7,6 +7,9 @@ made elsewhere: each piece of it at one member, or by two in the same way, so th
                                                3 ──▶ 0 ──▶ 1 ──▶ 2        the total goes on
 
 Pieces begin at each member in turn and are independent, so each link is busy all the time.
+
+Where all there is is small, the way around the ring takes longer than the bytes: each member sends all of its
+own to each other one, and adds up in the order of the ring, to the same bits.
 """
 
 import select
@@ -21,9 +24,11 @@ from torch import Tensor
 from bireme.sync.quorum.digest import NO_DIGEST, Digest, check_same
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp, Tag
 
-__all__ = ["PIECE_BYTES", "Contribution", "Summed", "sum_over"]
+__all__ = ["PIECE_BYTES", "SMALL_BYTES", "Contribution", "Summed", "sum_over"]
 
 PIECE_BYTES = 512 * 1024
+SMALL_BYTES = 64 * 1024
+"""Of gradients that each member sends to all others; less than a piece."""
 LOOK_S = 0.05
 """How often a wait looks whether the attempt is still wanted."""
 
@@ -81,11 +86,15 @@ def sum_over(
     for line in lines.values():
         line.begin(stamp)
     traffic = _Traffic(lines, timeout_s, check)
-    told = _told(own, traffic, me, members, stamp)
+    is_small = sum(flat.nbytes for flat in own.flats) <= SMALL_BYTES
+    told = _told(own, traffic, me, members, stamp, with_flats=is_small)
     check_same({member: one.digest for member, one in zip(members, told, strict=True)}, me)
     weight = sum(one.weight for one in told)
     factors = [one.nominal / weight if weight else 0.0 for one in told]
-    _Ring(own, into, factors[members.index(me)], traffic, me, members, stamp).go()
+    if is_small:
+        _add_up(told, factors, into)
+    else:
+        _Ring(own, into, factors[members.index(me)], traffic, me, members, stamp).go()
     holds = bytes(map(max, *(one.holds for one in told))) if len(told) > 1 else own.holds
     means = tuple(
         sum(factor * one.means[place] for factor, one in zip(factors, told, strict=True))
@@ -135,13 +144,21 @@ class _Traffic:
 
 
 def _told(
-    own: Contribution, traffic: _Traffic, me: int, members: Sequence[int], stamp: Stamp
+    own: Contribution,
+    traffic: _Traffic,
+    me: int,
+    members: Sequence[int],
+    stamp: Stamp,
+    *,
+    with_flats: bool,
 ) -> list[Contribution]:
-    """What all members say of their contributions, without the gradients, in the order of the members."""
+    """What all members say of their contributions, in the order of the members, and maybe the gradients."""
     plain = array("d", [own.weight, own.nominal, *own.means, *own.numbers])
     of_weights = own.digest
     digest = array("q", [of_weights.version, of_weights.value, of_weights.kind, of_weights.first])
-    message = memoryview(plain.tobytes() + digest.tobytes() + own.holds)
+    flats = own.flats if with_flats else ()
+    gradients = b"".join(_bytes_of(flat) for flat in flats)
+    message = memoryview(plain.tobytes() + digest.tobytes() + gradients + own.holds)
     tag = Tag(stamp, NUMBERS, 0)
     come = {member: bytearray(len(message)) for member in traffic.lines}
     missing = set(come)
@@ -158,9 +175,38 @@ def _told(
         end = size + len(digest) * digest.itemsize
         its_digest = Digest(*array("q", bytes(come[member][size:end])))
         means, numbers = tuple(rest[: len(own.means)]), tuple(rest[len(own.means) :])
-        return Contribution((), bytes(come[member][end:]), weight, nominal, means, numbers, its_digest)
+        its_flats, holds = _flats_in(come[member], end, flats), bytes(come[member][end + len(gradients) :])
+        return Contribution(its_flats, holds, weight, nominal, means, numbers, its_digest)
 
     return [read(member) for member in members]
+
+
+def _flats_in(message: bytearray, begin: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The flats that lie in a message from there on."""
+    found = []
+    for flat in like:
+        if flat.numel():
+            one = torch.frombuffer(message, dtype=flat.dtype, count=flat.numel(), offset=begin)
+        else:
+            one = torch.empty(0, dtype=flat.dtype)
+        found.append(one.view(flat.shape))
+        begin += flat.nbytes
+    return found
+
+
+@torch.no_grad()
+def _add_up(told: Sequence[Contribution], factors: Sequence[float], into: Sequence[Tensor]) -> None:
+    """The sum of small gradients, as the ring makes it: each flat, a piece, begins at the next member."""
+    pieces = [place for place, target in enumerate(into) if target.numel()]
+    for number, place in enumerate(pieces):
+        parts = [
+            _Piece(one.flats[place], into[place]).scaled(factor)
+            for one, factor in zip(told, factors, strict=True)
+        ]
+        first, *rest = (parts[(number + step) % len(parts)] for step in range(len(parts)))
+        into[place].copy_(first)
+        for part in rest:
+            into[place].add_(part)
 
 
 @dataclass(frozen=True, slots=True)
