@@ -5,8 +5,6 @@ from random import Random
 
 import pytest
 
-import pytest
-
 from bireme.sync.coordinator.coordinator import begun, step, word_for
 from bireme.sync.coordinator.host import beginner, host_step
 from bireme.sync.coordinator.ledger_line import Began, Committed
